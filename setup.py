@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say of the build: the compiled module, and the README as a package index shows it.
+"""What pyproject.toml cannot say of the build: the compiled module, and the README as a package
+index shows it.
 
 LOCKSTEP_PURE=1 leaves out the compiled module, which gives a wheel for every platform.
 """
@@ -25,7 +26,8 @@ def the_one(pattern: str, file: str) -> str:
 
 
 def readme_for_index(repository: str, version: str) -> str:
-    """Return the README with addresses where it has paths, as an index has no other file of the repository.
+    """Return the README with addresses where it has paths, as an index has no other file of the
+    repository.
 
     They lead to the tag of the version, so that they keep showing what belongs to it.
     """
@@ -37,7 +39,9 @@ def readme_for_index(repository: str, version: str) -> str:
 
 
 def compiled_module(is_stable: bool) -> Extension:
-    """Return the compiled module of the backend shm, for the stable interface of Python or for this Python alone."""
+    """Return the compiled module of the backend shm, for the stable interface of Python or for this
+    Python alone.
+    """
     folder = "src/lockstep/transports/shm"
     return Extension(
         "lockstep.transports.shm._native",
@@ -46,7 +50,8 @@ def compiled_module(is_stable: bool) -> Extension:
         define_macros=[("Py_LIMITED_API", "0x030B0000")] if is_stable else [],
         py_limited_api=is_stable,
         extra_compile_args=["-O3"],
-        optional=True,  # without a compiler the package is installed without it: all of it is also there in Python
+        # without a compiler the package is installed without it: all of it is also there in Python
+        optional=True,
     )
 
 
@@ -55,8 +60,8 @@ if __name__ == "__main__":
     REPOSITORY = the_one(r'^Repository = "(.+)"$', "pyproject.toml")
     # the backend shm, which it is a part of, needs Linux
     IS_PURE = os.environ.get("LOCKSTEP_PURE", "0") not in ("", "0") or sys.platform != "linux"
-    # One build for the stable interface of Python 3.11 runs on every later version. That of 3.10 has no buffers, and
-    # Python without the interpreter lock has none.
+    # One build for the stable interface of Python 3.11 runs on every later version. That of 3.10
+    # has no buffers, and Python without the interpreter lock has none.
     IS_STABLE = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
     setup(
         version=VERSION,

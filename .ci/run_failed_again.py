@@ -1,8 +1,9 @@
 """Runs the tests that failed in the last run of pytest again, each alone, one after another.
 
-A test that passes then is unstable: it depends on what else runs on the host. Every such test is a defect, but two of
-them do not fail the whole run. Exits with 0 if all passed now and at most two were unstable, else with 1. The names of
-unstable tests are written to the file given as the first argument, one a line.
+A test that passes then is unstable: it depends on what else runs on the host. Every such test is a
+defect, but two of them do not fail the whole run. Exits with 0 if all passed now and at most two
+were unstable, else with 1. The names of unstable tests are written to the file given as the first
+argument, one a line.
 """
 
 from __future__ import annotations
@@ -27,9 +28,13 @@ def failed_tests() -> list[str]:
     """
     status = CACHE / "lockstep" / "exit_status"
     if not status.exists():
-        raise SystemExit("The tests did not end by themselves, or did not begin: nothing is run again.")
+        raise SystemExit(
+            "The tests did not end by themselves, or did not begin: nothing is run again."
+        )
     if int(status.read_text()) != SOME_TESTS_FAILED:
-        raise SystemExit(f"pytest ended with exit status {status.read_text()}: nothing is run again.")
+        raise SystemExit(
+            f"pytest ended with exit status {status.read_text()}: nothing is run again."
+        )
     return sorted(json.loads((CACHE / "cache" / "lastfailed").read_text()))
 
 
@@ -37,7 +42,9 @@ def passes_alone(name: str) -> bool:
     """Run one test in a process of its own; print what pytest says if it fails again."""
     # -q twice leaves out pytest's count, so that the last one seen is that of all tests
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         print(done.stdout, done.stderr, sep="\n", flush=True)
     return done.returncode == 0

@@ -1,13 +1,16 @@
-"""Measures time and peak memory of work that is queued: waited for at once, bounded, and without a bound.
+"""Measures time and peak memory of work that is queued: waited for at once, bounded, and without a
+bound.
 
-Two kinds of work. "all-reduces": tensors of 4 MB, each a new one, summed over two workers; the bound is two under way.
-"steps": training steps of LeNet whose losses are read after each step, a few steps late, or all at the end. They are on
-the device at hand: on a CPU a step has ended when its call returns, so that there the ways differ by nothing but
-reading a number, and only the all-reduces show what a bound is good for.
+Two kinds of work. "all-reduces": tensors of 4 MB, each a new one, summed over two workers; the
+bound is two under way. "steps": training steps of LeNet whose losses are read after each step, a
+few steps late, or all at the end. They are on the device at hand: on a CPU a step has ended when
+its call returns, so that there the ways differ by nothing but reading a number, and only the
+all-reduces show what a bound is good for.
 
-Each measurement has processes of its own, so that none finds the memory that another has freed. Memory is the highest
-during the work, beyond what there was before it: of the process, and on a GPU that of its allocator. It is not what is
-left when all has been waited for. The three ways take turns; every second round goes in the opposite order.
+Each measurement has processes of its own, so that none finds the memory that another has freed.
+Memory is the highest during the work, beyond what there was before it: of the process, and on a GPU
+that of its allocator. It is not what is left when all has been waited for. The three ways take
+turns; every second round goes in the opposite order.
 
     python benchmarks/async_steps.py             # some four minutes on two idle cores
     python benchmarks/async_steps.py --quick     # a smoke run; its figures say nothing
@@ -65,14 +68,21 @@ class Case:
         return f"{self.count} all-reduces of 4 MB over {self.workers} workers, {self.transport}"
 
 
-CASES = [Case("all-reduces", "gloo", 100, 2), Case("all-reduces", "shm", 100, 2), Case("steps", "gloo", 40, 1)]
+CASES = [
+    Case("all-reduces", "gloo", 100, 2),
+    Case("all-reduces", "shm", 100, 2),
+    Case("steps", "gloo", 40, 1),
+]
 
 
-# --- in a worker --------------------------------------------------------------------------------------------
+# --- in a worker
+# --------------------------------------------------------------------------------------------
 
 
 class Peak:
-    """The highest memory of this process, and of its GPU's allocator, beyond what there was at first."""
+    """The highest memory of this process, and of its GPU's allocator, beyond what there was at
+    first.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -141,7 +151,8 @@ def train(comm: lockstep.Communicator, in_flight: int | None) -> Callable[[int],
     return run
 
 
-# --- the measurement ----------------------------------------------------------------------------------------
+# --- the measurement
+# ----------------------------------------------------------------------------------------
 
 
 def measure(case: Case, rounds: int) -> dict[str, list[dict[str, float]]]:
@@ -150,7 +161,9 @@ def measure(case: Case, rounds: int) -> dict[str, list[dict[str, float]]]:
     for number in range(rounds):
         for way in list(WAYS) if number % 2 == 0 else reversed(list(WAYS)):
             found[way].append(lockstep.launch(work, case, way, workers=case.workers, threads=1))
-        print(f"\r{case.title}: round {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
+        print(
+            f"\r{case.title}: round {number + 1} of {rounds}", end="", file=sys.stderr, flush=True
+        )
     print(file=sys.stderr)
     return found
 
@@ -164,7 +177,9 @@ def summarise(case: Case, found: dict[str, list[dict[str, float]]]) -> Iterator[
             "work": case.title,
             "way": way,
             "seconds": asdict(Spread.of(seconds)),
-            "over_at_once": asdict(Spread.of([a / b for a, b in zip(seconds, at_once, strict=True)])),
+            "over_at_once": asdict(
+                Spread.of([a / b for a, b in zip(seconds, at_once, strict=True)])
+            ),
             "megabytes": asdict(Spread.of([each["megabytes"] for each in values])),
         }
 
@@ -194,7 +209,9 @@ def main() -> None:
     for case in cases:
         kept[case.title] = measure(case, rounds)
         rows += summarise(case, kept[case.title])
-    BENCHMARK.publish(args, machine, as_table(rows), f"{load_images(1).name} images", rows=rows, measured=kept)
+    BENCHMARK.publish(
+        args, machine, as_table(rows), f"{load_images(1).name} images", rows=rows, measured=kept
+    )
 
 
 if __name__ == "__main__":

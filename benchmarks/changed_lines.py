@@ -1,12 +1,14 @@
-"""Counts how many lines of a program change when it is ported to several workers, and whether the results agree.
+"""Counts how many lines of a program change when it is ported to several workers, and whether the
+results agree.
 
-`ports/port_plain.py` is a training on one device, in plain PyTorch, with clipping, a learning-rate schedule and an
-evaluation; the other `ports/port_*.py` are the same training on any number of workers. Lines are compared with
-difflib. With --run, each port trains on one and on two workers: the losses of its last evaluation should agree.
+`ports/port_plain.py` is a training on one device, in plain PyTorch, with clipping, a learning-rate
+schedule and an evaluation; the other `ports/port_*.py` are the same training on any number of
+workers. Lines are compared with difflib. With --run, each port trains on one and on two workers:
+the losses of its last evaluation should agree.
 
-    python benchmarks/changed_lines.py           # counts
-    python benchmarks/changed_lines.py --run     # also trains, for about a minute; needs lightning as well
-    python benchmarks/changed_lines.py --write   # --run, and puts the table into docs/coming-from/accelerate.md
+    python benchmarks/changed_lines.py           # counts python benchmarks/changed_lines.py --run
+    # also trains, for about a minute; needs lightning as well python benchmarks/changed_lines.py
+    --write   # --run, and puts the table into docs/coming-from/accelerate.md
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def lines_of(file: str) -> list[str]:
 
 
 def changes(file: str) -> tuple[int, int]:
-    """Return how many lines of a port are new or changed, and how many lines of the plain program are gone."""
+    """Return how many lines of a port are new or changed, and how many lines of the plain program
+    are gone.
+    """
     new = gone = 0
     for kind, before, until, start, stop in difflib.SequenceMatcher(
         None, lines_of("port_plain.py"), lines_of(file), autojunk=False
@@ -68,16 +72,23 @@ def last_loss(port: Port, workers: int) -> float:
     command = [sys.executable, *port.launcher, str(workers), str(PORTS / port.file)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=variables, capture_output=True, text=True, check=False
+        )
     found = re.findall(r"epoch \d+: loss ([\d.]+)", done.stdout)
     if done.returncode or not found:
-        raise SystemExit(f"{port.file} on {workers} workers ended with exit code {done.returncode}:\n{done.stderr}")
+        raise SystemExit(
+            f"{port.file} on {workers} workers ended with exit code "
+            f"{done.returncode}:\n{done.stderr}"
+        )
     return float(found[-1])
 
 
 def table(runs: bool) -> str:
     """Return the table: changed lines, and with `runs` the losses on one and two workers."""
-    rows = [["", "new or changed lines", "lines gone", *(["loss on 1 worker", "on 2"] if runs else [])]]
+    rows = [
+        ["", "new or changed lines", "lines gone", *(["loss on 1 worker", "on 2"] if runs else [])]
+    ]
     for port in ALL:
         losses = [f"{last_loss(port, workers):.4f}" for workers in (1, 2)] if runs else []
         rows.append([port.name, *map(str, changes(port.file)), *losses])
@@ -86,7 +97,9 @@ def table(runs: bool) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", action="store_true", help="also train on one and two workers")
     parser.add_argument("--write", action="store_true", help="put the table into the documentation")
     arguments = parser.parse_args()

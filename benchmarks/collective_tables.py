@@ -50,14 +50,20 @@ def _one_table(rows: list[Row]) -> str:
         ]
         for row in rows
     ]
-    return markdown_table(["", *(SIDES[side] for side in sides), "copy_", *(RATIOS[name] for name in ratios)], cells)
+    return markdown_table(
+        ["", *(SIDES[side] for side in sides), "copy_", *(RATIOS[name] for name in ratios)], cells
+    )
 
 
 def _groups(rows: list[Row]) -> list[tuple[str, list[Row]]]:
     """The rows of each number of ranks and operation, with a title."""
     keys = dict.fromkeys((row["ranks"], row["operation"]) for row in rows)
     return [
-        (f"{key[0]} ranks, {key[1]}", [row for row in rows if (row["ranks"], row["operation"]) == key]) for key in keys
+        (
+            f"{key[0]} ranks, {key[1]}",
+            [row for row in rows if (row["ranks"], row["operation"]) == key],
+        )
+        for key in keys
     ]
 
 
@@ -72,12 +78,19 @@ def _nothing(rows: list[Row]) -> str:
     costs = [row["seconds"][NOTHING]["median"] for row in rows if NOTHING in row["seconds"]]
     if not costs:
         return ""
-    return f"`torch.distributed.all_reduce` takes {time_text(min(costs))} with a backend that does nothing."
+    return (
+        f"`torch.distributed.all_reduce` takes {time_text(min(costs))} with a backend that does "
+        "nothing."
+    )
 
 
 def _overview(rows: list[Row]) -> str:
-    """One table for a number of ranks: sizes down, operations across, without all-reduce, which has its own."""
-    operations = [name for name in dict.fromkeys(row["operation"] for row in rows) if name != "all-reduce"]
+    """One table for a number of ranks: sizes down, operations across, without all-reduce, which has
+    its own.
+    """
+    operations = [
+        name for name in dict.fromkeys(row["operation"] for row in rows) if name != "all-reduce"
+    ]
     found = {(row["operation"], row["bytes"]): row for row in rows}
     lines = []
     for nbytes in dict.fromkeys(row["bytes"] for row in rows):

@@ -1,14 +1,15 @@
-"""Measures collectives and messages of the backend "shm" against Gloo and against MPICH through mpi4py.
+"""Measures collectives and messages of the backend "shm" against Gloo and against MPICH through
+mpi4py.
 
-All sides are started at once, and are idle, blocked in a read, but for the one whose turn it is. A turn is a block of
-some 20 ms of calls of one operation, on buffers that stay the same; every second round has the opposite order. The
-slowest rank's time counts. A round gives one ratio; the median over the rounds counts. Results are checked once at
-each size.
+All sides are started at once, and are idle, blocked in a read, but for the one whose turn it is. A
+turn is a block of some 20 ms of calls of one operation, on buffers that stay the same; every second
+round has the opposite order. The slowest rank's time counts. A round gives one ratio; the median
+over the rounds counts. Results are checked once at each size.
 
-    pip install -e '.[bench]'
-    python benchmarks/collectives.py             # some six minutes on two idle cores
-    python benchmarks/collectives.py --quick     # a smoke run; its figures say nothing
-    python benchmarks/collectives.py --write     # also docs/performance.md and docs/figures/collectives.png
+    pip install -e '.[bench]' python benchmarks/collectives.py             # some six minutes on two
+    idle cores python benchmarks/collectives.py --quick     # a smoke run; its figures say nothing
+    python benchmarks/collectives.py --write     # also docs/performance.md and
+    docs/figures/collectives.png
 """
 
 from __future__ import annotations
@@ -84,8 +85,15 @@ class Contestant:
     calls: int = 1
 
     def turn(self, turn_s: float, check: bool = False) -> float:
-        """Seconds of one call on the slowest rank. The next block's calls are chosen to take `turn_s`."""
-        order = {"operation": self.operation, "nbytes": self.nbytes, "calls": self.calls, "check": check}
+        """Seconds of one call on the slowest rank. The next block's calls are chosen to take
+        `turn_s`.
+        """
+        order = {
+            "operation": self.operation,
+            "nbytes": self.nbytes,
+            "calls": self.calls,
+            "check": check,
+        }
         seconds = max(reply["seconds"] for reply in self.job.ask(json.dumps(order)))
         self.calls = max(1, min(MOST_CALLS, 8 * self.calls, int(turn_s / seconds)))
         return seconds
@@ -99,7 +107,9 @@ class Contestant:
             seconds = self.turn(turn_s)
 
 
-def contestants(jobs: dict[str, Controlled], operation: str, nbytes: int, smallest: bool) -> dict[str, Contestant]:
+def contestants(
+    jobs: dict[str, Controlled], operation: str, nbytes: int, smallest: bool
+) -> dict[str, Contestant]:
     """Who takes turns at one size of one operation."""
     found = {side: Contestant(job, operation, nbytes) for side, job in jobs.items()}
     found[COPY] = Contestant(jobs[SHM], "copy", nbytes)
@@ -112,18 +122,23 @@ Cases = dict[tuple[str, int], dict[str, Contestant]]
 """Operation and bytes → who takes turns."""
 
 
-def measure(cases: Cases, rounds: int, turn_s: float, note: Callable[[str], None]) -> dict[tuple[str, int], Rounds]:
+def measure(
+    cases: Cases, rounds: int, turn_s: float, note: Callable[[str], None]
+) -> dict[tuple[str, int], Rounds]:
     """Seconds of one call, for each case, contestant and round.
 
-    A round visits every case: where two virtual cores lie to each other is a matter of the host, and changes what it
-    costs them to share memory by a factor of up to seven for seconds or minutes. So a phase of that kind falls into a
-    few rounds of all cases, and into no case as a whole.
+    A round visits every case: where two virtual cores lie to each other is a matter of the host,
+    and changes what it costs them to share memory by a factor of up to seven for seconds or
+    minutes. So a phase of that kind falls into a few rounds of all cases, and into no case as a
+    whole.
     """
     for (operation, nbytes), found in cases.items():
         note(f"first calls: {operation}, {size_text(nbytes)}")
         for contestant in found.values():
             contestant.warm_up(turn_s)
-    seconds: dict[tuple[str, int], Rounds] = {case: {name: [] for name in found} for case, found in cases.items()}
+    seconds: dict[tuple[str, int], Rounds] = {
+        case: {name: [] for name in found} for case, found in cases.items()
+    }
     for number in range(rounds):
         for case, found in cases.items():
             note(f"round {number + 1} of {rounds}: {case[0]}, {size_text(case[1])}")
@@ -139,7 +154,9 @@ def ratio_if_there(seconds: Rounds, above: str, below: str) -> dict[str, float] 
 
 def summarise(ranks: int, operation: str, nbytes: int, seconds: Rounds) -> dict[str, Any]:
     """One row: medians of the times with their quartiles, ratios, and all that they come from."""
-    seconds = {name: [float(f"{value:.4g}") for value in values] for name, values in seconds.items()}
+    seconds = {
+        name: [float(f"{value:.4g}") for value in values] for name, values in seconds.items()
+    }
     return {
         "ranks": ranks,
         "operation": operation,
@@ -157,7 +174,9 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each number of ranks, operation and size."""
 
     def programs(folder: str, ranks: int) -> dict[str, tuple[list[str], Started]]:
-        found = {side: Started(side, ranks, f"{folder}/{side}", max(args.sizes)) for side in args.sides}
+        found = {
+            side: Started(side, ranks, f"{folder}/{side}", max(args.sizes)) for side in args.sides
+        }
         return {side: (started.command(), started) for side, started in found.items()}
 
     rows = []
@@ -180,7 +199,10 @@ def _note(ranks: int, text: str) -> None:
 
 def find_mpiexec() -> str | None:
     """The one that was installed beside this Python, or else any."""
-    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    return shutil.which(
+        "mpiexec",
+        path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    )
 
 
 def available(sides: list[str]) -> list[str]:
@@ -191,7 +213,10 @@ def available(sides: list[str]) -> list[str]:
     except PackageNotFoundError:
         installed = False
     if MPICH in sides and not installed:
-        print("MPICH or mpi4py is not installed and left out: pip install -e '.[bench]'", file=sys.stderr)
+        print(
+            "MPICH or mpi4py is not installed and left out: pip install -e '.[bench]'",
+            file=sys.stderr,
+        )
     return [side for side in sides if side != MPICH or installed]
 
 
@@ -200,7 +225,9 @@ def parse_size(text: str) -> int:
     number = text.rstrip("KMkm")
     factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
     if not number.isdigit() or int(number) * factor < 4 or int(number) * factor % 4:
-        raise argparse.ArgumentTypeError(f"expected a multiple of 4 bytes such as 4, 64K or 16M, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a multiple of 4 bytes such as 4, 64K or 16M, got {text!r}"
+        )
     return int(number) * factor
 
 
@@ -208,13 +235,17 @@ def parse() -> argparse.Namespace:
     parser = BENCHMARK.parser("9")
     parser.add_argument("--operation", nargs="+", choices=OPERATIONS, help="only these")
     parser.add_argument("--ranks", nargs="+", type=int, choices=RANKS, help="only these")
-    parser.add_argument("--sizes", nargs="+", type=parse_size, help="bytes, such as 4 64K 16M, instead of eleven")
+    parser.add_argument(
+        "--sizes", nargs="+", type=parse_size, help="bytes, such as 4 64K 16M, instead of eleven"
+    )
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), help="only these, and shm")
     parser.add_argument("--figure", type=Path, help="draw the picture here as well")
     args = BENCHMARK.parse(parser, "operation", "ranks", "sizes", "sides")
     args.sides = available([side for side in SIDES if side == SHM or side in (args.sides or SIDES)])
     if args.write and args.sides != list(SIDES):
-        parser.error("--write: only the whole run is for the documentation: every side, MPICH's too")
+        parser.error(
+            "--write: only the whole run is for the documentation: every side, MPICH's too"
+        )
     args.operation = args.operation or OPERATIONS
     args.ranks = args.ranks or RANKS
     args.sizes = sorted(args.sizes or (QUICK_SIZES if args.quick else SIZES))
@@ -238,7 +269,11 @@ def main() -> None:
     for path in [args.figure] * bool(args.figure) + [picture] * args.write:
         draw_collectives(rows, SIDES, path)
     if args.write:
-        write_between(DOCS / "performance.md", "collectives", documented(rows, machine, picture.relative_to(DOCS)))
+        write_between(
+            DOCS / "performance.md",
+            "collectives",
+            documented(rows, machine, picture.relative_to(DOCS)),
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What the benchmarks share: the data, the machine's description, spreads of ratios, tables and where they go."""
+"""What the benchmarks share: the data, the machine's description, spreads of ratios, tables and
+where they go.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,17 @@ Side = TypeVar("Side", bound=Hashable)
 
 
 def wide_mlp() -> nn.Module:
-    """10.0 M parameters, most of them in two layers: much to exchange for what there is to compute."""
-    layers = [nn.Linear(28 * 28, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU()]
+    """10.0 M parameters, most of them in two layers: much to exchange for what there is to
+    compute.
+    """
+    layers = [
+        nn.Linear(28 * 28, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 2048),
+        nn.ReLU(),
+    ]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(2048, 10))
 
 
@@ -39,8 +50,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18", "mlp": "MLP of 10 M parameters"}
 
-# Small enough that neither model diverges on a few hundred images seen many times over: a loss that overflows, or
-# numbers that become denormal, would be timed instead of training.
+# Small enough that neither model diverges on a few hundred images seen many times over: a loss that
+# overflows, or numbers that become denormal, would be timed instead of training.
 LR = 0.01
 MOMENTUM = 0.9
 
@@ -53,12 +64,13 @@ def make_model(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's allocator to give nothing back to the system; whether there is such an allocator.
+    """Tell glibc's allocator to give nothing back to the system; whether there is such an
+    allocator.
 
-    By default it returns large tensors to the system when they are freed, or does not: that hangs on what happens to
-    lie above them on the heap. Where it does, every step pays for the same pages anew: one side of `overhead.py` had
-    11,600 page faults a step and took 118 ms, another 1,700 and 99 ms, and with this 94 ms were all alike. Luck of
-    that size must not decide a comparison.
+    By default it returns large tensors to the system when they are freed, or does not: that hangs
+    on what happens to lie above them on the heap. Where it does, every step pays for the same pages
+    anew: one side of `overhead.py` had 11,600 page faults a step and took 118 ms, another 1,700 and
+    99 ms, and with this 94 ms were all alike. Luck of that size must not decide a comparison.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -70,12 +82,16 @@ def keep_freed_memory() -> bool:
 
 
 def load_images(count: int) -> ImageSet:
-    """The first `count` images of Fashion-MNIST, or as many synthetic ones of the same shape where it is not there."""
+    """The first `count` images of Fashion-MNIST, or as many synthetic ones of the same shape where
+    it is not there.
+    """
     try:
         found, _ = lockstep.data.fashion_mnist(download=False)
     except DataError:
         found, _ = lockstep.data.synthetic(train=count)
-    return ImageSet(found.images[:count], found.labels[:count], found.classes, found.name, found.mean, found.std)
+    return ImageSet(
+        found.images[:count], found.labels[:count], found.classes, found.name, found.mean, found.std
+    )
 
 
 @dataclass(frozen=True)
@@ -98,13 +114,19 @@ class Spread:
         return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
-def ratio(values: Mapping[Side, Sequence[float]], above: Side, below: Side, scale: float = 1.0) -> dict[str, float]:
+def ratio(
+    values: Mapping[Side, Sequence[float]], above: Side, below: Side, scale: float = 1.0
+) -> dict[str, float]:
     """The spread of two sides' ratios, one a round, times `scale`; as JSON keeps it."""
-    return asdict(Spread.of([scale * a / b for a, b in zip(values[above], values[below], strict=True)]))
+    return asdict(
+        Spread.of([scale * a / b for a, b in zip(values[above], values[below], strict=True)])
+    )
 
 
 def describe_machine() -> dict[str, Any]:
-    """What a figure depends on and whoever reads it wants to know; taken before anything is measured."""
+    """What a figure depends on and whoever reads it wants to know; taken before anything is
+    measured.
+    """
     pages = os.sysconf("SC_PHYS_PAGES")
     size = os.sysconf("SC_PAGE_SIZE")
     return {
@@ -123,15 +145,18 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    )
 
 
 def machine_line(machine: dict[str, Any], data: str) -> str:
     """The machine in one sentence, for below a table."""
     return (
-        f"{machine['date']}; {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
-        f"Python {machine['python']}, torch {machine['torch']}; {data}; "
-        f"load average {machine['load_average_before']} before and {machine['load_average_after']} after."
+        f"{machine['date']}; {machine['processor']}, {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB; Python {machine['python']}, torch {machine['torch']}; "
+        f"{data}; load average {machine['load_average_before']} before and "
+        f"{machine['load_average_after']} after."
     )
 
 
@@ -142,7 +167,9 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_between(path: Path, name: str, text: str) -> None:
-    """Replace what stands between the lines ``<!-- name:begin -->`` and ``<!-- name:end -->`` of a file."""
+    """Replace what stands between the lines ``<!-- name:begin -->`` and ``<!-- name:end -->`` of a
+    file.
+    """
     begin = f"<!-- {name}:begin -->"
     end = f"<!-- {name}:end -->"
     old = path.read_text()

@@ -1,9 +1,11 @@
-"""Measures steps of DistributedDataParallel over the backend "shm" and over Gloo, against one worker alone.
+"""Measures steps of DistributedDataParallel over the backend "shm" and over Gloo, against one
+worker alone.
 
-Two workers with one thread each share a global batch that lies in memory; nothing is loaded. Two workers that exchange
-nothing show what this machine lets two workers reach at all. All are started at once and take turns: a round is one
-block of steps of each, every second round in the opposite order. A block's first step, and the first round, are not
-counted. A round gives one ratio; the median over the rounds counts.
+Two workers with one thread each share a global batch that lies in memory; nothing is loaded. Two
+workers that exchange nothing show what this machine lets two workers reach at all. All are started
+at once and take turns: a round is one block of steps of each, every second round in the opposite
+order. A block's first step, and the first round, are not counted. A round gives one ratio; the
+median over the rounds counts.
 
     python benchmarks/ddp_step.py             # some three minutes on two idle cores
     python benchmarks/ddp_step.py --quick     # a smoke run; its figures say nothing
@@ -47,12 +49,26 @@ class Case:
     rounds: int
 
     def job(self, side: str, meter: str) -> StepJob:
-        """One side's job; the first step of a block is not timed, and the first round not counted."""
+        """One side's job; the first step of a block is not timed, and the first round not
+        counted.
+        """
         workers = 1 if side == ALONE else 2
-        return StepJob(self.model, self.global_batch_size, 1, self.timed_steps, self.rounds + 1, workers, meter, side)
+        return StepJob(
+            self.model,
+            self.global_batch_size,
+            1,
+            self.timed_steps,
+            self.rounds + 1,
+            workers,
+            meter,
+            side,
+        )
 
 
-CASES = [Case("lenet", global_batch_size=256, timed_steps=12, rounds=12), Case("mlp", 256, timed_steps=5, rounds=12)]
+CASES = [
+    Case("lenet", global_batch_size=256, timed_steps=12, rounds=12),
+    Case("mlp", 256, timed_steps=5, rounds=12),
+]
 
 
 def measure(case: Case) -> dict[str, list[dict[str, float]]]:
@@ -83,14 +99,25 @@ def summarise(case: Case, speeds: Speeds) -> list[dict[str, Any]]:
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
-    header = ["", "samples/s", "over one worker", "of ideal", "over exchanging nothing", "over Gloo"]
+    header = [
+        "",
+        "samples/s",
+        "over one worker",
+        "of ideal",
+        "over exchanging nothing",
+        "over Gloo",
+    ]
     return markdown_table(
         header,
         [
             [
-                f"{TITLES[row['model']]}, global batch {row['global_batch_size']}: {SIDES[row['side']]}",
+                f"{TITLES[row['model']]}, global batch {row['global_batch_size']}: "
+                f"{SIDES[row['side']]}",
                 f"{row['samples_per_second']['median']:,.0f}",
-                *(Spread(**row[name]).text(2) for name in ("over_one", "of_ideal", "over_apart", "over_gloo")),
+                *(
+                    Spread(**row[name]).text(2)
+                    for name in ("over_one", "of_ideal", "over_apart", "over_gloo")
+                ),
             ]
             for row in rows
         ],
@@ -117,7 +144,9 @@ def main() -> None:
             "samples_per_second": speeds,
             "last_mean_loss": last_losses(found),
         }
-    BENCHMARK.publish(args, machine, as_table(rows), f"{load_images(1).name} images", rows=rows, measured=kept)
+    BENCHMARK.publish(
+        args, machine, as_table(rows), f"{load_images(1).name} images", rows=rows, measured=kept
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
-"""Measures elastic jobs: the pause after the loss of a worker, its parts, what --elastic costs, and whether it leaks.
+"""Measures elastic jobs: the pause after the loss of a worker, its parts, what --elastic costs, and
+whether it leaks.
 
-- The pause: one of 4 workers is killed (SIGKILL) at a random moment, again and again. It lasts until a group without
-  that worker has completed a step. So for LeNet, and for a model of 20 M parameters with AdamW, 240 MB of state, which
-  each worker that joins is given. Over "shm" and Gloo.
-- Hosts: one of three hosts is lost, each a network namespace with a worker: its processes are killed, or its network is
-  cut. It lasts until the others have completed a step. Left out where such hosts cannot be made.
-- The cost: steps of LeNet on two workers with and without --elastic, in turns; a round of two jobs gives one ratio.
-- Growth: memory, files, threads, mappings, child processes and segments of the launcher and of a survivor, before and
-  after 200 regroups (60 over Gloo). Resident memory includes what is free and kept for later, allocated memory not.
-- Others: the same loss under torchrun and Ray Train with a checkpoint after every step, under hvd.elastic with a commit
-  after every step (Lockstep's), and under torchft; each is left out where it is not installed.
+- The pause: one of 4 workers is killed (SIGKILL) at a random moment, again and again. It lasts
+  until a group without that worker has completed a step. So for LeNet, and for a model of 20 M
+  parameters with AdamW, 240 MB of state, which each worker that joins is given. Over "shm" and
+  Gloo.
+- Hosts: one of three hosts is lost, each a network namespace with a worker: its processes are
+  killed, or its network is cut. It lasts until the others have completed a step. Left out where
+  such hosts cannot be made.
+- The cost: steps of LeNet on two workers with and without --elastic, in turns; a round of two jobs
+  gives one ratio.
+- Growth: memory, files, threads, mappings, child processes and segments of the launcher and of a
+  survivor, before and after 200 regroups (60 over Gloo). Resident memory includes what is free and
+  kept for later, allocated memory not.
+- Others: the same loss under torchrun and Ray Train with a checkpoint after every step, under
+  hvd.elastic with a commit after every step (Lockstep's), and under torchft; each is left out where
+  it is not installed.
 
-    python benchmarks/elastic.py             # some ten minutes on two idle cores; --only names parts of it
-    python benchmarks/elastic.py --quick     # a smoke run; its figures say nothing
+    python benchmarks/elastic.py             # some ten minutes on two idle cores; --only names
+    parts of it python benchmarks/elastic.py --quick     # a smoke run; its figures say nothing
     python benchmarks/elastic.py --write     # also the tables in docs/elastic.md
 """
 
@@ -55,11 +61,12 @@ LIMIT_S = 60.0  # to wait for anything; beyond it something hangs
 PARTS = ("pause", "hosts", "cost", "growth", "others")
 
 PAUSE = ("seen", "left", "formed", "begun", "step")
-"""The parts of a pause: when the last survivor knows of the loss, has left its group, has formed the next one, and
-begins a step with the right state; and when the first one has completed it."""
+"""The parts of a pause: when the last survivor knows of the loss, has left its group, has formed
+the next one, and begins a step with the right state; and when the first one has completed it."""
 
 
-# --- a job whose workers note what they do ------------------------------------------------------------------
+# --- a job whose workers note what they do
+# ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,9 @@ class Event:
     def of(cls, line: str) -> Event:
         """From a line of the file of events."""
         values = json.loads(line)
-        time_, pid, kind, generation = (values.pop(name) for name in ("time", "pid", "kind", "generation"))
+        time_, pid, kind, generation = (
+            values.pop(name) for name in ("time", "pid", "kind", "generation")
+        )
         return cls(time_, pid, kind, generation, values)
 
 
@@ -89,7 +98,9 @@ class Job:
         variables: of the command, beside those of this process.
     """
 
-    def __init__(self, words: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, words: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.events: list[Event] = []
         self._path = folder / "events"
         self._read = 0
@@ -121,11 +132,15 @@ class Job:
             time.sleep(0.005)
 
     def at_work(self, steps: int = 3, workers: int = WORKERS) -> list[int]:
-        """The workers that have completed so many steps of the newest group, if all of them have; else []."""
+        """The workers that have completed so many steps of the newest group, if all of them have;
+        else [].
+        """
         done = [event for event in self.events[-4000:] if event.kind == "step"]
         newest = max((event.generation for event in done), default=0)
         pids = [event.pid for event in done if event.generation == newest]
-        enough = sorted(pid for pid in set(pids) if pids.count(pid) >= steps and psutil.pid_exists(pid))
+        enough = sorted(
+            pid for pid in set(pids) if pids.count(pid) >= steps and psutil.pid_exists(pid)
+        )
         return enough if len(enough) == workers else []
 
     def output(self) -> str:
@@ -147,7 +162,9 @@ class Job:
 
 
 @contextmanager
-def running(command: Callable[[str], Sequence[str]], variables: Mapping[str, str] | None = None) -> Iterator[Job]:
+def running(
+    command: Callable[[str], Sequence[str]], variables: Mapping[str, str] | None = None
+) -> Iterator[Job]:
     """A job; `command` is given the folder for its events."""
     with tempfile.TemporaryDirectory(prefix="elastic-", ignore_cleanup_errors=True) as folder:
         job = Job(command(folder), Path(folder), variables)
@@ -157,13 +174,16 @@ def running(command: Callable[[str], Sequence[str]], variables: Mapping[str, str
             job.close()
 
 
-def lockstep(folder: str, model: str, steps: int, transport: str, elastic: bool = True) -> list[str]:
+def lockstep(
+    folder: str, model: str, steps: int, transport: str, elastic: bool = True
+) -> list[str]:
     options = ["--elastic", f"1:{WORKERS}"] if elastic else []
     words = [sys.executable, "-m", "lockstep", "run", "-q", *options, "-np", str(WORKERS)]
     return [*words, str(HERE / "side_elastic.py"), folder, model, str(steps), transport]
 
 
-# --- pauses -------------------------------------------------------------------------------------------------
+# --- pauses
+# -------------------------------------------------------------------------------------------------
 
 
 def first_of_each(events: Iterable[Event], kind: str) -> dict[int, float]:
@@ -175,8 +195,12 @@ def first_of_each(events: Iterable[Event], kind: str) -> dict[int, float]:
     return found
 
 
-def pause_of(events: Sequence[Event], killed: float, survivors: Collection[int]) -> dict[str, float]:
-    """Seconds from the kill to the end of each part of the pause, as in `PAUSE`; {} as long as it is not over."""
+def pause_of(
+    events: Sequence[Event], killed: float, survivors: Collection[int]
+) -> dict[str, float]:
+    """Seconds from the kill to the end of each part of the pause, as in `PAUSE`; {} as long as it
+    is not over.
+    """
     after = [event for event in events if event.time >= killed and event.pid in survivors]
     opened = [event.generation for event in after if event.kind == "seen"]
     late = [event for event in after if event.generation >= min(opened, default=0)]
@@ -188,14 +212,22 @@ def pause_of(events: Sequence[Event], killed: float, survivors: Collection[int])
 
 
 def joined_after(events: Sequence[Event], killed: float, known: Collection[int]) -> float | None:
-    """Seconds from the kill to the first step of a worker that is not `known`; None as long as there is none."""
-    new = [event for event in events if event.time >= killed and event.kind == "step" and event.pid not in known]
+    """Seconds from the kill to the first step of a worker that is not `known`; None as long as
+    there is none.
+    """
+    new = [
+        event
+        for event in events
+        if event.time >= killed and event.kind == "step" and event.pid not in known
+    ]
     return new[0].time - killed if new else None
 
 
 def handover_of(events: Sequence[Event], killed: float) -> float | None:
     """Seconds in which the worker that joined after the kill was given the state."""
-    begun = first_of_each((e for e in events if e.time >= killed and e.values.get("has") is False), "share")
+    begun = first_of_each(
+        (e for e in events if e.time >= killed and e.values.get("has") is False), "share"
+    )
     done = first_of_each((e for e in events if e.time >= killed and e.pid in begun), "shared")
     return next((done[pid] - time_ for pid, time_ in begun.items() if pid in done), None)
 
@@ -203,7 +235,10 @@ def handover_of(events: Sequence[Event], killed: float) -> float | None:
 def lose_one(job: Job, draw: random.Random, spared: Collection[int] = ()) -> dict[str, float]:
     """Kill a worker at a random moment, and wait until another one is at work in its place."""
     if not job.wait(lambda: bool(job.at_work())):
-        raise SystemExit(f"a job is not complete again after {LIMIT_S:.0f} s; its output ends with:\n{job.output()}")
+        raise SystemExit(
+            f"a job is not complete again after {LIMIT_S:.0f} s; its output ends "
+            f"with:\n{job.output()}"
+        )
     time.sleep(draw.random() * 0.06)
     pids = job.at_work()
     seen = len(job.events)
@@ -214,13 +249,25 @@ def lose_one(job: Job, draw: random.Random, spared: Collection[int] = ()) -> dic
 
     def is_over() -> bool:
         events = job.events[seen:]
-        return bool(pause_of(events, killed, survivors)) and joined_after(events, killed, pids) is not None
+        return (
+            bool(pause_of(events, killed, survivors))
+            and joined_after(events, killed, pids) is not None
+        )
 
     if not job.wait(is_over):
-        raise SystemExit(f"a job did not go on within {LIMIT_S:.0f} s; its output ends with:\n{job.output()}")
+        raise SystemExit(
+            f"a job did not go on within {LIMIT_S:.0f} s; its output ends with:\n{job.output()}"
+        )
     events = job.events[seen:]
-    found = {**pause_of(events, killed, survivors), "joined": joined_after(events, killed, pids) or 0.0}
-    return {**found, "redone": found["step"] - found["begun"], "handover": handover_of(events, killed) or 0.0}
+    found = {
+        **pause_of(events, killed, survivors),
+        "joined": joined_after(events, killed, pids) or 0.0,
+    }
+    return {
+        **found,
+        "redone": found["step"] - found["begun"],
+        "handover": handover_of(events, killed) or 0.0,
+    }
 
 
 def measure_pauses(model: str, transport: str, kills: int) -> dict[str, Any]:
@@ -230,7 +277,9 @@ def measure_pauses(model: str, transport: str, kills: int) -> dict[str, Any]:
     with running(lambda folder: lockstep(folder, model, 10**7, transport)) as job:
         for number in range(kills + 1):
             one = lose_one(job, draw)
-            found += [one] * (number > 0)  # the first replacement loads what the fork server has not loaded yet
+            found += [one] * (
+                number > 0
+            )  # the first replacement loads what the fork server has not loaded yet
             progress(f"{MODELS[model]} over {transport}: loss {number} of {kills}")
     print(file=sys.stderr)
     return {"model": model, "transport": transport, "losses": found}
@@ -253,21 +302,32 @@ def pauses_table(rows: list[dict[str, Any]]) -> str:
         "has left its group": lambda losses: ms(median(each["left"] for each in losses)),
         "has formed the next": lambda losses: ms(median(each["formed"] for each in losses)),
         "begins a step": lambda losses: ms(median(each["begun"] for each in losses)),
-        "**next completed step, median**": lambda losses: ms(median(each["step"] for each in losses)),
+        "**next completed step, median**": lambda losses: ms(
+            median(each["step"] for each in losses)
+        ),
         "95 %": lambda losses: ms(quantile([each["step"] for each in losses], 0.95)),
-        "beside the step that is redone, median": lambda losses: ms(median(e["step"] - e["redone"] for e in losses)),
-        "first step of the replacement, median": lambda losses: ms(median(each["joined"] for each in losses)),
-        "its state handed over in, median": lambda losses: ms(median(each["handover"] for each in losses)),
+        "beside the step that is redone, median": lambda losses: ms(
+            median(e["step"] - e["redone"] for e in losses)
+        ),
+        "first step of the replacement, median": lambda losses: ms(
+            median(each["joined"] for each in losses)
+        ),
+        "its state handed over in, median": lambda losses: ms(
+            median(each["handover"] for each in losses)
+        ),
         "number of losses": lambda losses: str(len(losses)),
     }
-    return markdown_table(header, [[name, *(cell(row["losses"]) for row in rows)] for name, cell in lines.items()])
+    return markdown_table(
+        header, [[name, *(cell(row["losses"]) for row in rows)] for name, cell in lines.items()]
+    )
 
 
 def ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f} ms"
 
 
-# --- hosts --------------------------------------------------------------------------------------------------
+# --- hosts
+# --------------------------------------------------------------------------------------------------
 
 LOST = {"killed": "all its processes are killed", "cut": "its network is cut"}
 
@@ -276,7 +336,10 @@ def measure_hosts(losses: int) -> list[dict[str, Any]]:
     """Jobs on three hosts, each of which loses one of them, whichever."""
     found = []
     draw = random.Random("hosts")
-    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, make_hosts(3, Path(folder)) as hosts:
+    with (
+        tempfile.TemporaryDirectory(prefix="hosts-") as folder,
+        make_hosts(3, Path(folder)) as hosts,
+    ):
         for how in LOST:
             pauses = []
             for number in range(losses):
@@ -288,7 +351,9 @@ def measure_hosts(losses: int) -> list[dict[str, Any]]:
 
 
 def lose_host(hosts: Hosts, how: str, draw: random.Random) -> float:
-    """Start a job, lose a host at a random moment; returns the seconds until the others have completed a step."""
+    """Start a job, lose a host at a random moment; returns the seconds until the others have
+    completed a step.
+    """
 
     def command(folder: str) -> list[str]:
         options = ["--elastic", "1:3", "-H", ",".join(hosts.namespaces), "-np", "3"]
@@ -298,7 +363,9 @@ def lose_host(hosts: Hosts, how: str, draw: random.Random) -> float:
     with running(command, {"PATH": hosts.path}) as job:
         try:
             if not job.wait(lambda: bool(job.at_work(20, 3))):
-                raise SystemExit(f"a job on three hosts did not start; its output ends with:\n{job.output()}")
+                raise SystemExit(
+                    f"a job on three hosts did not start; its output ends with:\n{job.output()}"
+                )
             time.sleep(draw.random())
             name = draw.choice(list(hosts.namespaces))
             survivors = set(job.at_work(3, 3)) - set(hosts.processes(name))
@@ -309,7 +376,9 @@ def lose_host(hosts: Hosts, how: str, draw: random.Random) -> float:
             else:
                 hosts.link(name, "down")
             if not job.wait(lambda: bool(after_loss(job.events, survivors, newest))):
-                raise SystemExit(f"a job did not go on without a host; its output ends with:\n{job.output()}")
+                raise SystemExit(
+                    f"a job did not go on without a host; its output ends with:\n{job.output()}"
+                )
             return min(after_loss(job.events, survivors, newest)) - lost
         finally:
             for name in hosts.namespaces:
@@ -324,7 +393,12 @@ def after_loss(events: Sequence[Event], survivors: Collection[int], newest: int)
 
 
 def hosts_table(rows: list[dict[str, Any]]) -> str:
-    header = ["one of three hosts is lost (LeNet, one worker a host)", "median", "longest", "number of losses"]
+    header = [
+        "one of three hosts is lost (LeNet, one worker a host)",
+        "median",
+        "longest",
+        "number of losses",
+    ]
     cells = [
         [
             LOST[row["how"]],
@@ -337,7 +411,8 @@ def hosts_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, [[str(cell) for cell in line] for line in cells])
 
 
-# --- the cost of --elastic ----------------------------------------------------------------------------------
+# --- the cost of --elastic
+# ----------------------------------------------------------------------------------
 
 
 JOBS = 5  # of each side
@@ -354,7 +429,9 @@ def measure_cost(rounds: int, timed_steps: int) -> dict[str, Any]:
         return {side: (command(side, block), block) for side, block in blocks.items()}
 
     def command(side: str, block: Block) -> list[str]:
-        python, *words = command_of("side_lockstep.py", replace(block, workers=1))  # it starts no others itself
+        python, *words = command_of(
+            "side_lockstep.py", replace(block, workers=1)
+        )  # it starts no others itself
         return [
             python,
             "-m",
@@ -368,17 +445,23 @@ def measure_cost(rounds: int, timed_steps: int) -> dict[str, Any]:
 
     speeds: dict[str, list[float]] = {}
     for _ in range(JOBS):  # two jobs with the same program differ by more than the rounds of a job
-        for side, found in speeds_of(train_in_turns("fixed and elastic", rounds, programs), timed_steps * 256).items():
+        for side, found in speeds_of(
+            train_in_turns("fixed and elastic", rounds, programs), timed_steps * 256
+        ).items():
             speeds.setdefault(side, []).extend(found)
     return {"samples_per_second": speeds, "ratio": ratio(speeds, "fixed", "elastic")}
 
 
 def cost_line(found: dict[str, Any]) -> str:
     spread = Spread(**found["ratio"])
-    return f"A step of LeNet (global batch 256, two workers) takes {spread.text()} times as long with `--elastic`."
+    return (
+        f"A step of LeNet (global batch 256, two workers) takes {spread.text()} times as long "
+        "with `--elastic`."
+    )
 
 
-# --- growth -------------------------------------------------------------------------------------------------
+# --- growth
+# -------------------------------------------------------------------------------------------------
 
 LOSSES = {"shm": 100, "gloo": 30}
 COUNTS = ("MB resident", "open files", "threads", "mappings", "child processes")
@@ -388,7 +471,11 @@ def snapshot(job: Job, survivor: int) -> dict[str, dict[str, float]]:
     """What the launcher and a survivor hold, and the segments of shared memory on this host."""
     processes = {"launcher": psutil.Process(job.process.pid), "survivor": psutil.Process(survivor)}
     found = {name: held_by(process) for name, process in processes.items()}
-    allocated = [event.values["mb"] for event in job.events if event.kind == "allocated" and event.pid == survivor]
+    allocated = [
+        event.values["mb"]
+        for event in job.events
+        if event.kind == "allocated" and event.pid == survivor
+    ]
     if allocated and allocated[-1] is not None:
         found["survivor"]["MB allocated"] = allocated[-1]
     return found | {"host": {"segments in /dev/shm": len(list(Path("/dev/shm").iterdir()))}}
@@ -398,11 +485,19 @@ def held_by(process: psutil.Process) -> dict[str, float]:
     maps = Path(f"/proc/{process.pid}/maps").read_text().count("\n")
     resident = round(process.memory_info().rss / 1e6, 1)
     children = len(process.children(recursive=True))
-    return dict(zip(COUNTS, (resident, process.num_fds(), process.num_threads(), maps, children), strict=True))
+    return dict(
+        zip(
+            COUNTS,
+            (resident, process.num_fds(), process.num_threads(), maps, children),
+            strict=True,
+        )
+    )
 
 
 def measure_growth(transport: str, warm_up: int, losses: int) -> dict[str, Any]:
-    """What is held before and after so many losses, each of which makes two regroups; the first worker stays."""
+    """What is held before and after so many losses, each of which makes two regroups; the first
+    worker stays.
+    """
     draw = random.Random(transport)
     with running(lambda folder: lockstep(folder, "lenet", 10**7, transport)) as job:
         if not job.wait(lambda: bool(job.at_work())):
@@ -428,18 +523,25 @@ def settled(job: Job, survivor: int) -> dict[str, dict[str, float]]:
 
 
 def growth_table(rows: list[dict[str, Any]]) -> str:
-    header = ["before → after", *(f"{row['transport']}, {row['regroups']} regroups" for row in rows)]
+    header = [
+        "before → after",
+        *(f"{row['transport']}, {row['regroups']} regroups" for row in rows),
+    ]
     names = [(who, what) for who, counts in rows[0]["before"].items() for what in counts]
     return markdown_table(
         header,
         [
-            [f"{who}: {what}", *(f"{row['before'][who][what]:g} → {row['after'][who][what]:g}" for row in rows)]
+            [
+                f"{who}: {what}",
+                *(f"{row['before'][who][what]:g} → {row['after'][who][what]:g}" for row in rows),
+            ]
             for who, what in names
         ],
     )
 
 
-# --- others -------------------------------------------------------------------------------------------------
+# --- others
+# -------------------------------------------------------------------------------------------------
 
 OTHERS = {
     "lockstep": "Lockstep",
@@ -474,19 +576,27 @@ def command_for(side: str, steps: int, elastic: bool) -> Callable[[str], list[st
 
 
 def recovery_of(events: Sequence[Event], killed: float, known: Collection[int]) -> dict[str, float]:
-    """The pause until a step of the next group or of new workers, and how many steps were done again; {} if none."""
+    """The pause until a step of the next group or of new workers, and how many steps were done
+    again; {} if none.
+    """
     steps = [event for event in events if event.kind == "step"]
     before = max((event.generation for event in steps if event.time < killed), default=0)
     after = [e for e in steps if e.time >= killed and (e.generation > before or e.pid not in known)]
     if not after:
         return {}
-    done = [event.values["step"] for event in steps if event.time < after[0].time and event is not after[0]]
+    done = [
+        event.values["step"]
+        for event in steps
+        if event.time < after[0].time and event is not after[0]
+    ]
     first = after[0].values["step"]
     return {"pause": after[0].time - killed, "redone": max(0, max(done) - first + 1)}
 
 
 def go_on_of(events: Sequence[Event], killed: float) -> dict[str, float]:
-    """As `recovery_of` for a side whose survivors say nothing of a new group: their longest time without a step."""
+    """As `recovery_of` for a side whose survivors say nothing of a new group: their longest time
+    without a step.
+    """
     times = [event.time for event in events if event.kind == "step" and event.time >= killed - 1.0]
     gaps = [b - max(a, killed) for a, b in pairwise(times) if b > killed]
     return {"pause": max(gaps, default=0.0), "redone": 0}
@@ -539,7 +649,9 @@ def other_cells(row: dict[str, Any]) -> list[str]:
     failed = f"{lost} of {len(row['losses'])} did not go on" if lost else ""
     if not ended or "loss" not in row["undisturbed"]:
         return [failed or "failed without a loss", "–", "–"]
-    pause = f"{statistics.median(each['pause'] for each in ended):.2f} s" + (f" ({failed})" if failed else "")
+    pause = f"{statistics.median(each['pause'] for each in ended):.2f} s" + (
+        f" ({failed})" if failed else ""
+    )
     redone = sorted({int(each["redone"]) for each in ended})
     return [pause, " or ".join(map(str, redone)), agreement(row["undisturbed"], ended)]
 
@@ -552,12 +664,14 @@ def agreement(undisturbed: dict[str, Any], ended: Sequence[dict[str, Any]]) -> s
     return f"differs by up to {100 * most:.2g} %" if most > 1e-4 else "the same up to rounding"
 
 
-# --- all ----------------------------------------------------------------------------------------------------
+# --- all
+# --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = BENCHMARK.parser(
-        "60 losses (LeNet) and 8 (20 M parameters), 12 rounds of 5 pairs of jobs, and 2 jobs of each side"
+        "60 losses (LeNet) and 8 (20 M parameters), 12 rounds of 5 pairs of jobs, and 2 jobs of "
+        "each side"
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, help="only these parts")
     args = BENCHMARK.parse(parser, "only")
@@ -569,7 +683,9 @@ def main() -> None:
     texts = []
     if "pause" in parts:
         kills = {"lenet": 2 if quick else rounds or 60, "large": 1 if quick else rounds or 8}
-        found["pauses"] = [measure_pauses(model, each, kills[model]) for model in MODELS for each in TRANSPORTS]
+        found["pauses"] = [
+            measure_pauses(model, each, kills[model]) for model in MODELS for each in TRANSPORTS
+        ]
         texts.append(pauses_table(found["pauses"]))
     if "hosts" in parts:
         try:
@@ -581,13 +697,19 @@ def main() -> None:
         found["cost"] = measure_cost(1 if quick else rounds or 12, 2 if quick else 20)
         texts.append(cost_line(found["cost"]))
     if "growth" in parts:
-        found["growth"] = [measure_growth(each, *((1, 2) if quick else (10, LOSSES[each]))) for each in TRANSPORTS]
+        found["growth"] = [
+            measure_growth(each, *((1, 2) if quick else (10, LOSSES[each]))) for each in TRANSPORTS
+        ]
         texts.append(growth_table(found["growth"]))
     if "others" in parts:
         sides = [side for side in OTHERS if not said_missing(side)]
-        found["others"] = [measure_other(side, 32 if quick else 128, 1 if quick else rounds or 2) for side in sides]
+        found["others"] = [
+            measure_other(side, 32 if quick else 128, 1 if quick else rounds or 2) for side in sides
+        ]
         texts.append(others_table(found["others"]))
-    BENCHMARK.publish(args, machine, "\n\n".join(texts), "images of 28×28 pixels, one thread a worker", **found)
+    BENCHMARK.publish(
+        args, machine, "\n\n".join(texts), "images of 28×28 pixels, one thread a worker", **found
+    )
 
 
 def said_missing(side: str) -> bool:

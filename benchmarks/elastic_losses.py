@@ -1,11 +1,14 @@
-"""Draws the losses of an elastic job whose workers and hosts are lost, leave and join, over those of a quiet run.
+"""Draws the losses of an elastic job whose workers and hosts are lost, leave and join, over those
+of a quiet run.
 
-LeNet is trained on handwritten digits with `virtual_workers=6`: once on one worker, and once on two hosts of three
-workers each, both of them launchers on this machine. Meanwhile a worker, rank 0, and then the host on which the job
-began are killed (SIGKILL), another host joins, and the number of workers changes. All losses must be the same, bit for
-bit, and so must the fingerprints of the models.
+LeNet is trained on handwritten digits with `virtual_workers=6`: once on one worker, and once on two
+hosts of three workers each, both of them launchers on this machine. Meanwhile a worker, rank 0, and
+then the host on which the job began are killed (SIGKILL), another host joins, and the number of
+workers changes. All losses must be the same, bit for bit, and so must the fingerprints of the
+models.
 
-    python benchmarks/elastic_losses.py          # draws docs/figures/elastic_losses.png, in about a minute
+    python benchmarks/elastic_losses.py          # draws docs/figures/elastic_losses.png, in about a
+    minute
 """
 
 from __future__ import annotations
@@ -94,14 +97,19 @@ class Job:
 
     def notes(self) -> list[Note]:
         """What the workers have noted so far."""
-        return [Note(**json.loads(line)) for line in (self.folder / "notes").read_text().splitlines(keepends=True)
-                if line.endswith("\n")]  # fmt: skip
+        return [
+            Note(**json.loads(line))
+            for line in (self.folder / "notes").read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
 
     def wait_for(self, done: Callable[[list[Note]], bool]) -> list[Note]:
         """Wait until what the workers have noted is enough."""
         deadline = time.monotonic() + LIMIT_S
         while not done(notes := self.notes()):
-            if time.monotonic() > deadline or all(each.poll() is not None for each in self.launchers.values()):
+            if time.monotonic() > deadline or all(
+                each.poll() is not None for each in self.launchers.values()
+            ):
                 raise SystemExit(f"error: the job does not go on\n{self.output()}")
             time.sleep(0.02)
         return notes
@@ -154,8 +162,20 @@ def job(pause_s: float) -> Iterator[Job]:
 
 
 def disturb(made: Job) -> dict[int, str]:
-    """Run a job on two hosts, and disturb it; returns what has happened, each with the first step on other workers."""
-    several = ["run", "--elastic", "1:6", "-np", str(SLOTS), "--nnodes", "2", "--master-addr", "127.0.0.1"]
+    """Run a job on two hosts, and disturb it; returns what has happened, each with the first step
+    on other workers.
+    """
+    several = [
+        "run",
+        "--elastic",
+        "1:6",
+        "-np",
+        str(SLOTS),
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+    ]
     several += ["--master-port", str(secrets.randbelow(10_000) + 20_000)]
     made.start("A", *several, "--node-rank", "0", "train.py")
     made.start("B", *several, "--node-rank", "1", "train.py")
@@ -163,11 +183,15 @@ def disturb(made: Job) -> dict[int, str]:
 
     def after(step: int, size: int, text: str, event: Callable[[], object]) -> None:
         """Let something happen after a step, when all workers are there."""
-        last = made.wait_for(lambda notes: bool(notes) and notes[-1].step >= step and notes[-1].size == size)[-1]
+        last = made.wait_for(
+            lambda notes: bool(notes) and notes[-1].step >= step and notes[-1].size == size
+        )[-1]
         print(f"step {last.step}: {text}", flush=True)
         event()
         later = made.wait_for(lambda notes: notes[-1].size != size)
-        events[next(note.step for note in later if note.step >= last.step and note.size != size)] = text
+        events[
+            next(note.step for note in later if note.step >= last.step and note.size != size)
+        ] = text
 
     def join() -> None:
         made.start("C", "join", made.ask("join", "--show", made.pid).split()[-1], "-np", str(SLOTS))
@@ -202,15 +226,20 @@ def workers(notes: list[Note]) -> dict[str, list[int]]:
     for step in range(STEPS):
         size = by_step[step][-1].size
         group = {note.rank: note.host for note in by_step[step] if note.size == size}
-        for host in hosts:  # a step that some have done before a loss, and others after it, counts as the one before
+        # a step that some have done before a loss, and others after it, counts as the one before
+        for host in hosts:
             here = list(group.values()).count(host)
-            counts[host].append(here if len(group) == size or not counts[host] else counts[host][-1])
+            counts[host].append(
+                here if len(group) == size or not counts[host] else counts[host][-1]
+            )
     return counts
 
 
 def main() -> None:
     """Run from the command line."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     path = DOCS / "figures/elastic_losses.png"
     with job(0.0) as alone:
         alone.start("A", "run", "-np", "1", "train.py")
@@ -221,7 +250,10 @@ def main() -> None:
         events = disturb(made)
         notes = made.notes()
         second = made.output()
-    prints = [[line.split()[-1] for line in text.splitlines() if "fingerprint" in line] for text in (first, second)]
+    prints = [
+        [line.split()[-1] for line in text.splitlines() if "fingerprint" in line]
+        for text in (first, second)
+    ]
     if losses(notes) != undisturbed or len(prints[0]) != 1 or prints[0] != prints[1]:
         raise SystemExit(f"error: the runs differ: fingerprints {prints}")
     draw_elastic_losses(undisturbed, losses(notes), workers(notes), events, path)

@@ -113,7 +113,9 @@ class Exchange:
 
 
 def pattern(rank: int, count: int, start: int = 0) -> torch.Tensor:
-    """Elements `start` to `start + count` of what a rank gives: whole numbers, whose sums are exact."""
+    """Elements `start` to `start + count` of what a rank gives: whole numbers, whose sums are
+    exact.
+    """
     return torch.arange(start, start + count, dtype=torch.float32).remainder_(97).add_(rank)
 
 
@@ -128,12 +130,16 @@ def _all_reduce(at: Place, count: int) -> Exchange:
 
 
 def _broadcast(at: Place, count: int) -> Exchange:
-    """The root changes with each call, so that none can run ahead of those that still receive the one before."""
+    """The root changes with each call, so that none can run ahead of those that still receive the
+    one before.
+    """
     data = at.source[:count]
     roots = cycle(range(at.size))
     view = at.verbs.view(data)
     broadcast = at.verbs.broadcast
-    return Exchange(lambda: broadcast(view, next(roots)), data, lambda: torch.equal(data, pattern(0, count)))
+    return Exchange(
+        lambda: broadcast(view, next(roots)), data, lambda: torch.equal(data, pattern(0, count))
+    )
 
 
 def _all_gather(at: Place, count: int) -> Exchange:
@@ -142,9 +148,13 @@ def _all_gather(at: Place, count: int) -> Exchange:
     output = at.result[: part * at.size]
 
     def right() -> bool:
-        return all(torch.equal(got, pattern(rank, part)) for rank, got in enumerate(output.chunk(at.size)))
+        return all(
+            torch.equal(got, pattern(rank, part)) for rank, got in enumerate(output.chunk(at.size))
+        )
 
-    return Exchange(partial(at.verbs.all_gather, at.verbs.view(output), at.verbs.view(given)), given, right)
+    return Exchange(
+        partial(at.verbs.all_gather, at.verbs.view(output), at.verbs.view(given)), given, right
+    )
 
 
 def _reduce_scatter(at: Place, count: int) -> Exchange:
@@ -155,7 +165,9 @@ def _reduce_scatter(at: Place, count: int) -> Exchange:
     def right() -> bool:
         return torch.equal(output, _sum_of_patterns(at.size, part, at.rank * part))
 
-    return Exchange(partial(at.verbs.reduce_scatter, at.verbs.view(output), at.verbs.view(given)), given, right)
+    return Exchange(
+        partial(at.verbs.reduce_scatter, at.verbs.view(output), at.verbs.view(given)), given, right
+    )
 
 
 def _all_to_all(at: Place, count: int) -> Exchange:
@@ -165,9 +177,14 @@ def _all_to_all(at: Place, count: int) -> Exchange:
 
     def right() -> bool:
         own = at.rank * part
-        return all(torch.equal(got, pattern(rank, part, own)) for rank, got in enumerate(output.chunk(at.size)))
+        return all(
+            torch.equal(got, pattern(rank, part, own))
+            for rank, got in enumerate(output.chunk(at.size))
+        )
 
-    return Exchange(partial(at.verbs.all_to_all, at.verbs.view(output), at.verbs.view(given)), given, right)
+    return Exchange(
+        partial(at.verbs.all_to_all, at.verbs.view(output), at.verbs.view(given)), given, right
+    )
 
 
 def _send_recv(at: Place, count: int) -> Exchange | None:
@@ -200,7 +217,9 @@ def _copy(at: Place, count: int) -> Exchange | None:
         return None
     data = at.source[:count]
     output = at.result[:count]
-    return Exchange(partial(output.copy_, data), data, lambda: torch.equal(output, pattern(0, count)))
+    return Exchange(
+        partial(output.copy_, data), data, lambda: torch.equal(output, pattern(0, count))
+    )
 
 
 _EXCHANGES: dict[str, Callable[[Place, int], Exchange | None]] = {
@@ -218,6 +237,7 @@ OPERATIONS = [name for name in _EXCHANGES if name != "copy"]
 def make_exchange(operation: str, at: Place, nbytes: int) -> Exchange | None:
     """An operation on buffers of `nbytes`; None where this rank has no part in it.
 
-    For all-gather that is the result's size, for reduce-scatter and all-to-all the size of what each rank gives.
+    For all-gather that is the result's size, for reduce-scatter and all-to-all the size of what
+    each rank gives.
     """
     return _EXCHANGES[operation](at, nbytes // ELEMENT)

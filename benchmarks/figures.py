@@ -17,11 +17,13 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from collective_tables import COPY, size_text
 from common import TITLES
 
-# Of Okabe and Ito's palette, which is told apart by colour-blind readers, and by lightness in print.
+# Of Okabe and Ito's palette, which is told apart by colour-blind readers, and by lightness in
+# print.
 COLOURS = {1: "#9CC9E8", 2: "#0072B2"}
 WIDTH = 0.38  # of a bar; the two of a side take 2 × 0.38 of the 1 between sides
 
-# side → colour, style and width of its line: Python's form of shm is dashed, the memory's own speed dotted
+# side → colour, style and width of its line: Python's form of shm is dashed, the memory's own speed
+# dotted
 LINES: dict[str, tuple[str, str, float]] = {
     "shm": ("#0072B2", "-", 2.4),
     "shm-python": ("#56B4E9", "--", 1.6),
@@ -40,7 +42,9 @@ def draw_scaling(rows: list[dict[str, Any]], titles: dict[str, str], path: Path)
         path: the PNG file.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = plt.subplots(1, len(models), figsize=(5.4 * len(models), 4.2), sharey=True, squeeze=False)
+    figure, panels = plt.subplots(
+        1, len(models), figsize=(5.4 * len(models), 4.2), sharey=True, squeeze=False
+    )
     for panel, model in zip(panels[0], models, strict=True):
         own = [row for row in rows if row["model"] == model]
         _draw_panel(panel, own, [titles[row["side"]] for row in own])
@@ -54,9 +58,13 @@ def draw_scaling(rows: list[dict[str, Any]], titles: dict[str, str], path: Path)
 
 
 def draw_one_idea(
-    lockstep: dict[str, list[float]], ddp: dict[str, list[float]], pauses: dict[str, float], path: Path
+    lockstep: dict[str, list[float]],
+    ddp: dict[str, list[float]],
+    pauses: dict[str, float],
+    path: Path,
 ) -> None:
-    """The losses by number of workers, those of DDP beside those of Lockstep, and the pauses after a loss of a worker.
+    """The losses by number of workers, those of DDP beside those of Lockstep, and the pauses after
+    a loss of a worker.
 
     Args:
         lockstep: number of workers → the test loss after 0, 1, 2, … epochs; all of them are equal.
@@ -68,11 +76,15 @@ def draw_one_idea(
     # the same blue, darker the more workers there are, so that lightness alone tells them apart
     colours = ("#8FC1E8", "#4A94CF", "#1F669E", "#0B3558")
     for (workers, losses), colour, marker in zip(ddp.items(), colours, "osD^", strict=True):
-        fan.plot(range(len(losses)), losses, color=colour, linewidth=2.0, marker=marker, markersize=4)
+        fan.plot(
+            range(len(losses)), losses, color=colour, linewidth=2.0, marker=marker, markersize=4
+        )
         label = f"{workers} worker{'s' if workers != '1' else ''}"
         end = (len(losses) - 1, losses[-1])
         fan.annotate(label, end, (8, 0), textcoords="offset points", va="center", fontsize=10)
-    for losses, colour, width in zip(lockstep.values(), colours, (12.0, 8.5, 5.0, 1.8), strict=True):
+    for losses, colour, width in zip(
+        lockstep.values(), colours, (12.0, 8.5, 5.0, 1.8), strict=True
+    ):
         line.plot(range(len(losses)), losses, color=colour, linewidth=width, solid_capstyle="round")
     *others, most = lockstep
     text = f"{', '.join(others)} and {most} workers:\nequal in every bit"
@@ -105,7 +117,9 @@ def _draw_pauses(panel: Axes, pauses: dict[str, float]) -> None:
     panel.barh(names, heights, 0.6, color=colours)
     for place, seconds in enumerate(heights):
         label = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
-        panel.annotate(label, (seconds, place), (4, 0), textcoords="offset points", va="center", fontsize=10)
+        panel.annotate(
+            label, (seconds, place), (4, 0), textcoords="offset points", va="center", fontsize=10
+        )
     panel.invert_yaxis()  # the first on top
     panel.set_xlim(right=1.25 * max(heights))
     panel.set_xlabel("seconds")
@@ -113,9 +127,14 @@ def _draw_pauses(panel: Axes, pauses: dict[str, float]) -> None:
 
 
 def draw_elastic_losses(
-    undisturbed: list[float], losses: list[float], workers: dict[str, list[int]], events: dict[int, str], path: Path
+    undisturbed: list[float],
+    losses: list[float],
+    workers: dict[str, list[int]],
+    events: dict[int, str],
+    path: Path,
 ) -> None:
-    """The losses of an elastic job over those of an undisturbed one; below them, the workers of each host.
+    """The losses of an elastic job over those of an undisturbed one; below them, the workers of
+    each host.
 
     Args:
         undisturbed: the loss of each step.
@@ -128,14 +147,22 @@ def draw_elastic_losses(
     size: Any = {"figsize": (9.6, 5.0), "height_ratios": (3, 2), "sharex": True}
     figure, (curves, counts) = plt.subplots(2, 1, **size)
     curves.plot(steps, undisturbed, color="#9CC9E8", linewidth=5.0, label="undisturbed, one worker")
-    curves.plot(steps, losses, color="#D55E00", linewidth=1.0, label="losses of workers and of a host, joins, resizes")
+    curves.plot(
+        steps,
+        losses,
+        color="#D55E00",
+        linewidth=1.0,
+        label="losses of workers and of a host, joins, resizes",
+    )
     curves.set_title("The same losses, bit for bit, whatever happens to the workers", fontsize=11)
     curves.set_ylabel("loss")
     curves.set_ylim(bottom=0)
     curves.legend(loc="upper right", bbox_to_anchor=(1.0, 0.85), edgecolor="none", framealpha=1.0)
     colours = ("#0072B2", "#56B4E9", "#009E73")
     names = [f"host {host}" for host in workers]
-    counts.stackplot(steps, *workers.values(), step="post", colors=colours, labels=names, linewidth=0)
+    counts.stackplot(
+        steps, *workers.values(), step="post", colors=colours, labels=names, linewidth=0
+    )
     most = max(map(sum, zip(*workers.values(), strict=True)))
     counts.set_ylim(0, most + 0.5)
     counts.set_yticks(range(0, most + 1, 2))
@@ -145,8 +172,15 @@ def draw_elastic_losses(
     for step, text in events.items():
         for panel in (curves, counts):
             panel.axvline(step, color="#777777", linewidth=0.8, linestyle=":")
-        curves.annotate(text, (step, 0.97), xycoords=("data", "axes fraction"), fontsize=8, va="top", xytext=(2, 0),
-                        textcoords="offset points")  # fmt: skip
+        curves.annotate(
+            text,
+            (step, 0.97),
+            xycoords=("data", "axes fraction"),
+            fontsize=8,
+            va="top",
+            xytext=(2, 0),
+            textcoords="offset points",
+        )
     for panel in (curves, counts):
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0)
@@ -171,14 +205,30 @@ def _draw_panel(panel: Axes, rows: list[dict[str, Any]], names: list[str]) -> No
         ]
         places = [number + (workers - 1.5) * WIDTH for number in range(len(rows))]
         label = f"{workers} worker{'s' if workers > 1 else ''}"
-        panel.bar(places, heights, WIDTH, yerr=errors, color=colour, ecolor="#444444", capsize=3, label=label)
+        panel.bar(
+            places,
+            heights,
+            WIDTH,
+            yerr=errors,
+            color=colour,
+            ecolor="#444444",
+            capsize=3,
+            label=label,
+        )
         for place, height in zip(places, heights, strict=True):
             # At the foot, where neither the spread nor the ideal can cross it.
-            panel.annotate(f"{height:.2f}", (place, 0.06), ha="center", color="black" if workers == 1 else "white")
+            panel.annotate(
+                f"{height:.2f}",
+                (place, 0.06),
+                ha="center",
+                color="black" if workers == 1 else "white",
+            )
     for number, row in enumerate(rows):
         ideal = 2 * row["over_first_alone"][1]["median"]
         label = "ideal: twice the side's own one worker" if number == 0 else ""
-        panel.hlines(ideal, number, number + WIDTH, colors="#D55E00", linestyles="dashed", label=label)
+        panel.hlines(
+            ideal, number, number + WIDTH, colors="#D55E00", linestyles="dashed", label=label
+        )
     panel.set_xticks(range(len(rows)), [name.replace(", ", ",\n") for name in names], fontsize=9)
     panel.set_ylim(bottom=0)
     panel.spines[["top", "right"]].set_visible(False)
@@ -200,7 +250,9 @@ def draw_collectives(rows: list[dict[str, Any]], titles: dict[str, str], path: P
     across = min(3, len(found))
     down = -(-len(found) // across)
     size = (1.2 + 3.6 * across, 1.3 + 2.7 * down)  # inches, also of what stands above and below
-    figure, panels = plt.subplots(down, across, figsize=size, sharex=True, sharey=True, squeeze=False)
+    figure, panels = plt.subplots(
+        down, across, figsize=size, sharex=True, sharey=True, squeeze=False
+    )
     for panel, (title, own) in zip(panels.flat, found.items(), strict=False):
         _draw_times(panel, own, {**titles, COPY: "Tensor.copy_ on one rank"})
         panel.set_title(title, fontsize=10)
@@ -209,7 +261,14 @@ def draw_collectives(rows: list[dict[str, Any]], titles: dict[str, str], path: P
     figure.supxlabel("size", fontsize=10)
     figure.supylabel("time of a call", fontsize=10)
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncols=5 if across == 3 else 3, frameon=False, fontsize=9)
+    figure.legend(
+        handles,
+        labels,
+        loc="upper center",
+        ncols=5 if across == 3 else 3,
+        frameon=False,
+        fontsize=9,
+    )
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.5 / size[1]))
     _save(figure, path)
 
@@ -223,7 +282,16 @@ def _draw_times(panel: Axes, rows: list[dict[str, Any]], titles: dict[str, str])
         lows, highs = ([spread[end] for spread in spreads] for end in ("low", "high"))
         panel.fill_between(sizes, lows, highs, color=colour, alpha=0.2, linewidth=0)
         medians = [spread["median"] for spread in spreads]
-        panel.plot(sizes, medians, style, color=colour, linewidth=width, label=titles[side], marker="o", markersize=2.5)
+        panel.plot(
+            sizes,
+            medians,
+            style,
+            color=colour,
+            linewidth=width,
+            label=titles[side],
+            marker="o",
+            markersize=2.5,
+        )
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_xticks([4, 256, 16 << 10, 1 << 20, 64 << 20])

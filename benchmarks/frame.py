@@ -1,4 +1,6 @@
-"""What every benchmark has around its measurement: the same options, and the same places for what it found."""
+"""What every benchmark has around its measurement: the same options, and the same places for what
+it found.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Benchmark:
     """A benchmark as its user meets it.
 
     Attributes:
-        name: of its file in results/, without the ending; with hyphens instead of underscores, of its place in `page`.
+        name: of its file in results/, without the ending; with hyphens instead of underscores, of
+            its place in `page`.
         text: its module's docstring, which --help shows.
         page: of docs/, where its tables stand.
     """
@@ -43,20 +46,36 @@ class Benchmark:
 
     def parser(self, rounds: str) -> argparse.ArgumentParser:
         """The options that all have; `rounds` says how many there are without --rounds."""
-        parser = argparse.ArgumentParser(description=self.text, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--quick", action="store_true", help="a smoke run; its figures say nothing")
+        parser = argparse.ArgumentParser(
+            description=self.text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument(
+            "--quick", action="store_true", help="a smoke run; its figures say nothing"
+        )
         parser.add_argument("--rounds", type=at_least_one, help=f"instead of {rounds}")
-        kept = f"where everything that was measured goes (default: results/{self.name}.json, or with --quick nowhere)"
+        kept = (
+            f"where everything that was measured goes (default: results/{self.name}.json, or with "
+            "--quick nowhere)"
+        )
         parser.add_argument("--json", type=Path, help=kept)
-        parser.add_argument("--write", action="store_true", help=f"also put the result into docs/{self.page}")
+        parser.add_argument(
+            "--write", action="store_true", help=f"also put the result into docs/{self.page}"
+        )
         return parser
 
     def parse(self, parser: argparse.ArgumentParser, *partial: str) -> argparse.Namespace:
-        """The options given; those named in `partial`, None unless given, leave a part of the whole out."""
+        """The options given; those named in `partial`, None unless given, leave a part of the whole
+        out.
+        """
         args = parser.parse_args()
-        given = [f"--{name}" for name in ("quick", *partial) if getattr(args, name) not in (None, False)]
+        given = [
+            f"--{name}" for name in ("quick", *partial) if getattr(args, name) not in (None, False)
+        ]
         if args.write and given:
-            parser.error(f"--write: only the whole run is for the documentation; expected no {', no '.join(given)}")
+            parser.error(
+                "--write: only the whole run is for the documentation; expected no "
+                f"{', no '.join(given)}"
+            )
         return args
 
     def publish(
@@ -97,7 +116,9 @@ def at_least_one(text: str) -> int:
 
 
 def chosen(cases: Sequence[CaseT], args: argparse.Namespace, **quick: int) -> list[CaseT]:
-    """The cases that --model leaves; with --quick a single round of them, and of the sizes in `quick`."""
+    """The cases that --model leaves; with --quick a single round of them, and of the sizes in
+    `quick`.
+    """
     kept = [case for case in cases if args.model in (None, case.model)]
     if args.quick:
         kept = [replace(case, rounds=1, **quick) for case in kept]  # type: ignore[type-var]

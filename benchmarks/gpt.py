@@ -1,10 +1,12 @@
-"""Measures how many tokens per second a small GPT is trained on: Lockstep, and nanoGPT's program under torchrun.
+"""Measures how many tokens per second a small GPT is trained on: Lockstep, and nanoGPT's program
+under torchrun.
 
-Both sides train a GPT of the same sizes on the same text with the same global batch, on one worker and on two with one
-thread each: `lockstep.models.gpt` with `Trainer.fit` (side_gpt.py), and nanoGPT's model and loop with Gloo
-(side_nanogpt.py). Nothing is compiled, as nanoGPT's documentation says for a CPU. All jobs of a size are started at
-once and take turns: a round is one block of steps of each, every second round in the opposite order. A block's first
-steps, and the first round, are not counted. A round gives one ratio; the median over the rounds counts.
+Both sides train a GPT of the same sizes on the same text with the same global batch, on one worker
+and on two with one thread each: `lockstep.models.gpt` with `Trainer.fit` (side_gpt.py), and
+nanoGPT's model and loop with Gloo (side_nanogpt.py). Nothing is compiled, as nanoGPT's
+documentation says for a CPU. All jobs of a size are started at once and take turns: a round is one
+block of steps of each, every second round in the opposite order. A block's first steps, and the
+first round, are not counted. A round gives one ratio; the median over the rounds counts.
 
     python benchmarks/gpt.py             # some four minutes on two idle cores
     python benchmarks/gpt.py --quick     # a smoke run; its figures say nothing
@@ -27,7 +29,10 @@ BENCHMARK = Benchmark("gpt", __doc__, "language-models.md")
 WORKERS = (1, 2)
 
 # name → (title, script, whether torchrun starts it when there are several workers)
-SIDES = {"lockstep": ("Lockstep", "side_gpt.py", False), "nanogpt": ("nanoGPT, torchrun", "side_nanogpt.py", True)}
+SIDES = {
+    "lockstep": ("Lockstep", "side_gpt.py", False),
+    "nanogpt": ("nanoGPT, torchrun", "side_nanogpt.py", True),
+}
 
 SideAt = tuple[str, int]
 """(side, workers)."""
@@ -46,7 +51,15 @@ class Case:
     def job(self, workers: int, meter: str) -> Job:
         """One side's job; the first round is not counted."""
         epochs = self.rounds + 1
-        return Job(self.model, self.global_batch_size, self.warm_up, self.timed_steps, epochs, workers, meter)
+        return Job(
+            self.model,
+            self.global_batch_size,
+            self.warm_up,
+            self.timed_steps,
+            epochs,
+            workers,
+            meter,
+        )
 
     @property
     def tokens(self) -> int:
@@ -61,7 +74,9 @@ CASES = [
 
 
 def start_of(side: str, job: Job) -> list[str]:
-    """How a user starts this side: plain Python for one worker; for more, torchrun or Lockstep's own launcher."""
+    """How a user starts this side: plain Python for one worker; for more, torchrun or Lockstep's
+    own launcher.
+    """
     _, script, by_torchrun = SIDES[side]
     python, *rest = command_of(script, job)
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.workers}"]
@@ -73,7 +88,10 @@ def measure(case: Case) -> dict[SideAt, list[dict[str, float]]]:
 
     def programs(folder: str) -> dict[SideAt, tuple[list[str], Job]]:
         keys = [(side, workers) for side in SIDES for workers in WORKERS]
-        jobs = {(side, workers): case.job(workers, f"{folder}/{side}-{workers}") for side, workers in keys}
+        jobs = {
+            (side, workers): case.job(workers, f"{folder}/{side}-{workers}")
+            for side, workers in keys
+        }
         return {key: (start_of(key[0], job), job) for key, job in jobs.items()}
 
     return train_in_turns(TITLES[case.model], case.rounds, programs)
@@ -94,7 +112,11 @@ def summarise(case: Case, speeds: dict[SideAt, list[float]]) -> list[dict[str, A
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
-    header = ["", *(f"{title}, tokens/s" for title, _, _ in SIDES.values()), "Lockstep over nanoGPT"]
+    header = [
+        "",
+        *(f"{title}, tokens/s" for title, _, _ in SIDES.values()),
+        "Lockstep over nanoGPT",
+    ]
     return markdown_table(
         header,
         [
@@ -126,10 +148,16 @@ def main() -> None:
         rows += summarise(case, speeds)
         kept[case.model] = {
             "case": asdict(case),
-            "tokens_per_second": {f"{side}, {workers}": value for (side, workers), value in speeds.items()},
-            "last_mean_loss": {f"{side}, {workers}": value for (side, workers), value in last_losses(found).items()},
+            "tokens_per_second": {
+                f"{side}, {workers}": value for (side, workers), value in speeds.items()
+            },
+            "last_mean_loss": {
+                f"{side}, {workers}": value for (side, workers), value in last_losses(found).items()
+            },
         }
-    BENCHMARK.publish(args, machine, as_table(rows), "the project's documents", rows=rows, measured=kept)
+    BENCHMARK.publish(
+        args, machine, as_table(rows), "the project's documents", rows=rows, measured=kept
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Compares what a small GPT has learned: `lockstep train --model gpt`, and nanoGPT's program, after as many tokens.
+"""Compares what a small GPT has learned: `lockstep train --model gpt`, and nanoGPT's program, after
+as many tokens.
 
-The run is the one that nanoGPT's documentation shows for a CPU: 4 layers of 128 numbers, blocks of 64 characters, 12 in
-a step, 2,000 steps. The text is the project's documents, ASCII only, so that a character is a byte; the last tenth is
-held out, and both sides are evaluated on all blocks of it. A round is another seed.
+The run is the one that nanoGPT's documentation shows for a CPU: 4 layers of 128 numbers, blocks of
+64 characters, 12 in a step, 2,000 steps. The text is the project's documents, ASCII only, so that a
+character is a byte; the last tenth is held out, and both sides are evaluated on all blocks of it. A
+round is another seed.
 
     python benchmarks/gpt_loss.py             # some eight minutes on an idle core
     python benchmarks/gpt_loss.py --quick     # a smoke run; its figures say nothing
@@ -37,7 +39,9 @@ SIZES_HERE = SIZES["small"]
 
 
 def train_lockstep(text: Path, steps: int, seed: int) -> tuple[float, int]:
-    """Return the loss on the text held out, and the number of tokens trained on: `steps` steps, to the next epoch."""
+    """Return the loss on the text held out, and the number of tokens trained on: `steps` steps, to
+    the next epoch.
+    """
     train, _ = lockstep.data.text(text, SIZES_HERE.context, validation=VALIDATION)
     per_epoch = math.ceil(len(train) / BATCH)
     epochs = max(1, round(steps / per_epoch))
@@ -58,7 +62,9 @@ def train_lockstep(text: Path, steps: int, seed: int) -> tuple[float, int]:
         "warmup-epochs": min(WARM_UP / per_epoch, epochs / 4),
         **asdict(SIZES_HERE),
     }
-    if lockstep_command(["train", "--quiet", *(f"--{name}={value}" for name, value in options.items())]):
+    if lockstep_command(
+        ["train", "--quiet", *(f"--{name}={value}" for name, value in options.items())]
+    ):
         raise SystemExit("lockstep train failed")
     result = json.loads((run_dir / "result.json").read_text())
     return result["val_loss"], epochs * len(train) * SIZES_HERE.context
@@ -80,7 +86,10 @@ def train_nanogpt(text: Path, tokens: int, seed: int) -> float:
         step(model, optimizer, characters.batch(BATCH, SIZES_HERE.context))
     table = torch.from_numpy(characters.table.astype("int64"))
     with torch.no_grad():
-        losses = [model(*(table[part] for part in test.collated_batch([index]))) for index in range(len(test))]
+        losses = [
+            model(*(table[part] for part in test.collated_batch([index])))
+            for index in range(len(test))
+        ]
     return float(torch.stack(losses).mean())
 
 
@@ -106,8 +115,12 @@ def as_table(losses: dict[str, list[float]]) -> str:
     for side, title in titles.items():
         mean = sum(losses[side]) / len(losses[side])
         over = Spread(**ratio(losses, side, "nanogpt")).text(3)
-        rows.append([title, f"{losses['tokens'][0]:,.0f}", f"{mean:.4f}", f"{math.exp(mean):.3f}", over])
-    return markdown_table(["", "tokens", "loss on the text held out", "perplexity", "loss over nanoGPT's"], rows)
+        rows.append(
+            [title, f"{losses['tokens'][0]:,.0f}", f"{mean:.4f}", f"{math.exp(mean):.3f}", over]
+        )
+    return markdown_table(
+        ["", "tokens", "loss on the text held out", "perplexity", "loss over nanoGPT's"], rows
+    )
 
 
 def parse() -> argparse.Namespace:

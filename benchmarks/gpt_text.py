@@ -1,4 +1,6 @@
-"""What both sides of the comparisons of language models have: sizes, settings, and a text that everybody has."""
+"""What both sides of the comparisons of language models have: sizes, settings, and a text that
+everybody has.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,21 @@ WARM_UP = 100  # steps
 
 
 def project_text() -> bytes:
-    """The project's documents one after the other, ASCII only, so that a character is a byte on both sides."""
-    pages = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("coming-from/*.md"))]
+    """The project's documents one after the other, ASCII only, so that a character is a byte on
+    both sides.
+    """
+    pages = [
+        DOCS.parent / "README.md",
+        *sorted(DOCS.glob("*.md")),
+        *sorted(DOCS.glob("coming-from/*.md")),
+    ]
     return b"\n".join(page.read_text(encoding="utf-8").encode("ascii", "ignore") for page in pages)
 
 
 def write_text(path: Path, size: int) -> Path:
-    """Write `size` bytes of the text to a file, from its beginning again where it ends; returns the path."""
+    """Write `size` bytes of the text to a file, from its beginning again where it ends; returns the
+    path.
+    """
     text = project_text()
     path.write_bytes((text * (1 + size // len(text)))[:size])
     return path

@@ -1,11 +1,13 @@
-"""Measures `lockstep.compat.horovod` beside torch.distributed: all-reduces of several sizes, and steps of LeNet.
+"""Measures `lockstep.compat.horovod` beside torch.distributed: all-reduces of several sizes, and
+steps of LeNet.
 
-The sides are `hvd` on Lockstep's shared memory ("hvd"), torch.distributed on the same ("shm"), and torch.distributed
-on Gloo. All of them are in the same two processes and take turns; every second round goes in the opposite order. A turn
-is as many calls as take about 20 ms, and its time that of the slower rank. A sum is in place: `hvd.allreduce_`, or
-`dist.all_reduce`. A mean is in a new tensor: `hvd.allreduce`, or a copy, `dist.all_reduce` and a division. Each is
-waited for by itself: what costs `hvd` most, as the ranks agree on each. A step of LeNet is one of
-`DistributedOptimizer`, or of `DistributedDataParallel`, on 32 images a rank that lie in memory.
+The sides are `hvd` on Lockstep's shared memory ("hvd"), torch.distributed on the same ("shm"), and
+torch.distributed on Gloo. All of them are in the same two processes and take turns; every second
+round goes in the opposite order. A turn is as many calls as take about 20 ms, and its time that of
+the slower rank. A sum is in place: `hvd.allreduce_`, or `dist.all_reduce`. A mean is in a new
+tensor: `hvd.allreduce`, or a copy, `dist.all_reduce` and a division. Each is waited for by itself:
+what costs `hvd` most, as the ranks agree on each. A step of LeNet is one of `DistributedOptimizer`,
+or of `DistributedDataParallel`, on 32 images a rank that lie in memory.
 
     python benchmarks/horovod_compat.py             # some two minutes on two idle cores
     python benchmarks/horovod_compat.py --quick     # a smoke run; its figures say nothing
@@ -42,7 +44,8 @@ Seconds = dict[str, dict[str, list[float]]]
 """What is done → side → seconds of one call, one value a round."""
 
 
-# --- in a rank ----------------------------------------------------------------------------------------------
+# --- in a rank
+# ----------------------------------------------------------------------------------------------
 
 
 def work(rounds: int, turn_s: float) -> Seconds:
@@ -55,7 +58,11 @@ def work(rounds: int, turn_s: float) -> Seconds:
     cases |= {f"mean of {title(size)}, new": means(size, gloo) for size in MEANS}
     cases[LENET] = steps(gloo)
     found: Seconds = {case: {side: [] for side in SIDES} for case in cases}
-    calls = {(case, side): calls_for(call, turn_s) for case, sides in cases.items() for side, call in sides.items()}
+    calls = {
+        (case, side): calls_for(call, turn_s)
+        for case, sides in cases.items()
+        for side, call in sides.items()
+    }
     for number in range(rounds):
         for case, sides in cases.items():
             for side in SIDES if number % 2 == 0 else reversed(SIDES):
@@ -105,7 +112,11 @@ def steps(gloo: Any) -> dict[str, Call]:
 
     model, optimizer = make_model("lenet")
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    sides = {"hvd": step_of(model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()))}
+    sides = {
+        "hvd": step_of(
+            model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        )
+    }
     for side, group in (("shm", None), ("gloo", gloo)):
         model, optimizer = make_model("lenet")
         sides[side] = step_of(DistributedDataParallel(model, process_group=group), optimizer)
@@ -131,7 +142,8 @@ def calls_for(call: Call, turn_s: float) -> int:
     return max(1, min(MOST_CALLS, int(turn_s / seconds)))
 
 
-# --- what comes of it ---------------------------------------------------------------------------------------
+# --- what comes of it
+# ---------------------------------------------------------------------------------------
 
 
 def title(size: int) -> str:

@@ -1,11 +1,13 @@
-"""Measures how many images per second are loaded: by a Loader, from tar files, and by a DataLoader of torch.
+"""Measures how many images per second are loaded: by a Loader, from tar files, and by a DataLoader
+of torch.
 
-The images are JPEG files of 256 × 256 noisy pixels, decoded by Pillow, cut at a random place to 224 × 224 and
-converted to tensors. Each side has two loader processes and batches of 32, and nothing but loading happens in the main
-process. The sides are `torch.utils.data.DataLoader` over the folder, `lockstep.Loader` over the folder, and
-`lockstep.Loader` over a `lockstep.data.Stream` of tar files with the same images. All are started at once and take
-turns: a round is an epoch of each, every second round in the opposite order; the first round is not counted. A round
-gives one ratio; the median over the rounds counts.
+The images are JPEG files of 256 × 256 noisy pixels, decoded by Pillow, cut at a random place to 224
+× 224 and converted to tensors. Each side has two loader processes and batches of 32, and nothing
+but loading happens in the main process. The sides are `torch.utils.data.DataLoader` over the
+folder, `lockstep.Loader` over the folder, and `lockstep.Loader` over a `lockstep.data.Stream` of
+tar files with the same images. All are started at once and take turns: a round is an epoch of each,
+every second round in the opposite order; the first round is not counted. A round gives one ratio;
+the median over the rounds counts.
 
     python benchmarks/image_loading.py             # some two minutes on two idle cores
     python benchmarks/image_loading.py --quick     # a smoke run; its figures say nothing
@@ -105,7 +107,9 @@ def measure(images: int, rounds: int) -> dict[str, list[float]]:
         write_images(folder, images)
         data = Folder(folder)
         stream = lockstep.data.Stream(f"{folder}/*.tar", map=of_tar)
-        theirs = DataLoader(data, BATCH, shuffle=True, num_workers=PROCESSES, persistent_workers=True)
+        theirs = DataLoader(
+            data, BATCH, shuffle=True, num_workers=PROCESSES, persistent_workers=True
+        )
         with (
             lockstep.Loader(data, BATCH, num_workers=PROCESSES) as ours,
             lockstep.Loader(stream, BATCH, num_workers=PROCESSES) as from_tar,
@@ -128,7 +132,11 @@ def measure(images: int, rounds: int) -> dict[str, list[float]]:
 def as_table(speeds: dict[str, list[float]]) -> str:
     """A row for each side."""
     rows = [
-        [TITLES[side], f"{Spread.of(speeds[side]).median:,.0f}", Spread(**ratio(speeds, side, "torch")).text(2)]
+        [
+            TITLES[side],
+            f"{Spread.of(speeds[side]).median:,.0f}",
+            Spread(**ratio(speeds, side, "torch")).text(2),
+        ]
         for side in speeds
     ]
     return markdown_table([f"{PROCESSES} loader processes", "images/s", "over torch"], rows)
@@ -144,7 +152,14 @@ def main() -> None:
     images, rounds = (64, 1) if args.quick else (IMAGES, args.rounds or ROUNDS)
     speeds = measure(images, rounds)
     found = {side: asdict(Spread.of(values)) for side, values in speeds.items()}
-    BENCHMARK.publish(args, machine, as_table(speeds), f"{images:,} JPEG files", speeds=speeds, images_per_second=found)
+    BENCHMARK.publish(
+        args,
+        machine,
+        as_table(speeds),
+        f"{images:,} JPEG files",
+        speeds=speeds,
+        images_per_second=found,
+    )
 
 
 if __name__ == "__main__":

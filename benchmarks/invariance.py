@@ -1,10 +1,12 @@
-"""Measures what the same bits at any number of workers cost: Lockstep's steps with virtual workers against DDP's.
+"""Measures what the same bits at any number of workers cost: Lockstep's steps with virtual workers
+against DDP's.
 
-DDP computes the same global batch in as many passes, of the same size, and adds gradients up (`no_sync`), or in a
-single large pass on each worker, as it usually does. A batch lies in memory; nothing is loaded; each worker has one
-thread. All sides of a case are started at once and take turns: a round is one block of steps of each, every second
-round in the opposite order. A block's first step, and the first round, are not counted. A round gives one ratio of
-times; the median over the rounds counts.
+DDP computes the same global batch in as many passes, of the same size, and adds gradients up
+(`no_sync`), or in a single large pass on each worker, as it usually does. A batch lies in memory;
+nothing is loaded; each worker has one thread. All sides of a case are started at once and take
+turns: a round is one block of steps of each, every second round in the opposite order. A block's
+first step, and the first round, are not counted. A round gives one ratio of times; the median over
+the rounds counts.
 
     python benchmarks/invariance.py             # some twelve minutes on two idle cores
     python benchmarks/invariance.py --quick     # a smoke run; its figures say nothing
@@ -44,7 +46,9 @@ Seconds = dict[Side, list[float]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, on how many workers, and in blocks of how many steps: about half a second each."""
+    """What is trained, on how many workers, and in blocks of how many steps: about half a second
+    each.
+    """
 
     model: str
     global_batch_size: int
@@ -63,11 +67,17 @@ class Case:
     @property
     def title(self) -> str:
         """For a table's first column."""
-        workers = "one worker" if self.workers == 1 else f"{self.workers} workers over {BACKENDS[self.backend]}"
+        workers = (
+            "one worker"
+            if self.workers == 1
+            else f"{self.workers} workers over {BACKENDS[self.backend]}"
+        )
         return f"{NAMES[self.model]}, {workers}"
 
     def job(self, side: Side, meter: str) -> InvarianceJob:
-        """One side's job; the first step of a block is not timed, and the first round not counted."""
+        """One side's job; the first step of a block is not timed, and the first round not
+        counted.
+        """
         who, passes = side
         blocks = self.rounds + 1
         passes = passes or self.workers
@@ -75,7 +85,13 @@ class Case:
         return InvarianceJob(self.model, *counts, meter, who, self.backend, passes)
 
 
-KINDS = {"lenet": (256, 16), "convnet": (64, 2), "resnet18": (32, 1), "transformer": (256, 4), "mlp": (256, 4)}
+KINDS = {
+    "lenet": (256, 16),
+    "convnet": (64, 2),
+    "resnet18": (32, 1),
+    "transformer": (256, 4),
+    "mlp": (256, 4),
+}
 CASES = [
     Case(model, batch, steps, workers, backend)
     for model, (batch, steps) in KINDS.items()
@@ -95,19 +111,31 @@ def measure(case: Case) -> dict[Side, list[dict[str, float]]]:
 
 def summarise(case: Case, seconds: Seconds) -> dict[str, Any]:
     """The row of a case."""
-    several = {virtual_workers: (LOCKSTEP, virtual_workers) for virtual_workers in ALL_SHARDS if LARGE in seconds}
+    several = {
+        virtual_workers: (LOCKSTEP, virtual_workers)
+        for virtual_workers in ALL_SHARDS
+        if LARGE in seconds
+    }
     return {
         **asdict(case),
         "title": case.title,
         "milliseconds": 1000 * Spread.of(seconds[OURS]).median,
         "over_same_passes": ratio(seconds, OURS, SAME),
-        "over_one_pass": {virtual_workers: ratio(seconds, side, LARGE) for virtual_workers, side in several.items()},
+        "over_one_pass": {
+            virtual_workers: ratio(seconds, side, LARGE)
+            for virtual_workers, side in several.items()
+        },
     }
 
 
 def pass_by_pass(rows: list[dict[str, Any]]) -> str:
     """The table of what Lockstep adds to the passes themselves."""
-    header = [f"{SHARDS} virtual workers", "global batch", "ms a step", f"over DDP with {SHARDS} passes"]
+    header = [
+        f"{SHARDS} virtual workers",
+        "global batch",
+        "ms a step",
+        f"over DDP with {SHARDS} passes",
+    ]
     return markdown_table(
         header,
         [
@@ -124,11 +152,17 @@ def pass_by_pass(rows: list[dict[str, Any]]) -> str:
 
 def by_shards(rows: list[dict[str, Any]]) -> str:
     """The table of what small passes cost beside large ones."""
-    header = ["over DDP with one pass on each worker", *(f"V = {virtual_workers}" for virtual_workers in ALL_SHARDS)]
+    header = [
+        "over DDP with one pass on each worker",
+        *(f"V = {virtual_workers}" for virtual_workers in ALL_SHARDS),
+    ]
     return markdown_table(
         header,
         [
-            [row["title"], *(f"{Spread(**each).median:.2f}" for each in row["over_one_pass"].values())]
+            [
+                row["title"],
+                *(f"{Spread(**each).median:.2f}" for each in row["over_one_pass"].values()),
+            ]
             for row in rows
             if row["over_one_pass"]
         ],
@@ -150,15 +184,23 @@ def main() -> None:
     cases = [case for case in CASES if args.workers in (None, case.workers)]
     for case in chosen(cases, args, global_batch_size=32, timed_steps=1):
         found = measure(case)
-        seconds = {side: [block["seconds"] / case.timed_steps for block in blocks] for side, blocks in found.items()}
+        seconds = {
+            side: [block["seconds"] / case.timed_steps for block in blocks]
+            for side, blocks in found.items()
+        }
         losses = last_losses(found)
         rows.append(summarise(case, seconds))
         kept[case.title] = {
-            f"{who}, {passes or 'one'} passes": {"seconds": values, "last_mean_loss": losses[who, passes]}
+            f"{who}, {passes or 'one'} passes": {
+                "seconds": values,
+                "last_mean_loss": losses[who, passes],
+            }
             for (who, passes), values in seconds.items()
         }
     tables = f"{pass_by_pass(rows)}\n\n{by_shards(rows)}"
-    BENCHMARK.publish(args, machine, tables, f"{load_images(1).name} images", rows=rows, measured=kept)
+    BENCHMARK.publish(
+        args, machine, tables, f"{load_images(1).name} images", rows=rows, measured=kept
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Measures how long launchers take from the command to the end of the first all-reduce, and to start workers afresh.
+"""Measures how long launchers take from the command to the end of the first all-reduce, and to
+start workers afresh.
 
-``lockstep run`` and torchrun start the same program, which joins a group over Gloo and adds up one number; the last
-rank's time counts. Then rank 1 fails on purpose, and what counts is the time from there to the end of the first
-all-reduce of the workers that take their place. The launchers take turns; the ratio of two neighbours is one value, and
-the median over the rounds counts.
+``lockstep run`` and torchrun start the same program, which joins a group over Gloo and adds up one
+number; the last rank's time counts. Then rank 1 fails on purpose, and what counts is the time from
+there to the end of the first all-reduce of the workers that take their place. The launchers take
+turns; the ratio of two neighbours is one value, and the median over the rounds counts.
 
     python benchmarks/launch.py               # some three minutes on two idle cores
     python benchmarks/launch.py --quick       # a smoke run; its figures say nothing
@@ -39,9 +40,20 @@ LIMIT = 15.0  # seconds for one job; beyond it something hangs
 
 def command(launcher: str, ranks: int, restarts: int) -> list[str]:
     if launcher == LOCKSTEP:
-        return [sys.executable, "-m", "lockstep", "run", "-q", "-np", str(ranks), "--restarts", str(restarts)]
+        return [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "run",
+            "-q",
+            "-np",
+            str(ranks),
+            "--restarts",
+            str(restarts),
+        ]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    # its default rendezvous keeps the words of the first workers, over which the second ones stumble (torch 2.13)
+    # its default rendezvous keeps the words of the first workers, over which the second ones
+    # stumble (torch 2.13)
     return [*words, "--standalone", "--max-restarts", str(restarts)] if restarts else words
 
 
@@ -56,7 +68,9 @@ def start(launcher: str, ranks: int) -> float:
 
 
 def restart(launcher: str, ranks: int) -> float:
-    """Seconds from a rank's failure to the end of the first all-reduce of those started afresh; inf if none came."""
+    """Seconds from a rank's failure to the end of the first all-reduce of those started afresh; inf
+    if none came.
+    """
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         if run([*command(launcher, ranks, 1), str(PROGRAM), folder, "gloo", "fail"]):
             return math.inf
@@ -92,7 +106,10 @@ def end_all_with(folder: str) -> None:
 
 
 CASES = {"start": start, "restart": restart}
-WORDS = {"start": "command to first all-reduce", "restart": "failure to first all-reduce of new workers"}
+WORDS = {
+    "start": "command to first all-reduce",
+    "restart": "failure to first all-reduce of new workers",
+}
 
 
 def measure(case: str, ranks: int, rounds: int) -> dict[str, Any]:
@@ -103,7 +120,12 @@ def measure(case: str, ranks: int, rounds: int) -> dict[str, Any]:
             found = CASES[case](launcher, ranks)
             if number > 0:
                 seconds[launcher].append(found)
-        print(f"\r{case}, {ranks} ranks: round {number} of {rounds}", end="", file=sys.stderr, flush=True)
+        print(
+            f"\r{case}, {ranks} ranks: round {number} of {rounds}",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
     print(file=sys.stderr)
     ratios = [other / own for own, other in zip(seconds[LOCKSTEP], seconds[TORCHRUN], strict=True)]
     lost = {launcher: sum(map(math.isinf, values)) for launcher, values in seconds.items()}
@@ -143,7 +165,9 @@ def time_of(row: dict[str, Any], launcher: str) -> str:
 
 
 def main() -> None:
-    args = BENCHMARK.parse(BENCHMARK.parser(f"{ROUNDS['start']} starts and {ROUNDS['restart']} failures"))
+    args = BENCHMARK.parse(
+        BENCHMARK.parser(f"{ROUNDS['start']} starts and {ROUNDS['restart']} failures")
+    )
     machine = describe_machine()
     rounds = dict.fromkeys(ROUNDS, args.rounds or 1) if args.quick or args.rounds else ROUNDS
     rows = [measure(case, ranks, rounds[case]) for case in CASES for ranks in RANKS]

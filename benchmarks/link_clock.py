@@ -1,15 +1,17 @@
 """The emulated network against the kernel, and time dilation against itself.
 
-Link clock: one process sends to another over TCP between two network namespaces, whose veth pair `tc tbf` limits to a
-rate; over a loopback connection whose messages the link clock delays, with that rate and 200 us more than the latency
-of the veth pair, as no emulated message can take less than the clock and the connection themselves; and with
-`torch.distributed` on the emulated network, which adds what two messages over Gloo take. All in one run and in turns;
-medians. Receivers poll, so that no side counts how late the kernel wakes up a thread. Aims: bandwidth within 3 %,
-latency within 20 us. Needs root and Linux.
+Link clock: one process sends to another over TCP between two network namespaces, whose veth pair
+`tc tbf` limits to a rate; over a loopback connection whose messages the link clock delays, with
+that rate and 200 us more than the latency of the veth pair, as no emulated message can take less
+than the clock and the connection themselves; and with `torch.distributed` on the emulated network,
+which adds what two messages over Gloo take. All in one run and in turns; medians. Receivers poll,
+so that no side counts how late the kernel wakes up a thread. Aims: bandwidth within 3 %, latency
+within 20 us. Needs root and Linux.
 
-Time dilation: pairs of workers compute and all-reduce between two emulated hosts: one pair with a core for each worker
-and d = 1, and two pairs at the same time, each on one core, with d = 2. Times divided by d should be the same. One pair
-alone would leave a core idle, and where two cores are threads of one, the other then computes faster.
+Time dilation: pairs of workers compute and all-reduce between two emulated hosts: one pair with a
+core for each worker and d = 1, and two pairs at the same time, each on one core, with d = 2. Times
+divided by d should be the same. One pair alone would leave a core idle, and where two cores are
+threads of one, the other then computes faster.
 """
 
 from __future__ import annotations
@@ -41,9 +43,12 @@ from lockstep.network import Link, VirtualNetwork
 BENCH = Benchmark("link_clock", __doc__ or "", page="planning.md")
 
 RATES_MBIT = (50, 100, 200)  # packets of one segment, the kernel moves some 50 MB/s here
-FRAME = 1448 / 1514  # payload of TCP in a frame as tbf counts it: without preamble, checksum and gap
+FRAME = (
+    1448 / 1514
+)  # payload of TCP in a frame as tbf counts it: without preamble, checksum and gap
 TURNS = 3  # of both dilations
-FURTHER_S = 2e-4  # of an emulated latency: a message takes some 100 us here through the clock's lock and a socket
+# of an emulated latency: a message takes some 100 us here through the clock's lock and a socket
+FURTHER_S = 2e-4
 SMALL = 64
 SIZES = (1 << 18, 1 << 20)
 NAMES = ("lockstep-clock-a", "lockstep-clock-b")
@@ -51,7 +56,8 @@ ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = 5201
 
 
-# --- The kernel's side ------------------------------------------------------------------------------------------------
+# --- The kernel's side
+# ------------------------------------------------------------------------------------------------
 
 
 def run(command: str) -> None:
@@ -67,8 +73,13 @@ def namespaces(mbit: int) -> Iterator[None]:
         run(f"ip link add eth0 netns {NAMES[0]} type veth peer name eth0 netns {NAMES[1]}")
         for name, address in zip(NAMES, ADDRESSES, strict=True):
             run(f"ip -n {name} addr add {address}/24 dev eth0")
-            run(f"ip -n {name} link set eth0 gso_max_segs 1 up")  # as a burst of the bucket is one segment
-            run(f"ip netns exec {name} tc qdisc add dev eth0 root tbf rate {mbit}mbit burst 16kb limit 16mb")
+            run(
+                f"ip -n {name} link set eth0 gso_max_segs 1 up"
+            )  # as a burst of the bucket is one segment
+            run(
+                f"ip netns exec {name} tc qdisc add dev eth0 root tbf rate {mbit}mbit burst 16kb "
+                "limit 16mb"
+            )
         yield
     finally:
         for name in NAMES:
@@ -127,7 +138,9 @@ def receive(connection: socket.socket, size: int) -> bytes:
 
 
 def over_link_clock(rank: int, connection: socket.socket, size: int) -> float:
-    """The same over a connection whose messages the link clock delays; the time of arrival travels ahead."""
+    """The same over a connection whose messages the link clock delays; the time of arrival travels
+    ahead.
+    """
     if rank == 0:
         begin = time.monotonic()
         assert delayed_groups._emulation is not None
@@ -150,14 +163,22 @@ def over_gloo(rank: int, connection: socket.socket, size: int) -> float:
 
 
 def in_turns(rounds: int) -> dict[str, dict[int, float]]:
-    """Median seconds of each size, over the kernel and over the link clock; on both ranks the same."""
+    """Median seconds of each size, over the kernel and over the link clock; on both ranks the
+    same.
+    """
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})  # a thread that is moved to another core is some 200 us late
+    os.sched_setaffinity(
+        0, {cores[rank % len(cores)]}
+    )  # a thread that is moved to another core is some 200 us late
     connection = connect(rank)
     local = open_connection(rank, "127.0.0.1")
-    sides = {"kernel": (over_kernel, connection), "gloo": (over_gloo, local), "link clock": (over_link_clock, local)}
+    sides = {
+        "kernel": (over_kernel, connection),
+        "gloo": (over_gloo, local),
+        "link clock": (over_link_clock, local),
+    }
     times: dict[str, dict[int, list[float]]] = {side: {} for side in sides}
     for i in range(rounds + 2):
         for size in (SMALL, *SIZES):
@@ -172,7 +193,10 @@ def in_turns(rounds: int) -> dict[str, dict[int, float]]:
                     times[side].setdefault(size, []).append((stamps[1] - stamps[0]).item())
     connection.close()
     local.close()
-    return {side: {size: statistics.median(each) for size, each in found.items()} for side, found in times.items()}
+    return {
+        side: {size: statistics.median(each) for size, each in found.items()}
+        for side, found in times.items()
+    }
 
 
 def compare(mbit: int, rounds: int) -> dict[str, Any]:
@@ -180,21 +204,30 @@ def compare(mbit: int, rounds: int) -> dict[str, Any]:
     with namespaces(mbit):
         # the first run says what the latency of the veth pair is; the second one compares
         bandwidth = mbit * 1e6 / 8 * FRAME
-        first = lockstep.launch(in_turns, max(5, rounds // 2), workers=2, network=VirtualNetwork(2, Link(bandwidth, 0)))
+        first = lockstep.launch(
+            in_turns, max(5, rounds // 2), workers=2, network=VirtualNetwork(2, Link(bandwidth, 0))
+        )
         link = Link(bandwidth, first["kernel"][SMALL] - SMALL / bandwidth + FURTHER_S)
         found = lockstep.launch(in_turns, rounds, workers=2, network=VirtualNetwork(2, link))
-    result: dict[str, Any] = {"mbit": mbit, "latency_s": link.latency, "least_s": first["link clock"][SMALL]}
+    result: dict[str, Any] = {
+        "mbit": mbit,
+        "latency_s": link.latency,
+        "least_s": first["link clock"][SMALL],
+    }
     for side, times in found.items():
         rise = times[SIZES[1]] - times[SIZES[0]]
         result[side] = {"bandwidth": (SIZES[1] - SIZES[0]) / rise, "latency": times[SMALL]}
     return result
 
 
-# --- Time dilation ----------------------------------------------------------------------------------------------------
+# --- Time dilation
+# --------------------------------------------------------------------------------------------------
 
 
 def train(rounds: int, size: int) -> float:
-    """The median seconds of a step in the emulated time: some computing, and an all-reduce with the other of a pair."""
+    """The median seconds of a step in the emulated time: some computing, and an all-reduce with the
+    other of a pair.
+    """
     mine = sorted(os.sched_getaffinity(0))
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -208,7 +241,9 @@ def train(rounds: int, size: int) -> float:
         for _ in range(8):
             matrix = torch.mm(matrix, matrix).clamp_(-1, 1)
         dist.all_reduce(gradients, group=pairs[rank // 2])
-        ends.append(lockstep.emulation.monotonic())  # parts of a step are not as long as on a cluster, whole ones are
+        ends.append(
+            lockstep.emulation.monotonic()
+        )  # parts of a step are not as long as on a cluster, whole ones are
     return statistics.median(after - before for before, after in itertools.pairwise(ends[2:]))
 
 
@@ -222,7 +257,8 @@ def dilated(network: str, rounds: int, size: int) -> dict[str, Any]:
     return {"network": network, "bytes": size, **medians}
 
 
-# --- What was found ---------------------------------------------------------------------------------------------------
+# --- What was found
+# --------------------------------------------------------------------------------------------------
 
 
 def tables(clock: list[dict[str, Any]], dilation: list[dict[str, Any]]) -> str:
@@ -245,7 +281,14 @@ def tables(clock: list[dict[str, Any]], dilation: list[dict[str, Any]]) -> str:
             )
         )
     columns = ("link clock", "torch.distributed", "link clock off by")
-    header = ("`tbf` rate", "bandwidth: kernel", *columns, "latency: kernel", "least of the link clock", *columns)
+    header = (
+        "`tbf` rate",
+        "bandwidth: kernel",
+        *columns,
+        "latency: kernel",
+        "least of the link clock",
+        *columns,
+    )
     first = markdown_table(header, rows)
     rows = [
         (
@@ -256,7 +299,11 @@ def tables(clock: list[dict[str, Any]], dilation: list[dict[str, Any]]) -> str:
         )
         for each in dilation
     ]
-    return first + "\n\n" + markdown_table(("network", "all-reduce", "d = 1", "d = 2, divided by 2", "off by"), rows)
+    return (
+        first
+        + "\n\n"
+        + markdown_table(("network", "all-reduce", "d = 1", "d = 2, divided by 2", "off by"), rows)
+    )
 
 
 def main() -> None:
@@ -270,8 +317,18 @@ def main() -> None:
     dilation = []
     if len(os.sched_getaffinity(0)) > 1:
         networks = ("1Gbit, 100us", "10Gbit, 50us")
-        dilation = [dilated(network, rounds, 1 << 20) for network in (networks[:1] if args.quick else networks)]
-    BENCH.publish(args, machine, tables(clock, dilation), "messages without content", clock=clock, dilation=dilation)
+        dilation = [
+            dilated(network, rounds, 1 << 20)
+            for network in (networks[:1] if args.quick else networks)
+        ]
+    BENCH.publish(
+        args,
+        machine,
+        tables(clock, dilation),
+        "messages without content",
+        clock=clock,
+        dilation=dilation,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Lets one program time another's training steps, and decides when that one may run.
 
-A controller starts several jobs at once and gives them the machine in turn: a job that has no turn waits, idle,
-between two steps. So jobs that are to be compared alternate every few seconds, although each is started only once.
+A controller starts several jobs at once and gives them the machine in turn: a job that has no turn
+waits, idle, between two steps. So jobs that are to be compared alternate every few seconds,
+although each is started only once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ PATIENCE = 300  # seconds for a job to start or to make a block; beyond it somet
 
 @dataclass(frozen=True)
 class Job:
-    """What a program trains. An epoch is one block: `warm_up` steps that are not timed, then `timed_steps`.
+    """What a program trains. An epoch is one block: `warm_up` steps that are not timed, then
+    `timed_steps`.
 
     Attributes:
         epochs: blocks; the program ends after them.
@@ -69,7 +71,9 @@ def parse_as(kind: type[AnyJob]) -> AnyJob:
     parser = argparse.ArgumentParser()
     for field in fields(kind):
         parser.add_argument(
-            f"--{field.name.replace('_', '-')}", type=int if field.type == "int" else str, required=True
+            f"--{field.name.replace('_', '-')}",
+            type=int if field.type == "int" else str,
+            required=True,
         )
     return kind(**vars(parser.parse_args()))
 
@@ -87,7 +91,9 @@ class Line:
         self._stream = connection.makefile("rw")
 
     def report(self, message: dict[str, Any]) -> str:
-        """Send `message` and wait, idle, for the next turn: what the controller says, or "" when it has ended."""
+        """Send `message` and wait, idle, for the next turn: what the controller says, or "" when it
+        has ended.
+        """
         self._stream.write(json.dumps(message) + "\n")
         self._stream.flush()
         return self._stream.readline()
@@ -111,7 +117,9 @@ class Meter:
         self._report_and_wait({"rank": rank})
 
     def step(self, loss: torch.Tensor) -> None:
-        """Called after each step with its loss: starts and stops the clock, and waits for the next turn."""
+        """Called after each step with its loss: starts and stops the clock, and waits for the next
+        turn.
+        """
         self._done += 1
         self._losses = self._losses.to(loss.device) + loss.detach()
         place = self._done % self._job.steps
@@ -159,7 +167,9 @@ class Controlled:
         self._server.listen(job.workers)
         self._streams: list[Any] = []
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
 
     def wait_until_ready(self) -> None:
         """Return when every worker is about to make its first step."""
@@ -182,12 +192,15 @@ class Controlled:
         """Let the workers, which have a `Meter` each, make one block.
 
         Returns:
-            Of rank 0: `seconds` and `cpu_seconds` (of processor time) for the timed steps, and their mean `loss`.
+            Of rank 0: `seconds` and `cpu_seconds` (of processor time) for the timed steps, and
+            their mean `loss`.
         """
         return self.ask("go")[0]
 
     def ask(self, order: str) -> list[dict[str, float]]:
-        """Give all workers a turn, with one line that says what to do, and return what they report, by rank."""
+        """Give all workers a turn, with one line that says what to do, and return what they report,
+        by rank.
+        """
         self._tell(order)
         try:
             replies = [stream.readline() for stream in self._streams]
@@ -215,7 +228,9 @@ class Controlled:
     def fail(self, what: str) -> NoReturn:
         """End the benchmark, with the last lines that the job wrote."""
         tail = "\n".join(self._log.read_text().splitlines()[-15:])
-        raise SystemExit(f"{Path(self.job.meter).name}: the job {what}; its output ends with:\n{tail}")
+        raise SystemExit(
+            f"{Path(self.job.meter).name}: the job {what}; its output ends with:\n{tail}"
+        )
 
     def close(self) -> None:
         """End the job if it still runs."""

@@ -1,8 +1,9 @@
 """Shows the one idea: with the same program, more workers are the same training.
 
-LeNet is trained on handwritten digits on 1, 2, 4 and 8 workers: with Lockstep, 64 samples a step over all workers and
-`virtual_workers=8`, and with DDP as PyTorch's tutorial shows it, 64 samples a step on each worker. Lockstep's losses
-and weights must be the same at any number of workers, bit for bit. No time is measured: the host may be busy.
+LeNet is trained on handwritten digits on 1, 2, 4 and 8 workers: with Lockstep, 64 samples a step
+over all workers and `virtual_workers=8`, and with DDP as PyTorch's tutorial shows it, 64 samples a
+step on each worker. Lockstep's losses and weights must be the same at any number of workers, bit
+for bit. No time is measured: the host may be busy.
 
     python benchmarks/one_idea.py            # about two minutes on two cores
     python benchmarks/one_idea.py --quick    # a smoke run of 1 and 2 workers
@@ -25,7 +26,10 @@ from frame import Benchmark
 BENCHMARK = Benchmark("one_idea", __doc__)
 WORKERS = (1, 2, 4, 8)
 EPOCHS = 10
-TITLES = {"lockstep": "Lockstep, 64 samples a step over all workers", "ddp": "DDP, 64 samples a step on each worker"}
+TITLES = {
+    "lockstep": "Lockstep, 64 samples a step over all workers",
+    "ddp": "DDP, 64 samples a step on each worker",
+}
 LAUNCHERS = {
     "lockstep": ("-m", "lockstep", "run", "--quiet", "--no-prefix", "--threads", "1", "-np"),
     "ddp": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node"),
@@ -36,12 +40,17 @@ def train(side: str, workers: int, epochs: int) -> dict[str, Any]:
     """Return the test losses after 0, 1, 2, … epochs, and the fingerprint of the model."""
     program = Path(__file__).with_name("side_one_idea.py")
     command = [sys.executable, *LAUNCHERS[side], str(workers), str(program), side, str(epochs)]
-    ended = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     results = [line for line in ended.stdout.splitlines() if line.startswith("result ")]
     if ended.returncode or not results:
         raise SystemExit(f"error: {side} on {workers} workers failed\n{ended.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(results[-1].removeprefix("result "))
-    print(f"{side} on {workers} workers: loss {found['losses'][-1]:.6f}, {found['fingerprint'][:12]}", flush=True)
+    print(
+        f"{side} on {workers} workers: loss {found['losses'][-1]:.6f}, {found['fingerprint'][:12]}",
+        flush=True,
+    )
     return found
 
 
@@ -50,7 +59,9 @@ def main() -> None:
     args = BENCHMARK.parse(BENCHMARK.parser("1"))
     counts, epochs = ((1, 2), 1) if args.quick else (WORKERS, EPOCHS)
     machine = describe_machine()
-    found = {side: {workers: train(side, workers, epochs) for workers in counts} for side in LAUNCHERS}
+    found = {
+        side: {workers: train(side, workers, epochs) for workers in counts} for side in LAUNCHERS
+    }
     if len({json.dumps(each) for each in found["lockstep"].values()}) > 1:
         raise SystemExit(f"error: Lockstep's runs differ: {found['lockstep']}")
     table = markdown_table(

@@ -1,17 +1,20 @@
-"""Measures two replicas in one process, with a thread each, against one model, and against two processes.
+"""Measures two replicas in one process, with a thread each, against one model, and against two
+processes.
 
-On the CPU every replica and every process computes with one thread, on its half of a batch of 256 that lies in memory;
-nothing is loaded. The sides are one model alone; two replicas in the tutorials' loop, one after the other; two replicas
-of `lockstep.DataParallel`; and two processes with DistributedDataParallel over Gloo and over "shm". All are started at
-once and take turns: a round is one block of steps of each, every second round in the opposite order. A block's first
-step, and the first round, are not counted. A round gives one ratio; the median over the rounds counts.
+On the CPU every replica and every process computes with one thread, on its half of a batch of 256
+that lies in memory; nothing is loaded. The sides are one model alone; two replicas in the
+tutorials' loop, one after the other; two replicas of `lockstep.DataParallel`; and two processes
+with DistributedDataParallel over Gloo and over "shm". All are started at once and take turns: a
+round is one block of steps of each, every second round in the opposite order. A block's first step,
+and the first round, are not counted. A round gives one ratio; the median over the rounds counts.
 
     python benchmarks/one_process.py             # some ten minutes on two idle cores
     python benchmarks/one_process.py --quick     # a smoke run; its figures say nothing
     python benchmarks/one_process.py --write     # also the table in docs/performance.md
 
-With --device cuda each replica and each process has a GPU of its own, of which there must be two. The sides are then
-one model on one of them, both kinds of replicas, `nn.DataParallel`, and two processes, DDP over NCCL.
+With --device cuda each replica and each process has a GPU of its own, of which there must be two.
+The sides are then one model on one of them, both kinds of replicas, `nn.DataParallel`, and two
+processes, DDP over NCCL.
 """
 
 from __future__ import annotations
@@ -67,10 +70,20 @@ class Case:
     device: str = "cpu"
 
     def job(self, side: str, meter: str) -> StepJob:
-        """One side's job; the first step of a block is not timed, and the first round not counted."""
+        """One side's job; the first step of a block is not timed, and the first round not
+        counted.
+        """
         workers = 2 if side in BACKENDS else 1
         return StepJob(
-            self.model, self.global_batch_size, 1, self.timed_steps, self.rounds + 1, workers, meter, side, self.device
+            self.model,
+            self.global_batch_size,
+            1,
+            self.timed_steps,
+            self.rounds + 1,
+            workers,
+            meter,
+            side,
+            self.device,
         )
 
 
@@ -108,7 +121,8 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         ["", "samples/s", *OVER[device].values()],
         [
             [
-                f"{TITLES[row['model']]}, batch {row['global_batch_size']}: {SIDES[device][row['side']]}",
+                f"{TITLES[row['model']]}, batch {row['global_batch_size']}: "
+                f"{SIDES[device][row['side']]}",
                 f"{row['samples_per_second']['median']:,.0f}",
                 *(Spread(**row["over"][other]).text(2) for other in OVER[device]),
             ]
@@ -142,7 +156,9 @@ def main() -> None:
             "samples_per_second": speeds,
             "last_mean_loss": last_losses(found),
         }
-    BENCHMARK.publish(args, machine, as_table(rows), f"{load_images(1).name} images", rows=rows, measured=kept)
+    BENCHMARK.publish(
+        args, machine, as_table(rows), f"{load_images(1).name} images", rows=rows, measured=kept
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Measures what `Trainer.fit` costs beside a hand-written PyTorch loop that does the same work.
 
-One worker with one thread. All sides take turns in short blocks (A B C C B A is one round), so that whatever else the
-machine does falls on all alike; a round gives one ratio per side, and the median over the rounds counts. The plain
-loop takes part twice: the ratio of the second to the first would be 1 on a perfect clock, and shows the error of the
-others.
+One worker with one thread. All sides take turns in short blocks (A B C C B A is one round), so that
+whatever else the machine does falls on all alike; a round gives one ratio per side, and the median
+over the rounds counts. The plain loop takes part twice: the ratio of the second to the first would
+be 1 on a perfect clock, and shows the error of the others.
 
     python benchmarks/overhead.py            # some four minutes
     python benchmarks/overhead.py --quick    # a smoke run; its figures say nothing
@@ -26,7 +26,15 @@ import torch
 from torch import nn
 
 import lockstep
-from common import TITLES, Spread, describe_machine, keep_freed_memory, load_images, make_model, markdown_table
+from common import (
+    TITLES,
+    Spread,
+    describe_machine,
+    keep_freed_memory,
+    load_images,
+    make_model,
+    markdown_table,
+)
 from frame import Benchmark, chosen
 from lockstep.data import ImageSet
 from lockstep.training.callbacks import Callback
@@ -53,11 +61,16 @@ class Case:
         return self.batch * self.steps
 
 
-CASES = [Case("lenet", batch=256, steps=10, rounds=12), Case("resnet18", batch=32, steps=2, rounds=7)]
+CASES = [
+    Case("lenet", batch=256, steps=10, rounds=12),
+    Case("resnet18", batch=32, steps=2, rounds=7),
+]
 
 
 def plain_loop(case: Case, images: ImageSet, order: Callable[[int], torch.Tensor]) -> Block:
-    """The loop as one writes it by hand where speed counts: data in memory, whole batches indexed, no waiting."""
+    """The loop as one writes it by hand where speed counts: data in memory, whole batches indexed,
+    no waiting.
+    """
     model, optimizer = make_model(case.model)
     loss_fn = nn.CrossEntropyLoss()
     pixels = images.images
@@ -81,9 +94,13 @@ def plain_loop(case: Case, images: ImageSet, order: Callable[[int], torch.Tensor
 
 
 def trainer_fit(case: Case, images: ImageSet, callbacks: list[Callback] | None) -> Block:
-    """The same through `Trainer.fit`: a block is an epoch, so all that fit does around an epoch is timed as well."""
+    """The same through `Trainer.fit`: a block is an epoch, so all that fit does around an epoch is
+    timed as well.
+    """
     model, optimizer = make_model(case.model)
-    trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), case.batch, callbacks=callbacks)
+    trainer = lockstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), case.batch, callbacks=callbacks
+    )
     loader = trainer.loader(images)
 
     def block(number: int) -> float:
@@ -119,14 +136,20 @@ def make_sides(case: Case, images: ImageSet) -> dict[str, Block]:
         "plain loop": plain_loop(case, images, order),
         "plain loop again": plain_loop(case, images, order),
         "Trainer, no callbacks": trainer_fit(case, images, []),
-        "Trainer, default callbacks, output to a file": shown_on(io.StringIO(), trainer_fit(case, images, None)),
-        "Trainer, default callbacks, live display": shown_on(Terminal(), trainer_fit(case, images, None)),
+        "Trainer, default callbacks, output to a file": shown_on(
+            io.StringIO(), trainer_fit(case, images, None)
+        ),
+        "Trainer, default callbacks, live display": shown_on(
+            Terminal(), trainer_fit(case, images, None)
+        ),
     }
 
 
 @dataclass
 class Turn:
-    """What one side took for its block: seconds on the clock and of processor time, and the loss it came to."""
+    """What one side took for its block: seconds on the clock and of processor time, and the loss it
+    came to.
+    """
 
     wall: float
     cpu: float
@@ -141,7 +164,9 @@ def take_turn(block: Block, number: int) -> Turn:
 
 
 def measure(case: Case, images: ImageSet) -> dict[str, list[Turn]]:
-    """Blocks 0 warm up; then each round is blocks n and n + 1 of every side, in one order and then the other."""
+    """Blocks 0 warm up; then each round is blocks n and n + 1 of every side, in one order and then
+    the other.
+    """
     sides = make_sides(case, images)
     turns: dict[str, list[Turn]] = {name: [] for name in sides}
     for block in sides.values():
@@ -149,7 +174,12 @@ def measure(case: Case, images: ImageSet) -> dict[str, list[Turn]]:
     for number in range(1, 2 * case.rounds + 1):
         for name in list(sides) if number % 2 else reversed(list(sides)):
             turns[name].append(take_turn(sides[name], number))
-        print(f"\r{TITLES[case.model]}: block {number} of {2 * case.rounds}", end="", file=sys.stderr, flush=True)
+        print(
+            f"\r{TITLES[case.model]}: block {number} of {2 * case.rounds}",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
     print(file=sys.stderr)
     return turns
 
@@ -178,15 +208,28 @@ def summarise(case: Case, turns: dict[str, list[Turn]]) -> list[dict[str, Any]]:
         wall, cpu = (Spread.of(ratios(turns[other], plain, clock)) for clock in ("wall", "cpu"))
         difference = loss_difference(turns[other], plain)
         if not difference < 1e-4:
-            raise SystemExit(f"{other}: the losses differ from the plain loop's by {difference:.1e}: not the same work")
-        rows.append({"side": other, "wall": asdict(wall), "cpu": asdict(cpu), "loss_difference": difference})
+            raise SystemExit(
+                f"{other}: the losses differ from the plain loop's by {difference:.1e}: not the "
+                "same work"
+            )
+        rows.append(
+            {"side": other, "wall": asdict(wall), "cpu": asdict(cpu), "loss_difference": difference}
+        )
     step = Spread.of([turn.wall / case.steps for turn in plain])
     print(f"{TITLES[case.model]}: a step of the plain loop takes {1000 * step.median:.1f} ms")
-    return [{"model": case.model, "batch": case.batch, "plain_step_seconds": step.median, **row} for row in rows]
+    return [
+        {"model": case.model, "batch": case.batch, "plain_step_seconds": step.median, **row}
+        for row in rows
+    ]
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
-    header = ["", "time over the plain loop's", "processor time over the plain loop's", "largest difference in loss"]
+    header = [
+        "",
+        "time over the plain loop's",
+        "processor time over the plain loop's",
+        "largest difference in loss",
+    ]
     return markdown_table(
         header,
         [
@@ -219,12 +262,26 @@ def main() -> None:
         images = load_images(case.samples)
         turns[case.model] = measure(case, images)
         rows += summarise(case, turns[case.model])
-    kept = {model: {name: [asdict(t) for t in side] for name, side in sides.items()} for model, sides in turns.items()}
-    BENCHMARK.publish(args, machine, as_table(rows), f"{images.name} images", data=images.name, rows=rows, turns=kept)
+    kept = {
+        model: {name: [asdict(t) for t in side] for name, side in sides.items()}
+        for model, sides in turns.items()
+    }
+    BENCHMARK.publish(
+        args,
+        machine,
+        as_table(rows),
+        f"{images.name} images",
+        data=images.name,
+        rows=rows,
+        turns=kept,
+    )
     for row in rows:
         if row["side"] == "Trainer, no callbacks" and not args.quick:
             verdict = "within" if row["wall"]["median"] <= TARGET else "ABOVE"
-            print(f"{TITLES[row['model']]}: {row['wall']['median']:.3f}, {verdict} the target of {TARGET}")
+            print(
+                f"{TITLES[row['model']]}: {row['wall']['median']:.3f}, {verdict} the target of "
+                f"{TARGET}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Draws pictures for the documentation: the screen of a training, of a report on a desync, and a run's curve.png.
+"""Draws pictures for the documentation: the screen of a training, of a report on a desync, and a
+run's curve.png.
 
-Each command runs in a terminal of tmux, whose screen becomes an SVG file in docs/figures/. Needs tmux and rich.
+Each command runs in a terminal of tmux, whose screen becomes an SVG file in docs/figures/. Needs
+tmux and rich.
 
     python benchmarks/pictures.py            # all, in about a minute
     python benchmarks/pictures.py training   # one of them
@@ -75,7 +77,9 @@ class Picture:
     @property
     def path(self) -> Path:
         """Where the picture is in the documentation."""
-        return DOCS / "figures" / (Path(self.file).name if self.file else f"terminal_{self.name}.svg")
+        return (
+            DOCS / "figures" / (Path(self.file).name if self.file else f"terminal_{self.name}.svg")
+        )
 
 
 def _in_epoch(number: int) -> Callable[[str], bool]:
@@ -97,7 +101,9 @@ PICTURES = (
 
 
 def screen(picture: Picture, columns: int = 100) -> str:
-    """Return the screen, with the escape sequences of its colours; copies the picture's file, if it has one."""
+    """Return the screen, with the escape sequences of its colours; copies the picture's file, if it
+    has one.
+    """
     session = f"picture-{picture.name}"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(picture.program)
@@ -106,7 +112,10 @@ def screen(picture: Picture, columns: int = 100) -> str:
         size = ["-x", str(columns), "-y", str(picture.rows)]
         subprocess.run(["tmux", "new-session", "-d", "-s", session, *size, shell], check=True)
         try:
-            subprocess.run(["tmux", "send-keys", "-t", session, f"clear; {picture.command}", "Enter"], check=True)
+            subprocess.run(
+                ["tmux", "send-keys", "-t", session, f"clear; {picture.command}", "Enter"],
+                check=True,
+            )
             deadline = time.monotonic() + 60.0
             while time.monotonic() < deadline:
                 shown = _capture(session)
@@ -115,7 +124,9 @@ def screen(picture: Picture, columns: int = 100) -> str:
                         shutil.copy(Path(folder, picture.file), picture.path)
                     return shown
                 time.sleep(0.05)
-            raise SystemExit(f"{picture.command} did not show what was expected:\n{_capture(session)}")
+            raise SystemExit(
+                f"{picture.command} did not show what was expected:\n{_capture(session)}"
+            )
         finally:
             subprocess.run(["tmux", "kill-session", "-t", session], check=True)
 
@@ -130,21 +141,30 @@ def draw(picture: Picture, columns: int = 100) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    lines = [f"$ {picture.command}", *screen(picture, columns).splitlines()]  # what was typed has been cleared
+    lines = [
+        f"$ {picture.command}",
+        *screen(picture, columns).splitlines(),
+    ]  # what was typed has been cleared
     if picture.file:
         return
     console = Console(record=True, width=columns, file=io.StringIO())
     console.print(Text.from_ansi("\n".join(lines)))
     svg = console.export_svg(title=picture.command, unique_id=picture.name)
-    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # which would load fonts from another site
+    svg = re.sub(
+        r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL
+    )  # which would load fonts from another site
     picture.path.write_text(svg)
 
 
 def main() -> None:
     """Draw the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     known = [picture.name for picture in PICTURES]
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' or '.join(known)}; all if none")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"{' or '.join(known)}; all if none"
+    )
     names = parser.parse_args().names
     if unknown := set(names) - set(known):
         parser.error(f"expected {' or '.join(known)}, got {', '.join(sorted(unknown))}")

@@ -21,9 +21,11 @@ BACKENDS = {SHM: "shm", SHM_PYTHON: "shm", GLOO: "gloo", NCCL: "nccl"}
 
 
 def run_ranks(body: Callable[[int], None], workers: int) -> None:
-    """Run `body(rank)` in processes of their own until all have ended; the parent waits for them, idle.
+    """Run `body(rank)` in processes of their own until all have ended; the parent waits for them,
+    idle.
 
-    Forks, so that torch is imported once, and no agent beside them, which would wake up now and then.
+    Forks, so that torch is imported once, and no agent beside them, which would wake up now and
+    then.
     """
     start_processes(body, nprocs=workers, start_method="fork")  # type: ignore[no-untyped-call]
 
@@ -40,4 +42,6 @@ def join_group(side: str, rank: int, workers: int, meter: str) -> None:
     if side == SHM_PYTHON:
         state: Any = import_module("lockstep.transports.shm.rank_states")
         state._native = None
-    dist.init_process_group(BACKENDS[side], init_method=f"file://{meter}.store", rank=rank, world_size=workers)
+    dist.init_process_group(
+        BACKENDS[side], init_method=f"file://{meter}.store", rank=rank, world_size=workers
+    )

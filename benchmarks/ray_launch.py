@@ -1,9 +1,11 @@
-"""Compares `lockstep.ray.launch` with Ray Train's TorchTrainer: time to the first step, and samples per second.
+"""Compares `lockstep.ray.launch` with Ray Train's TorchTrainer: time to the first step, and samples
+per second.
 
-Both train LeNet on two workers of one local Ray cluster with the same global batch: Lockstep with its loader and
-`TrainStep`, Ray Train as its documentation shows it, with `prepare_model` (DDP over Gloo) and `prepare_data_loader`.
-They take turns; the time to the first step counts from the call in the driver to the end of the first optimizer step
-on rank 0. The ratio of two neighbours is one value, and the median over the rounds counts.
+Both train LeNet on two workers of one local Ray cluster with the same global batch: Lockstep with
+its loader and `TrainStep`, Ray Train as its documentation shows it, with `prepare_model` (DDP over
+Gloo) and `prepare_data_loader`. They take turns; the time to the first step counts from the call in
+the driver to the end of the first optimizer step on rank 0. The ratio of two neighbours is one
+value, and the median over the rounds counts.
 
     python benchmarks/ray_launch.py               # some four minutes on two idle cores
     python benchmarks/ray_launch.py --quick       # a smoke run; its figures say nothing
@@ -100,7 +102,9 @@ def by_ray_train(folder: Path, steps: int, warm_up: int) -> dict[str, float]:
             optimizer.step()
             loss.item()
 
-        data = torch.utils.data.DataLoader(images(steps), batch_size=GLOBAL_BATCH // WORKERS, shuffle=True)
+        data = torch.utils.data.DataLoader(
+            images(steps), batch_size=GLOBAL_BATCH // WORKERS, shuffle=True
+        )
         found = timed(step, ray_torch.prepare_data_loader(data), warm_up)
         if ray_train.get_context().get_world_rank() == 0:
             path.write_text(json.dumps(found))
@@ -153,19 +157,32 @@ def main() -> None:
     try:
         ray = import_module("ray")
     except ImportError:
-        raise SystemExit("this benchmark needs Ray: pip install 'lockstep-train[ray]' 'ray[train]'") from None
+        raise SystemExit(
+            "this benchmark needs Ray: pip install 'lockstep-train[ray]' 'ray[train]'"
+        ) from None
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     machine = describe_machine()
     # one CPU more, which is none, for the controller of Ray Train
-    ray.init(num_cpus=WORKERS + 1, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    ray.init(
+        num_cpus=WORKERS + 1,
+        include_dashboard=False,
+        object_store_memory=200 << 20,
+        log_to_driver=False,
+    )
     try:
         sizes = (2 * WARM_UP, WARM_UP) if args.quick else (STEPS, WARM_UP)
         found = measure(args.rounds or (1 if args.quick else ROUNDS), *sizes)
     finally:
         ray.shutdown()
     machine["ray"] = ray.__version__
-    spreads = {what: {side: asdict(Spread.of(each)) for side, each in sides.items()} for what, sides in found.items()}
-    what = f"images of 28×28 pixels, global batch {GLOBAL_BATCH}, one thread a worker; Ray {ray.__version__}"
+    spreads = {
+        what: {side: asdict(Spread.of(each)) for side, each in sides.items()}
+        for what, sides in found.items()
+    }
+    what = (
+        f"images of 28×28 pixels, global batch {GLOBAL_BATCH}, one thread a worker; Ray "
+        f"{ray.__version__}"
+    )
     BENCHMARK.publish(args, machine, as_table(found), what, values=found, spreads=spreads)
 
 

@@ -1,4 +1,5 @@
-"""Draws the README's picture, and puts its table into README.md and README.zh.md, from what has been measured before.
+"""Draws the README's picture, and puts its table into README.md and README.zh.md, from what has
+been measured before.
 
 python benchmarks/readme.py      # seconds; after one_idea.py, scaling.py, launch.py or elastic.py
 """
@@ -60,29 +61,56 @@ def read(name: str) -> dict[str, Any]:
 def where(result: dict[str, Any]) -> str:
     """The day, and the maker of the processor."""
     machine = result["machine"]
-    return f"{machine['date'].split()[0]}, {machine['processor'].replace('(R)', '').removesuffix(' Processor')}"
+    return (
+        f"{machine['date'].split()[0]}, "
+        f"{machine['processor'].replace('(R)', '').removesuffix(' Processor')}"
+    )
 
 
 def recoveries() -> dict[str, float]:
-    """What recovers → median seconds from the kill of one of four workers to the next completed step."""
-    names = {"lockstep": "Lockstep", "torchrun": "torchrun", "torchft": "torchft", "ray": "Ray Train"}
+    """What recovers → median seconds from the kill of one of four workers to the next completed
+    step.
+    """
+    names = {
+        "lockstep": "Lockstep",
+        "torchrun": "torchrun",
+        "torchft": "torchft",
+        "ray": "Ray Train",
+    }
     losses = {row["side"]: row["losses"] for row in read("elastic")["others"]}
-    return {name: statistics.median(loss["pause"] for loss in losses[side]) for side, name in names.items()}
+    return {
+        name: statistics.median(loss["pause"] for loss in losses[side])
+        for side, name in names.items()
+    }
 
 
 def measured() -> list[tuple[str, ...]]:
-    """The rows of the table: Lockstep's figure, that of DDP under torchrun, and where they were measured."""
+    """The rows of the table: Lockstep's figure, that of DDP under torchrun, and where they were
+    measured.
+    """
     scaling = read("scaling")
     launch = read("launch")
     speeds = {(row["model"], row["side"]): row["samples_per_second"] for row in scaling["rows"]}
     rows: list[tuple[str, ...]] = [
-        (*(f"{speeds[model, side][workers]['median']:,.0f}" for side in ("lockstep", "ddp")), where(scaling))
+        (
+            *(f"{speeds[model, side][workers]['median']:,.0f}" for side in ("lockstep", "ddp")),
+            where(scaling),
+        )
         for model in ("lenet", "resnet18")
         for workers in ("1", "2")
     ]
-    start = next(row["seconds"] for row in launch["rows"] if (row["case"], row["ranks"]) == ("start", 2))
-    rows.append((*(f"{start[side]['median']:.2f}" for side in ("lockstep run", "torchrun")), where(launch)))
-    rows.append((*(f"{recoveries()[name]:.2f}" for name in ("Lockstep", "torchrun")), where(read("elastic"))))
+    start = next(
+        row["seconds"] for row in launch["rows"] if (row["case"], row["ranks"]) == ("start", 2)
+    )
+    rows.append(
+        (*(f"{start[side]['median']:.2f}" for side in ("lockstep run", "torchrun")), where(launch))
+    )
+    rows.append(
+        (
+            *(f"{recoveries()[name]:.2f}" for name in ("Lockstep", "torchrun")),
+            where(read("elastic")),
+        )
+    )
     return rows
 
 
@@ -97,7 +125,9 @@ def draw() -> None:
     from figures import draw_one_idea
 
     curves = read("one_idea")
-    lockstep, ddp = ({n: run["losses"] for n, run in curves[side].items()} for side in ("lockstep", "ddp"))
+    lockstep, ddp = (
+        {n: run["losses"] for n, run in curves[side].items()} for side in ("lockstep", "ddp")
+    )
     draw_one_idea(lockstep, ddp, recoveries(), PICTURE)
 
 

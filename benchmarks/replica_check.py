@@ -1,8 +1,9 @@
 """Measures what it costs that workers compare their hyperparameters and weights while they train.
 
-Two workers train LeNet twice, with `replica_check` and without, and take turns in one run: a round gives one ratio, and
-the median over the rounds counts. As the cost is far below what a step's time varies by, the check is timed alone as
-well: what it does around each step, what a look at some weights adds, and what it takes to compare all weights.
+Two workers train LeNet twice, with `replica_check` and without, and take turns in one run: a round
+gives one ratio, and the median over the rounds counts. As the cost is far below what a step's time
+varies by, the check is timed alone as well: what it does around each step, what a look at some
+weights adds, and what it takes to compare all weights.
 
     python benchmarks/replica_check.py            # some five minutes on two idle cores
     python benchmarks/replica_check.py --quick    # a smoke run; its figures say nothing
@@ -109,7 +110,10 @@ def main() -> None:
     BENCHMARK.publish(args, machine, as_table(found), "random images", measured=found)
     share = found["usual"] / Spread.of([pair[0] for pair in found["steps"]]).median
     if not args.quick:
-        print(f"{share:.2%} of a step, {'within' if share < TARGET else 'ABOVE'} the target of {TARGET:.1%}")
+        print(
+            f"{share:.2%} of a step, {'within' if share < TARGET else 'ABOVE'} the target of "
+            f"{TARGET:.1%}"
+        )
 
 
 if __name__ == "__main__":

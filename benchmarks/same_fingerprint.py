@@ -1,12 +1,14 @@
-"""Starts the same program with every launcher that is installed, and compares what it has trained: nothing may differ.
+"""Starts the same program with every launcher that is installed, and compares what it has trained:
+nothing may differ.
 
-`python`, `lockstep run`, `lockstep run -H` over ssh to network namespaces, torchrun, mpiexec, srun in a Slurm of two
-nodes on this host, and Ray. A launcher that is not installed, or may not be used here, is left out, and the table says
-why. The program has virtual workers, so that the number of real ones makes no difference. It fails if anything differs.
+`python`, `lockstep run`, `lockstep run -H` over ssh to network namespaces, torchrun, mpiexec, srun
+in a Slurm of two nodes on this host, and Ray. A launcher that is not installed, or may not be used
+here, is left out, and the table says why. The program has virtual workers, so that the number of
+real ones makes no difference. It fails if anything differs.
 
-    python benchmarks/same_fingerprint.py             # some five minutes on two idle cores
-    python benchmarks/same_fingerprint.py --quick     # two steps; a launcher that fails is seen all the same
-    python benchmarks/same_fingerprint.py --write     # also the table in docs/clusters.md
+    python benchmarks/same_fingerprint.py             # some five minutes on two idle cores python
+    benchmarks/same_fingerprint.py --quick     # two steps; a launcher that fails is seen all the
+    same python benchmarks/same_fingerprint.py --write     # also the table in docs/clusters.md
 """
 
 from __future__ import annotations
@@ -66,7 +68,12 @@ def run(words: list[str], variables: dict[str, str] | None = None) -> dict[str, 
     Raises:
         FailedError: it has failed.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_PROGRESS": "off", **(variables or {})}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "LOCKSTEP_PROGRESS": "off",
+        **(variables or {}),
+    }
     paths = [str(HERE), str(HERE.parent / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +93,9 @@ def run(words: list[str], variables: dict[str, str] | None = None) -> dict[str, 
         if "result {" in line:
             found: dict[str, Any] = json.loads(line[line.index("{") :])
             return found
-    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["no output"]
+    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()] or [
+        "no output"
+    ]
     raise FailedError(f"exit code {done.returncode}: {' / '.join(lines[-3:])[:400]}")
 
 
@@ -98,7 +107,8 @@ def needs(name: str) -> str:
     return path
 
 
-# --- The launchers ----------------------------------------------------------------------------------------------------
+# --- The launchers
+# --------------------------------------------------------------------------------------------------
 
 LOCKSTEP = [sys.executable, "-m", "lockstep", "run", "--no-prefix", "--quiet"]
 
@@ -125,7 +135,9 @@ def over_ssh(steps: int) -> dict[str, Any]:
                 words = [*LOCKSTEP, "-H", "alpha:1,beta:1", PROGRAM, str(steps)]
                 return run(words, {"PATH": hosts.path})
         except (OSError, subprocess.CalledProcessError) as error:
-            raise LeftOutError(f"network namespaces cannot be made here: {type(error).__name__}") from None
+            raise LeftOutError(
+                f"network namespaces cannot be made here: {type(error).__name__}"
+            ) from None
 
 
 def with_torchrun(steps: int) -> dict[str, Any]:
@@ -139,7 +151,9 @@ def with_mpiexec(steps: int) -> dict[str, Any]:
 
 
 def with_srun(*options: str) -> Callable[[int], dict[str, Any]]:
-    """A Slurm of two nodes on this host; srun starts the ranks, or with `options` a launcher on each node."""
+    """A Slurm of two nodes on this host; srun starts the ranks, or with `options` a launcher on
+    each node.
+    """
 
     def start(steps: int) -> dict[str, Any]:
         from support.slurm import make_cluster, missing
@@ -161,7 +175,9 @@ def with_ray(steps: int) -> dict[str, Any]:
     """Actors of a Ray on this host."""
     for name in ("ray", "lockstep.ray"):
         if importlib.util.find_spec(name) is None:
-            raise LeftOutError(f"{name} is not installed" if name == "ray" else f"this Lockstep has no {name}")
+            raise LeftOutError(
+                f"{name} is not installed" if name == "ray" else f"this Lockstep has no {name}"
+            )
     return run([sys.executable, PROGRAM, str(steps), "ray"])
 
 
@@ -221,7 +237,12 @@ def main() -> None:
     rows = [measure(command, start, steps) for command, start in LAUNCHERS.items()]
     text = f"{table(rows)}\n\n{verdict(rows)}"
     BENCHMARK.publish(
-        args, machine, text, f"LeNet, {steps} steps of 64 samples", steps=steps, rows=[*map(asdict, rows)]
+        args,
+        machine,
+        text,
+        f"LeNet, {steps} steps of 64 samples",
+        steps=steps,
+        rows=[*map(asdict, rows)],
     )
 
 

@@ -1,8 +1,9 @@
-"""What a job of a thousand ranks asks of one store, of one rank's processor, and of one rank's memory.
+"""What a job of a thousand ranks asks of one store, of one rank's processor, and of one rank's
+memory.
 
-Nothing of it needs a thousand processes. The ranks that start are threads, with a store in this process that counts
-their messages. Beside each figure stands that of the plain way: every rank reads what each other has written, and holds
-an epoch as lists of Python's numbers.
+Nothing of it needs a thousand processes. The ranks that start are threads, with a store in this
+process that counts their messages. Beside each figure stands that of the plain way: every rank
+reads what each other has written, and holds an epoch as lists of Python's numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ Body = Callable[[Any, int, int], None]
 
 
 def plainly(store: Any, rank: int, size: int) -> None:
-    """A group over "shm" is made and watched, and every rank reads the words of each other, one by one."""
+    """A group over "shm" is made and watched, and every rank reads the words of each other, one by
+    one.
+    """
     key = f"{host_identity.host_key()} {rank // EACH}"
     low = rank // EACH * EACH
     said = json.dumps({"machine": key, "pid": 12345, "token": "0123456789ab"})
@@ -60,7 +63,9 @@ def exchanging(store: Any, rank: int, size: int) -> None:
     """The same as it is done."""
     key = f"{host_identity.host_key()} {rank // EACH}"
     low = rank // EACH * EACH
-    exchange(store, "host", rank, json.dumps([key, None]), range(size), host_identity._group_by_host)
+    exchange(
+        store, "host", rank, json.dumps([key, None]), range(size), host_identity._group_by_host
+    )
     for topic in (f"mapped {low}", f"open {low}"):
         exchange(store, topic, rank - low, "", range(low, low + EACH), combine_nothing)
     info = HostInfo([(rank, rank + 1)], "0123456789ab", "", ["10.0.0.1"], key)
@@ -70,14 +75,18 @@ def exchanging(store: Any, rank: int, size: int) -> None:
 
 
 def traffic(body: Body, size: int) -> dict[str, float]:
-    """Messages of the rank that sends most, and MiB of values that the store's host sends to all."""
+    """Messages of the rank that sends most, and MiB of values that the store's host sends to
+    all.
+    """
     stores: list[CountingStore] = all_ranks(size, lambda store, rank: body(store, rank, size))[1]
     received = sum(store.received for store in stores)
     return {"messages": max(store.messages for store in stores), "mib": received / 2**20}
 
 
 def checking(size: int, times: int = 20) -> dict[str, float]:
-    """Bytes that a rank gets before a collective, and µs in which it looks at them: rows of all ranks, or a digest."""
+    """Bytes that a rank gets before a collective, and µs in which it looks at them: rows of all
+    ranks, or a digest.
+    """
     call = CallInfo(1000, False, False, 1 << 60, 1 << 61, 7, 1 << 62, 0)
     row = (1000, 1 << 60, 1 << 61, 7, 1 << 62)
     words = encode(call)
@@ -132,20 +141,56 @@ def epoch_bytes(size: int, plain: bool) -> float:
 
 def as_table(found: dict[str, Any]) -> str:
     """What is shown."""
-    header = ["ranks", "messages of a rank, plainly", "as it is", "MiB from the store's host, plainly", "as it is"]
+    header = [
+        "ranks",
+        "messages of a rank, plainly",
+        "as it is",
+        "MiB from the store's host, plainly",
+        "as it is",
+    ]
     lines = [
-        [f"{size:,}", *(f"{each[side][what]:,.{digits}f}" for what, digits in _COLUMNS for side in ("plain", "now"))]
+        [
+            f"{size:,}",
+            *(
+                f"{each[side][what]:,.{digits}f}"
+                for what, digits in _COLUMNS
+                for side in ("plain", "now")
+            ),
+        ]
         for size, each in ((int(size), each) for size, each in found["start"].items())
     ]
-    check = ["ranks", "bytes to a rank, rows of all", "a digest", "µs to compare, rows of all", "a digest"]
+    check = [
+        "ranks",
+        "bytes to a rank, rows of all",
+        "a digest",
+        "µs to compare, rows of all",
+        "a digest",
+    ]
     names = ("rows_bytes", "digest_bytes", "rows_us", "digest_us")
-    checks = [[f"{int(size):,}", *(f"{each[name]:,.0f}" for name in names)] for size, each in found["check"].items()]
+    checks = [
+        [f"{int(size):,}", *(f"{each[name]:,.0f}" for name in names)]
+        for size, each in found["check"].items()
+    ]
     epochs = [
-        [size, f"{each['plain']:.1f}", f"{each['now']:.1f}", f"{each['plain'] / 10:.2f}", f"{each['now'] / 10:.2f}"]
+        [
+            size,
+            f"{each['plain']:.1f}",
+            f"{each['now']:.1f}",
+            f"{each['plain'] / 10:.2f}",
+            f"{each['now'] / 10:.2f}",
+        ]
         for size, each in found["epoch"].items()
     ]
-    held = ["workers", "bytes a sample, lists", "as it is", "GB for 100 million samples, lists", "as it is"]
-    return "\n\n".join(markdown_table(*each) for each in ((header, lines), (check, checks), (held, epochs)))
+    held = [
+        "workers",
+        "bytes a sample, lists",
+        "as it is",
+        "GB for 100 million samples, lists",
+        "as it is",
+    ]
+    return "\n\n".join(
+        markdown_table(*each) for each in ((header, lines), (check, checks), (held, epochs))
+    )
 
 
 _COLUMNS = (("messages", 0), ("mib", 2))
@@ -159,7 +204,10 @@ def main() -> None:
         "start": {s: {"plain": traffic(plainly, s), "now": traffic(exchanging, s)} for s in sizes},
         "check": {s: checking(s) for s in sizes},
         "epoch": {
-            str(size): {"plain": epoch_bytes(size, plain=True), "now": epoch_bytes(size, plain=False)}
+            str(size): {
+                "plain": epoch_bytes(size, plain=True),
+                "now": epoch_bytes(size, plain=False),
+            }
             for size in (() if args.quick else (1, 8))
         },
     }

@@ -1,14 +1,15 @@
 """Measures what a second worker brings: Lockstep, DDP under torchrun, and Hugging Face Accelerate.
 
-Every side trains the same model on the same data with the same global batch, on one worker and on two with one thread
-each, and is written as its users would write it (``side_*.py``). All jobs of a model are started at once and take
-turns: a round is one block of steps of each, every second round in the opposite order. A block's first steps, and the
-first round, are not counted. A round gives one ratio; the median over the rounds counts.
+Every side trains the same model on the same data with the same global batch, on one worker and on
+two with one thread each, and is written as its users would write it (``side_*.py``). All jobs of a
+model are started at once and take turns: a round is one block of steps of each, every second round
+in the opposite order. A block's first steps, and the first round, are not counted. A round gives
+one ratio; the median over the rounds counts.
 
-    pip install -e '.[bench]'
-    python benchmarks/scaling.py             # some four minutes on two idle cores
-    python benchmarks/scaling.py --quick     # a smoke run; its figures say nothing
-    python benchmarks/scaling.py --write     # also the table in docs/performance.md and docs/figures/scaling.png
+    pip install -e '.[bench]' python benchmarks/scaling.py             # some four minutes on two
+    idle cores python benchmarks/scaling.py --quick     # a smoke run; its figures say nothing
+    python benchmarks/scaling.py --write     # also the table in docs/performance.md and
+    docs/figures/scaling.png
 """
 
 from __future__ import annotations
@@ -58,7 +59,15 @@ class Case:
     def job(self, workers: int, meter: str) -> Job:
         """One side's job; the first round is not counted."""
         epochs = self.rounds + 1
-        return Job(self.model, self.global_batch_size, self.warm_up, self.timed_steps, epochs, workers, meter)
+        return Job(
+            self.model,
+            self.global_batch_size,
+            self.warm_up,
+            self.timed_steps,
+            epochs,
+            workers,
+            meter,
+        )
 
 
 CASES = [
@@ -68,7 +77,9 @@ CASES = [
 
 
 def start_of(side: str, job: Job) -> list[str]:
-    """How a user starts this side: plain Python for one worker; for more, torchrun or Lockstep's own launcher."""
+    """How a user starts this side: plain Python for one worker; for more, torchrun or Lockstep's
+    own launcher.
+    """
     _, script, by_torchrun = SIDES[side]
     python, *rest = command_of(script, job)
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.workers}"]
@@ -80,7 +91,10 @@ def measure(case: Case, sides: list[str]) -> dict[SideAt, list[dict[str, float]]
 
     def programs(folder: str) -> dict[SideAt, tuple[list[str], Job]]:
         keys = [(side, workers) for side in sides for workers in WORKERS]
-        jobs = {(side, workers): case.job(workers, f"{folder}/{side}-{workers}") for side, workers in keys}
+        jobs = {
+            (side, workers): case.job(workers, f"{folder}/{side}-{workers}")
+            for side, workers in keys
+        }
         return {key: (start_of(key[0], job), job) for key, job in jobs.items()}
 
     return train_in_turns(TITLES[case.model], case.rounds, programs)
@@ -99,7 +113,9 @@ def summarise(case: Case, speeds: Speeds) -> list[dict[str, Any]]:
             "two_over_one": ratio(speeds, (side, two), (side, one)),
             # Lockstep comes first where it takes part.
             "over_first": {k: ratio(speeds, (side, k), (next(iter(sides)), k)) for k in WORKERS},
-            "over_first_alone": {k: ratio(speeds, (side, k), (next(iter(sides)), one)) for k in WORKERS},
+            "over_first_alone": {
+                k: ratio(speeds, (side, k), (next(iter(sides)), one)) for k in WORKERS
+            },
         }
         for side in sides
     ]
@@ -119,7 +135,8 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         header,
         [
             [
-                f"{TITLES[row['model']]}, global batch {row['global_batch_size']}: {SIDES[row['side']][0]}",
+                f"{TITLES[row['model']]}, global batch {row['global_batch_size']}: "
+                f"{SIDES[row['side']][0]}",
                 *(f"{row['samples_per_second'][k]['median']:,.0f}" for k in WORKERS),
                 Spread(**row["two_over_one"]).text(2),
                 *(Spread(**row["over_first"][k]).text(2) for k in WORKERS),
@@ -135,7 +152,10 @@ def available(sides: list[str]) -> list[str]:
         version("accelerate")
     except PackageNotFoundError:
         if "accelerate" in sides:
-            print("Accelerate is not installed and left out: pip install -e '.[bench]'", file=sys.stderr)
+            print(
+                "Accelerate is not installed and left out: pip install -e '.[bench]'",
+                file=sys.stderr,
+            )
         return [side for side in sides if side != "accelerate"]
     return sides
 
@@ -147,7 +167,9 @@ def parse() -> argparse.Namespace:
     args = BENCHMARK.parse(parser, "model", "sides")
     args.sides = available([side for side in SIDES if side in (args.sides or SIDES)])
     if args.write and args.sides != list(SIDES):
-        parser.error("--write: only the whole run is for the documentation: every side, Accelerate's too")
+        parser.error(
+            "--write: only the whole run is for the documentation: every side, Accelerate's too"
+        )
     return args
 
 
@@ -174,7 +196,10 @@ def main() -> None:
     if args.write:
         picture = DOCS / "figures" / "scaling.png"
         draw_scaling(rows, {side: title for side, (title, _, _) in SIDES.items()}, picture)
-        shown = f"![Speeds of one and two workers, for each side]({picture.relative_to(DOCS).as_posix()})"
+        shown = (
+            "![Speeds of one and two workers, for each "
+            f"side]({picture.relative_to(DOCS).as_posix()})"
+        )
     BENCHMARK.publish(args, machine, as_table(rows), data, shown, rows=rows, measured=kept)
 
 

@@ -1,4 +1,6 @@
-"""One side of the scaling benchmark: training with Hugging Face Accelerate, as its quick tour teaches."""
+"""One side of the scaling benchmark: training with Hugging Face Accelerate, as its quick tour
+teaches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One side of the collectives benchmark: ranks that carry out the operation they are told to, and time it."""
+"""One side of the collectives benchmark: ranks that carry out the operation they are told to, and
+time it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """One side of the scaling benchmark: training with DistributedDataParallel under torchrun.
 
-The script is the one that PyTorch's tutorials teach. Alone, it does without process group and wrapper.
+The script is the one that PyTorch's tutorials teach. Alone, it does without process group and
+wrapper.
 """
 
 from __future__ import annotations
@@ -23,14 +24,22 @@ def make_dataset(job: Job) -> TensorDataset:
     return TensorDataset(*images.collated_batch(range(len(images))))
 
 
-def make_loader(dataset: Dataset[Any], sampler: DistributedSampler[Any], batch: int) -> DataLoader[Any]:
+def make_loader(
+    dataset: Dataset[Any], sampler: DistributedSampler[Any], batch: int
+) -> DataLoader[Any]:
     """As usual: samples are taken one by one and stacked."""
     return DataLoader(dataset, batch_size=batch, sampler=sampler)
 
 
-def make_indexed_loader(dataset: Dataset[Any], sampler: DistributedSampler[Any], batch: int) -> DataLoader[Any]:
-    """The quick way for tensors in memory: a batch is indexed at once. Lockstep's loader does the same."""
-    return DataLoader(dataset, batch_size=None, sampler=BatchSampler(sampler, batch, drop_last=False))
+def make_indexed_loader(
+    dataset: Dataset[Any], sampler: DistributedSampler[Any], batch: int
+) -> DataLoader[Any]:
+    """The quick way for tensors in memory: a batch is indexed at once. Lockstep's loader does the
+    same.
+    """
+    return DataLoader(
+        dataset, batch_size=None, sampler=BatchSampler(sampler, batch, drop_last=False)
+    )
 
 
 def train(job: Job, loader_of: Any = make_loader) -> None:

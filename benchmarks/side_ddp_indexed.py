@@ -1,4 +1,6 @@
-"""One side of the scaling benchmark: DistributedDataParallel with a loader that is as quick as Lockstep's."""
+"""One side of the scaling benchmark: DistributedDataParallel with a loader that is as quick as
+Lockstep's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One side of the benchmark of DDP's steps: a batch in memory, DistributedDataParallel over a backend, or alone."""
+"""One side of the benchmark of DDP's steps: a batch in memory, DistributedDataParallel over a
+backend, or alone.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def train(job: StepJob, rank: int) -> None:
     bare.to(device)  # the optimizer keeps its parameters: a module's are moved in place
     model: nn.Module = DistributedDataParallel(bare) if together else bare
     images = load_images(job.global_batch_size)
-    inputs, labels = (t.to(device) for t in images.collated_batch(range(rank, job.global_batch_size, job.workers)))
+    inputs, labels = (
+        t.to(device) for t in images.collated_batch(range(rank, job.global_batch_size, job.workers))
+    )
     loss_fn = nn.CrossEntropyLoss()
     meter = Meter(job, rank)
     model.train()

@@ -1,4 +1,5 @@
-"""One side of the benchmark of elastic jobs: a training with Lockstep that notes when a loss is seen and got over.
+"""One side of the benchmark of elastic jobs: a training with Lockstep that notes when a loss is
+seen and got over.
 
     lockstep run --elastic 1:4 -np 4 side_elastic.py FOLDER MODEL STEPS TRANSPORT
 
@@ -46,18 +47,33 @@ class Notes:
 
     def write(self, kind: str, generation: int = 0, **values: Any) -> None:
         """Append a line; whole lines, also when several processes write."""
-        line = {"time": time.monotonic(), "pid": os.getpid(), "kind": kind, "generation": generation, **values}
+        line = {
+            "time": time.monotonic(),
+            "pid": os.getpid(),
+            "kind": kind,
+            "generation": generation,
+            **values,
+        }
         os.write(self._file, f"{json.dumps(line)}\n".encode())
 
 
 def large_mlp() -> nn.Module:
     """20.0 M parameters; with AdamW a state of 240 MB."""
-    layers = [nn.Linear(28 * 28, 3200), nn.ReLU(), nn.Linear(3200, 3200), nn.ReLU(), nn.Linear(3200, 2240), nn.ReLU()]
+    layers = [
+        nn.Linear(28 * 28, 3200),
+        nn.ReLU(),
+        nn.Linear(3200, 3200),
+        nn.ReLU(),
+        nn.Linear(3200, 2240),
+        nn.ReLU(),
+    ]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(2240, 10))
 
 
 def make_model(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """LeNet with SGD and momentum, or the large model with AdamW; with the same first values in every process."""
+    """LeNet with SGD and momentum, or the large model with AdamW; with the same first values in
+    every process.
+    """
     torch.manual_seed(0)
     if name == "large":
         model = large_mlp()
@@ -79,7 +95,18 @@ class _Heap(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "used", "free", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "used",
+            "free",
+            "keepcost",
+        )
     )
 
 
@@ -109,7 +136,9 @@ class Noting(lockstep.callbacks.Callback):
             self.notes.write("allocated", generation, mb=allocated_mb())
 
 
-def note_around(owner: Any, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
+def note_around(
+    owner: Any, name: str, before: Callable[..., None], after: Callable[..., None]
+) -> None:
     """Let a function or method of the package tell when it is called and when it has returned."""
     original = getattr(owner, name)
 
@@ -146,9 +175,17 @@ def note_regroups(notes: Notes) -> None:
     MembershipClient._take = take  # type: ignore[method-assign]
     Loop._run_step = run_step  # type: ignore[method-assign]
     note_around(
-        ElasticCommunicator, "leave_group", nothing, lambda self: notes.write("left", self.client.generation + 1)
+        ElasticCommunicator,
+        "leave_group",
+        nothing,
+        lambda self: notes.write("left", self.client.generation + 1),
     )
-    note_around(ElasticCommunicator, "_form", nothing, lambda self, view: notes.write("formed", view.generation))
+    note_around(
+        ElasticCommunicator,
+        "_form",
+        nothing,
+        lambda self, view: notes.write("formed", view.generation),
+    )
     note_around(
         ElasticRecovery,
         "_share",

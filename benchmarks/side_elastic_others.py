@@ -1,11 +1,14 @@
-"""The other sides of the benchmark of elastic jobs: what recovers in another way from the loss of a worker.
+"""The other sides of the benchmark of elastic jobs: what recovers in another way from the loss of a
+worker.
 
-    torchrun ... side_elastic_others.py torchrun FOLDER STEPS          DDP over Gloo, a checkpoint after every step
-    python side_elastic_others.py ray FOLDER STEPS                     the same in a TorchTrainer of Ray Train
-    lockstep horovodrun ... side_elastic_others.py horovod FOLDER STEPS   hvd.elastic, a commit after every step
-    python side_elastic_others.py torchft FOLDER STEPS                 torchft: a replica group for each worker
+    torchrun ... side_elastic_others.py torchrun FOLDER STEPS          DDP over Gloo, a checkpoint
+    after every step python side_elastic_others.py ray FOLDER STEPS                     the same in
+    a TorchTrainer of Ray Train lockstep horovodrun ... side_elastic_others.py horovod FOLDER STEPS
+    hvd.elastic, a commit after every step python side_elastic_others.py torchft FOLDER STEPS
+    torchft: a replica group for each worker
 
-Each is as its documentation shows it, on the same model, data and global batch, and notes its steps in FOLDER/events.
+Each is as its documentation shows it, on the same model, data and global batch, and notes its steps
+in FOLDER/events.
 """
 
 from __future__ import annotations
@@ -49,14 +52,22 @@ def note_end(notes: Notes, model: torch.nn.Module) -> None:
     """Note the loss over all data and a digest of the weights."""
     with torch.no_grad():
         loss = F.cross_entropy(model(IMAGES), LABELS).item()
-    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+    ).hexdigest()
     notes.write("end", loss=loss, digest=digest)
 
 
 def train_ddp(
-    notes: Notes, steps: int, attempt: int, saved: Path | None, save: Callable[[dict[str, Any]], None]
+    notes: Notes,
+    steps: int,
+    attempt: int,
+    saved: Path | None,
+    save: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Train with DDP from a checkpoint; rank 0 makes one after every step, and `save` is called with it on all."""
+    """Train with DDP from a checkpoint; rank 0 makes one after every step, and `save` is called
+    with it on all.
+    """
     rank = dist.get_rank()
     size = dist.get_world_size()
     model, optimizer = make_model("lenet")
@@ -87,7 +98,8 @@ def by_torchrun(notes: Notes, folder: Path, steps: int) -> None:
             path.with_suffix(".draft").rename(path)
 
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    # in torchrun's own store restarted workers find the addresses of the first ones (torch 2.13), and often hang
+    # in torchrun's own store restarted workers find the addresses of the first ones (torch 2.13),
+    # and often hang
     store = dist.FileStore(str(folder / f"store-{attempt}"), WORKERS)
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=WORKERS)
     train_ddp(notes, steps, attempt, path if path.exists() else None, save)
@@ -104,7 +116,9 @@ def in_ray(config: dict[str, Any]) -> None:
             first = dist.get_rank() == 0
             if first:
                 torch.save(state, Path(draft, "checkpoint.pt"))
-            ray_train.report({}, checkpoint=ray_train.Checkpoint.from_directory(draft) if first else None)
+            ray_train.report(
+                {}, checkpoint=ray_train.Checkpoint.from_directory(draft) if first else None
+            )
 
     torch.set_num_threads(1)
     notes = Notes(Path(config["folder"]))
@@ -117,8 +131,11 @@ def in_ray(config: dict[str, Any]) -> None:
 
 
 def by_ray(_: Notes, folder: Path, steps: int) -> None:
-    ray, ray_train, ray_torch = (import_module(name) for name in ("ray", "ray.train", "ray.train.torch"))
-    # workers of Ray import this file by its name; by default reports are taken, and losses seen, every two seconds
+    ray, ray_train, ray_torch = (
+        import_module(name) for name in ("ray", "ray.train", "ray.train.torch")
+    )
+    # workers of Ray import this file by its name; by default reports are taken, and losses seen,
+    # every two seconds
     variables = {"PYTHONPATH": ":".join(sys.path), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.02"}
     os.environ.update(variables)
     ray.init(num_cpus=WORKERS, include_dashboard=False, runtime_env={"env_vars": variables})
@@ -141,7 +158,9 @@ def by_horovod(notes: Notes, _: Path, steps: int) -> None:
 
     hvd.init()
     model, optimizer = make_model("lenet")
-    distributed: Any = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    distributed: Any = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters()
+    )
     state: Any = hvd.elastic.TorchState(model=model, optimizer=distributed, step=0)
     calls = [0]
 
@@ -164,15 +183,22 @@ def by_horovod(notes: Notes, _: Path, steps: int) -> None:
 
 
 def by_torchft(notes: Notes, folder: Path, steps: int) -> None:
-    """Start the lighthouse and the replica groups, one worker each, and start those that are lost again."""
+    """Start the lighthouse and the replica groups, one worker each, and start those that are lost
+    again.
+    """
     coordination: Any = import_module("torchft.coordination")
     lighthouse = coordination.LighthouseServer(
         bind="[::]:0", min_replicas=WORKERS - 1, join_timeout_ms=100, quorum_tick_ms=50
     )
     env = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address()}
     words = [sys.executable, __file__, "torchft-replica", str(folder), str(steps)]
-    replicas = {number: subprocess.Popen([*words, str(number)], env=env) for number in range(WORKERS)}
-    while any(replica.poll() is None for replica in replicas.values()) and not (folder / "ended").exists():
+    replicas = {
+        number: subprocess.Popen([*words, str(number)], env=env) for number in range(WORKERS)
+    }
+    while (
+        any(replica.poll() is None for replica in replicas.values())
+        and not (folder / "ended").exists()
+    ):
         for number, replica in replicas.items():
             if replica.poll() not in (None, 0):
                 replicas[number] = subprocess.Popen([*words, str(number)], env=env)
@@ -213,7 +239,8 @@ def torchft_replica(notes: Notes, folder: Path, steps: int) -> None:
     while manager.current_step() < steps:
         step = manager.current_step()
         optimizer.zero_grad()  # begins the step: a quorum
-        # who takes part is known then only; the documented way is a sampler over replica groups of a fixed number
+        # who takes part is known then only; the documented way is a sampler over replica groups of
+        # a fixed number
         images, labels = batch(step, int(sys.argv[4]), WORKERS)
         F.cross_entropy(managed(images), labels).backward()
         optimizer.step()

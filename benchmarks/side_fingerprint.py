@@ -1,4 +1,5 @@
-"""Trains LeNet with virtual workers for `same_fingerprint.py`, and prints what it has become: under any launcher.
+"""Trains LeNet with virtual workers for `same_fingerprint.py`, and prints what it has become: under
+any launcher.
 
 python side_fingerprint.py STEPS          as a worker, or alone
 python side_fingerprint.py STEPS ray      with two workers, which are actors of Ray
@@ -19,14 +20,20 @@ BATCH = 64
 
 
 def train(steps: int) -> dict[str, object]:
-    """Train, and return the fingerprint and this worker's place; equal on all ranks but for the rank."""
+    """Train, and return the fingerprint and this worker's place; equal on all ranks but for the
+    rank.
+    """
     comm = lockstep.init("cpu")
     torch.manual_seed(0)
     images = load_images(BATCH * steps)
     model = torch.nn.Sequential(lockstep.models.lenet(), torch.nn.Dropout(0.1))
     optimizer = torch.optim.AdamW(model.parameters())
     trainer = lockstep.Trainer(
-        model, optimizer, torch.nn.CrossEntropyLoss(), global_batch_size=BATCH, virtual_workers=VIRTUAL_WORKERS
+        model,
+        optimizer,
+        torch.nn.CrossEntropyLoss(),
+        global_batch_size=BATCH,
+        virtual_workers=VIRTUAL_WORKERS,
     )
     trainer.fit(images, epochs=1)
     world = comm.world

@@ -1,4 +1,6 @@
-"""One side of the comparison of language models: `lockstep.models.gpt` and `Trainer.fit` on a text file."""
+"""One side of the comparison of language models: `lockstep.models.gpt` and `Trainer.fit` on a text
+file.
+"""
 
 from __future__ import annotations
 

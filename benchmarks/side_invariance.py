@@ -1,4 +1,6 @@
-"""One side of the benchmark of virtual workers: Lockstep with them, or DDP with passes of the same size; in memory."""
+"""One side of the benchmark of virtual workers: Lockstep with them, or DDP with passes of the same
+size; in memory.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class InvarianceJob(Job):
     Attributes:
         side: "lockstep" or "ddp".
         backend: "shm" or "gloo".
-        passes: of a step, over all workers: the shards of Lockstep, or the parts that DDP accumulates.
+        passes: of a step, over all workers: the shards of Lockstep, or the parts that DDP
+            accumulates.
     """
 
     side: str
@@ -38,19 +41,25 @@ class InvarianceJob(Job):
 
 
 class Rows(nn.Module):
-    """A transformer that reads a picture row by row: 28 tokens, 2 layers of width 64, 0.1 M parameters."""
+    """A transformer that reads a picture row by row: 28 tokens, 2 layers of width 64, 0.1 M
+    parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(28, 64)
         self.places = nn.Parameter(torch.zeros(28, 64))
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            64, 4, 128, dropout=0.1, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Pictures (n, 1, 28, 28) to scores (n, 10)."""
-        scores: torch.Tensor = self.head(self.layers(self.embed(x.squeeze(1)) + self.places).mean(1))
+        scores: torch.Tensor = self.head(
+            self.layers(self.embed(x.squeeze(1)) + self.places).mean(1)
+        )
         return scores
 
 
@@ -83,7 +92,15 @@ def shard_step(
 ) -> Callable[[], torch.Tensor]:
     step = lockstep.TrainStep(model, optimizer, nn.CrossEntropyLoss(), virtual_workers=job.passes)
     size = sum(len(labels) for _, labels in parts)
-    batch = Batch([list(part) for part in parts], torch.arange(size), size, job.global_batch_size, 0, 0, job.passes)
+    batch = Batch(
+        [list(part) for part in parts],
+        torch.arange(size),
+        size,
+        job.global_batch_size,
+        0,
+        0,
+        job.passes,
+    )
     return lambda: step(batch)
 
 

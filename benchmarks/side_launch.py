@@ -1,9 +1,11 @@
-"""One rank of the benchmark of launchers: joins a group, adds up, notes when; and once it fails on purpose.
+"""One rank of the benchmark of launchers: joins a group, adds up, notes when; and once it fails on
+purpose.
 
     python side_launch.py FOLDER BACKEND [fail]
 
-Each rank writes the time at which its first all-reduce had ended, as attempt and seconds since the epoch, into FOLDER.
-With "fail" rank 1 raises an exception after that in the first attempt, and writes down when.
+Each rank writes the time at which its first all-reduce had ended, as attempt and seconds since the
+epoch, into FOLDER. With "fail" rank 1 raises an exception after that in the first attempt, and
+writes down when.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""One side of the comparisons of language models: nanoGPT's model and training program, written anew.
+"""One side of the comparisons of language models: nanoGPT's model and training program, written
+anew.
 
-nanoGPT (A. Karpathy, 2022) cannot be installed as a package. This program has what its published code and settings
-have: a GPT-2 with learned positions, LayerNorm without biases, GELU and tied weights; batches of blocks at random
-places of a file of 16-bit numbers; AdamW with weight decay for matrices, clipping, a warm-up and a cosine; and
-DistributedDataParallel over Gloo under torchrun. `torch.compile` is off, as its documentation says for a CPU.
+nanoGPT (A. Karpathy, 2022) cannot be installed as a package. This program has what its published
+code and settings have: a GPT-2 with learned positions, LayerNorm without biases, GELU and tied
+weights; batches of blocks at random places of a file of 16-bit numbers; AdamW with weight decay for
+matrices, clipping, a warm-up and a cosine; and DistributedDataParallel over Gloo under torchrun.
+`torch.compile` is off, as its documentation says for a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt_text import BETAS, CLIP, LEARNING_RATE, MIN_LEARNING_RATE, SIZES, WARM_UP, WEIGHT_DECAY, Sizes, project_text
+from gpt_text import (
+    BETAS,
+    CLIP,
+    LEARNING_RATE,
+    MIN_LEARNING_RATE,
+    SIZES,
+    WARM_UP,
+    WEIGHT_DECAY,
+    Sizes,
+    project_text,
+)
 from meter import Job, Meter, parse_job
 
 
@@ -42,7 +54,9 @@ class Layer(nn.Module):
         """(n, t, width) → (n, t, width)."""
         n, t, width = x.shape
         parts = self.attend(self.before_attention(x)).split(width, dim=2)
-        q, k, v = (part.view(n, t, self.heads, width // self.heads).transpose(1, 2) for part in parts)
+        q, k, v = (
+            part.view(n, t, self.heads, width // self.heads).transpose(1, 2) for part in parts
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.joined(mixed.transpose(1, 2).contiguous().view(n, t, width))
         y: torch.Tensor = x + self.narrow(F.gelu(self.widen(self.before_mlp(x))))
@@ -89,7 +103,9 @@ def learning_rate(step: int, steps: int) -> float:
     if step < WARM_UP:
         return LEARNING_RATE * (step + 1) / (WARM_UP + 1)
     done = min(1.0, (step - WARM_UP) / max(1, steps - WARM_UP))
-    return MIN_LEARNING_RATE + 0.5 * (1 + math.cos(math.pi * done)) * (LEARNING_RATE - MIN_LEARNING_RATE)
+    return MIN_LEARNING_RATE + 0.5 * (1 + math.cos(math.pi * done)) * (
+        LEARNING_RATE - MIN_LEARNING_RATE
+    )
 
 
 class Characters:
@@ -109,14 +125,22 @@ class Characters:
 
     def batch(self, size: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks at random places, and what follows."""
-        data = np.memmap(self._path, dtype=np.uint16, mode="r")  # anew each time, as nanoGPT does against a leak
+        data = np.memmap(
+            self._path, dtype=np.uint16, mode="r"
+        )  # anew each time, as nanoGPT does against a leak
         places = torch.randint(len(data) - context, (size,)).tolist()
-        inputs = torch.stack([torch.from_numpy(data[i : i + context].astype(np.int64)) for i in places])
-        targets = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + context].astype(np.int64)) for i in places])
+        inputs = torch.stack(
+            [torch.from_numpy(data[i : i + context].astype(np.int64)) for i in places]
+        )
+        targets = torch.stack(
+            [torch.from_numpy(data[i + 1 : i + 1 + context].astype(np.int64)) for i in places]
+        )
         return inputs, targets
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     """One update; returns the loss."""
     loss: torch.Tensor = model(*batch)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -3,7 +3,8 @@
     lockstep run -np 4 side_one_idea.py lockstep EPOCHS     64 samples a step, over all workers
     torchrun --nproc-per-node 4 side_one_idea.py ddp EPOCHS    64 samples a step on each worker
 
-Prints the loss on the test images before the first epoch and after each one, and the fingerprint of the model.
+Prints the loss on the test images before the first epoch and after each one, and the fingerprint of
+the model.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def make_tensors(images: ImageSet) -> TensorDataset:
 
 
 def test_loss(model: nn.Module, test: TensorDataset) -> float:
-    """The mean loss on the test images, computed at once on this worker, in the same way for both sides."""
+    """The mean loss on the test images, computed at once on this worker, in the same way for both
+    sides.
+    """
     inputs, labels = test.tensors
     with torch.no_grad():
         return float(nn.functional.cross_entropy(model(inputs), labels))
@@ -55,7 +58,12 @@ def train_with_lockstep(epochs: int) -> Found:
     tensors = make_tensors(test)
     model, optimizer = make_model()
     trainer = lockstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), global_batch_size=BATCH, virtual_workers=VIRTUAL_WORKERS, callbacks=[]
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        global_batch_size=BATCH,
+        virtual_workers=VIRTUAL_WORKERS,
+        callbacks=[],
     )
     losses = [test_loss(model, tensors)]
     for epoch in range(epochs):
@@ -65,7 +73,9 @@ def train_with_lockstep(epochs: int) -> Found:
 
 
 def train_with_ddp(epochs: int) -> Found:
-    """As PyTorch's tutorial on DistributedDataParallel shows it: the batch size is that of a worker."""
+    """As PyTorch's tutorial on DistributedDataParallel shows it: the batch size is that of a
+    worker.
+    """
     dist.init_process_group("gloo")
     train, test = lockstep.data.digits()
     dataset = make_tensors(train)
@@ -89,7 +99,9 @@ def train_with_ddp(epochs: int) -> Found:
 def main() -> None:
     """Run as a worker."""
     _, side, epochs = sys.argv
-    losses, fingerprint = {"lockstep": train_with_lockstep, "ddp": train_with_ddp}[side](int(epochs))
+    losses, fingerprint = {"lockstep": train_with_lockstep, "ddp": train_with_ddp}[side](
+        int(epochs)
+    )
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("result " + json.dumps({"losses": losses, "fingerprint": fingerprint}), flush=True)
 

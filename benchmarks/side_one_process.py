@@ -1,4 +1,5 @@
-"""One side of the benchmark of one process: a model alone, two replicas in threads or in a loop, or two processes.
+"""One side of the benchmark of one process: a model alone, two replicas in threads or in a loop, or
+two processes.
 
 On GPUs also `nn.DataParallel`, which knows no other devices.
 """
@@ -62,16 +63,23 @@ def make_threads(model: nn.Module, optimizer: torch.optim.Optimizer, devices: li
 
 
 def make_loop(model: nn.Module, optimizer: torch.optim.Optimizer, devices: list[str]) -> Step:
-    """The tutorials' way: one replica after the other, a sum for each parameter, an update of each replica."""
+    """The tutorials' way: one replica after the other, a sum for each parameter, an update of each
+    replica.
+    """
     replicas = replicate(model, devices)
     loss_fn = nn.CrossEntropyLoss(reduction="sum")
     kind: Any = type(optimizer)
     options = optimizer.defaults
-    optimizers = [kind(replica.parameters(), lr=options["lr"], momentum=options["momentum"]) for replica in replicas]
+    optimizers = [
+        kind(replica.parameters(), lr=options["lr"], momentum=options["momentum"])
+        for replica in replicas
+    ]
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         losses = []
-        for replica, own, (x, y) in zip(replicas, optimizers, scatter((images, labels), devices), strict=True):
+        for replica, own, (x, y) in zip(
+            replicas, optimizers, scatter((images, labels), devices), strict=True
+        ):
             own.zero_grad()
             losses.append(loss_fn(replica(x), y) / len(images))
         for loss in losses:
@@ -89,10 +97,12 @@ MAKE = {ALONE: make_alone, LOOP: make_loop, THREADS: make_threads, TORCH: make_t
 
 
 def use_one_arena() -> None:
-    """Tell glibc's allocator to let all threads have their memory from one place, if there is such an allocator.
+    """Tell glibc's allocator to let all threads have their memory from one place, if there is such
+    an allocator.
 
-    Threads other than the first have arenas of their own, which give memory back to the system whatever
-    `keep_freed_memory` has asked for: two replicas of ResNet-18 had 49,000 page faults a step where one model had none.
+    Threads other than the first have arenas of their own, which give memory back to the system
+    whatever `keep_freed_memory` has asked for: two replicas of ResNet-18 had 49,000 page faults a
+    step where one model had none.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -114,4 +124,6 @@ def train(job: StepJob) -> None:
 
 if __name__ == "__main__":
     job = parse_as(StepJob)
-    run_ranks(lambda rank: train_ddp(job, rank) if job.side in BACKENDS else train(job), job.workers)
+    run_ranks(
+        lambda rank: train_ddp(job, rank) if job.side in BACKENDS else train(job), job.workers
+    )

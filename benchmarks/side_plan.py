@@ -1,4 +1,5 @@
-"""The script that the benchmark of predictions plans for: a Trainer with one of five models, on data in memory.
+"""The script that the benchmark of predictions plans for: a Trainer with one of five models, on
+data in memory.
 
 python benchmarks/side_plan.py MODEL GLOBAL_BATCH_SIZE
 """

@@ -1,7 +1,9 @@
-"""One side of the comparison of trainers: fine-tunes a small language model as each library's documentation shows it.
+"""One side of the comparison of trainers: fine-tunes a small language model as each library's
+documentation shows it.
 
-The program is the same for all: sentences with padding, batches of 12 sentences over all workers, AdamW, a learning
-rate that falls linearly to 0, and the loss that the model computes. It is started by lockstep run or torchrun.
+The program is the same for all: sentences with padding, batches of 12 sentences over all workers,
+AdamW, a learning rate that falls linearly to 0, and the loss that the model computes. It is started
+by lockstep run or torchrun.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     longest = max(len(sample["input_ids"]) for sample in samples)
 
     def stack(name: str, fill: int) -> torch.Tensor:
-        return torch.tensor([sample[name] + [fill] * (longest - len(sample[name])) for sample in samples])
+        return torch.tensor(
+            [sample[name] + [fill] * (longest - len(sample[name])) for sample in samples]
+        )
 
     words = stack("input_ids", 0)
     numbers = torch.tensor([sample["number"] for sample in samples])
@@ -95,7 +99,9 @@ def make_model() -> tuple[Model, torch.optim.Optimizer]:
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    model = Model(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **none))
+    model = Model(
+        GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, **none)
+    )
     model.seen = []
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
@@ -106,12 +112,16 @@ def falls(of: int) -> Any:
 
 
 def found(job: Job, model: Model, learning_rate: float, rank: int) -> None:
-    """Write what came out: the loss over all sentences, computed in one way for all, and the sentences of this rank."""
+    """Write what came out: the loss over all sentences, computed in one way for all, and the
+    sentences of this rank.
+    """
     model.train(False)
     with torch.no_grad():
         batches = [padded([Sentences()[index]]) for index in range(SENTENCES)]
         counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
-        losses = [float(model(**batch).loss) * count for batch, count in zip(batches, counts, strict=True)]
+        losses = [
+            float(model(**batch).loss) * count for batch, count in zip(batches, counts, strict=True)
+        ]
     result = {"loss": sum(losses) / sum(counts), "learning_rate": learning_rate, "seen": model.seen}
     (job.folder / f"found-{rank}.json").write_text(json.dumps(result))
 
@@ -164,7 +174,12 @@ def accelerate_(job: Job) -> None:
         accelerator.save_state(str(job.folder / "state"))
         (job.folder / "done").write_text(str(done))
     accelerator.wait_for_everyone()
-    found(job, accelerator.unwrap_model(wrapped), optimizer.param_groups[0]["lr"], accelerator.process_index)
+    found(
+        job,
+        accelerator.unwrap_model(wrapped),
+        optimizer.param_groups[0]["lr"],
+        accelerator.process_index,
+    )
     accelerator.end_training()
 
 
@@ -181,7 +196,10 @@ def lightning_(job: Job) -> None:
 
         def configure_optimizers(self) -> Any:
             scheduler = LambdaLR(self.optimizer, falls(job.of))
-            return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            return {
+                "optimizer": self.optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
 
     light.seed_everything(0, verbose=False)
     module = Module()
@@ -241,7 +259,12 @@ def transformers_(job: Job) -> None:
     found(job, model, optimizer.param_groups[0]["lr"], trainer.args.process_index)
 
 
-SIDES = {"lockstep": lockstep_, "accelerate": accelerate_, "lightning": lightning_, "transformers": transformers_}
+SIDES = {
+    "lockstep": lockstep_,
+    "accelerate": accelerate_,
+    "lightning": lightning_,
+    "transformers": transformers_,
+}
 
 if __name__ == "__main__":
     side = sys.argv[1]

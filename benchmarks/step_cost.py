@@ -1,10 +1,12 @@
-"""Measures the processor time that a training step costs of its own, with a model that costs next to nothing.
+"""Measures the processor time that a training step costs of its own, with a model that costs next
+to nothing.
 
-The model has two layers of 16, a batch 32 samples in memory; one worker with one thread, on the CPU. The loop by hand
-is PyTorch's tutorial with batches that are selected by index; each library runs the same step. All sides take turns in
-rounds of some steps, so that whatever else the machine does falls on all alike, and time that another process takes is
-not counted. A side's figure is the median over its rounds, beside it the least. Libraries that are not installed are
-left out. Lightning's trainer is made anew for each round, and what its start takes is subtracted.
+The model has two layers of 16, a batch 32 samples in memory; one worker with one thread, on the
+CPU. The loop by hand is PyTorch's tutorial with batches that are selected by index; each library
+runs the same step. All sides take turns in rounds of some steps, so that whatever else the machine
+does falls on all alike, and time that another process takes is not counted. A side's figure is the
+median over its rounds, beside it the least. Libraries that are not installed are left out.
+Lightning's trainer is made anew for each round, and what its start takes is subtracted.
 
     python benchmarks/step_cost.py            # about two minutes
     python benchmarks/step_cost.py --quick    # a smoke run; its figures say nothing
@@ -54,7 +56,11 @@ class Task:
         """New ones, always of the same values."""
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 10))
-        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), nn.CrossEntropyLoss()
+        return (
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            nn.CrossEntropyLoss(),
+        )
 
     def batches(self, steps: int) -> Batches:
         """So many batches, as a loop by hand selects them."""
@@ -83,7 +89,9 @@ def by_hand(task: Task) -> Round:
 
 
 def by_hand_reading_the_loss(task: Task) -> Round:
-    """The loop by hand that also checks that its loss is finite, and adds it up for the mean of the epoch."""
+    """The loop by hand that also checks that its loss is finite, and adds it up for the mean of the
+    epoch.
+    """
     model, optimizer, loss_fn = task.objects()
 
     def body(steps: int) -> None:
@@ -102,7 +110,9 @@ def by_hand_reading_the_loss(task: Task) -> Round:
 
 
 def fabric(task: Task) -> Round:
-    from lightning_fabric import Fabric  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from lightning_fabric import (
+        Fabric,  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    )
 
     model, optimizer, loss_fn = task.objects()
     engine = Fabric(accelerator="cpu", devices=1)
@@ -164,7 +174,9 @@ def lightning_trainer(task: Task) -> Round:
 
     def fit(steps: int) -> float:
         left_out = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **dict.fromkeys(left_out, False))
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, **dict.fromkeys(left_out, False)
+        )
         module = Module()
         loader = DataLoader(Data(steps), batch_size=None)
         return timed(lambda: trainer.fit(module, loader))
@@ -255,7 +267,12 @@ def as_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(
         header,
         [
-            [row["side"], f"{row['median']:.0f}", f"{row['least']:.0f}", f"{row['over_hand']:+.0f}".replace("-", "−")]
+            [
+                row["side"],
+                f"{row['median']:.0f}",
+                f"{row['least']:.0f}",
+                f"{row['over_hand']:+.0f}".replace("-", "−"),
+            ]
             for row in rows
         ],
     )

@@ -1,8 +1,10 @@
-"""Compares what trainers make of one program on 1, 2 and 3 workers: Lockstep, Accelerate, Lightning, Transformers.
+"""Compares what trainers make of one program on 1, 2 and 3 workers: Lockstep, Accelerate,
+Lightning, Transformers.
 
-A small GPT-2 is trained on sentences of different lengths with padding, 12 sentences a step over all workers, with a
-learning rate that falls linearly to 0. Asked is whether the answer depends on the number of workers: the loss over all
-sentences after 50 steps, the learning rate then, and which sentences are used after a resume in the middle of an epoch.
+A small GPT-2 is trained on sentences of different lengths with padding, 12 sentences a step over
+all workers, with a learning rate that falls linearly to 0. Asked is whether the answer depends on
+the number of workers: the loss over all sentences after 50 steps, the learning rate then, and which
+sentences are used after a resume in the middle of an epoch.
 
     python benchmarks/trainers.py            # some five minutes on two idle cores
     python benchmarks/trainers.py --quick    # a smoke run of two of the sides on 1 and 2 workers
@@ -32,7 +34,12 @@ BENCHMARK = Benchmark("trainers", __doc__, "language-models.md")
 STEPS = 50
 OF = 60
 STOPPED = EPOCH * 2 // 3
-TITLES = {"lockstep": "Lockstep", "accelerate": "Accelerate", "lightning": "Lightning", "transformers": "Transformers"}
+TITLES = {
+    "lockstep": "Lockstep",
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
+    "transformers": "Transformers",
+}
 PACKAGES = {"lockstep": "lockstep-train"}
 
 
@@ -45,7 +52,9 @@ def run(side: str, workers: int, folder: Path, **job: Any) -> list[dict[str, Any
     words = json.dumps({"folder": str(folder), **job})
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, *launcher, str(program), side, words]
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=folder, timeout=600)
+    ended = subprocess.run(
+        command, env=variables, capture_output=True, text=True, cwd=folder, timeout=600
+    )
     if ended.returncode:
         raise SystemExit(f"error: {side} on {workers} workers failed\n{ended.stderr[-3000:]}")
     files = sorted(folder.glob("found-*.json"))
@@ -67,7 +76,9 @@ def answers(side: str, counts: Sequence[int]) -> dict[int, dict[str, Any]]:
 
 
 def resumed(side: str, before: int, after: int) -> dict[str, int]:
-    """Stop a run within an epoch, and resume it to the epoch's end: how many sentences are left out or used again."""
+    """Stop a run within an epoch, and resume it to the epoch's end: how many sentences are left out
+    or used again.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = run(side, before, folder, steps=STOPPED, of=OF, saves=True)
@@ -86,11 +97,15 @@ def spread(values: Sequence[float]) -> float:
     return max(abs(value - values[0]) / abs(values[0]) for value in values)
 
 
-def shown(side: str, found: Mapping[int, Mapping[str, Any]], again: Sequence[Mapping[str, int]]) -> list[str]:
+def shown(
+    side: str, found: Mapping[int, Mapping[str, Any]], again: Sequence[Mapping[str, int]]
+) -> list[str]:
     """Return a row of the table."""
     losses = [each["loss"] for each in found.values()]
     rates = [each["learning_rate"] for each in found.values()]
-    problems = [" and ".join(f"{count} {what}" for what, count in each.items() if count) for each in again]
+    problems = [
+        " and ".join(f"{count} {what}" for what, count in each.items() if count) for each in again
+    ]
     return [
         f"{TITLES[side]} {package(side)}",
         f"{spread(losses):.1e}",
@@ -110,14 +125,17 @@ def package(side: str) -> str:
 def main() -> None:
     """Run from the command line."""
     args = BENCHMARK.parse(BENCHMARK.parser("1"))
-    sides, counts = (list(SIDES), (1, 2, 3)) if not args.quick else (["lockstep", "transformers"], (1, 2))
+    sides, counts = (
+        (list(SIDES), (1, 2, 3)) if not args.quick else (["lockstep", "transformers"], (1, 2))
+    )
     machine = describe_machine()
     found = {side: answers(side, counts) for side in sides}
     again = {side: [resumed(side, 2, 2), resumed(side, 2, 1)] for side in sides}
     table = markdown_table(
         [
             "trainer",
-            f"loss after {STEPS} steps on {', '.join(map(str, counts))} workers: largest relative difference",
+            f"loss after {STEPS} steps on {', '.join(map(str, counts))} workers: largest relative "
+            "difference",
             "learning rate the same",
             "after a resume within an epoch exactly the missing sentences: 2 workers",
             "2, then 1",

@@ -25,7 +25,9 @@ def command_of(script: str, job: Job) -> list[str]:
 
 @contextmanager
 def running(programs: Programs[Side]) -> Iterator[dict[Side, Controlled]]:
-    """All sides, each about to make its first step; started at once, so that all live through the same."""
+    """All sides, each about to make its first step; started at once, so that all live through the
+    same.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, ExitStack() as stack:
         jobs = {}
@@ -37,13 +39,15 @@ def running(programs: Programs[Side]) -> Iterator[dict[Side, Controlled]]:
         yield jobs
 
 
-def train_in_turns(title: str, rounds: int, programs: Programs[Side]) -> dict[Side, list[dict[str, float]]]:
+def train_in_turns(
+    title: str, rounds: int, programs: Programs[Side]
+) -> dict[Side, list[dict[str, float]]]:
     """What each side's rank 0 reported in every round (`Controlled.turn`).
 
     Args:
         title: what is trained, for the line that tells how far it is.
-        rounds: that count. One more comes before them, so each job has `rounds` + 1 blocks to make; every second round
-            goes in the opposite order.
+        rounds: that count. One more comes before them, so each job has `rounds` + 1 blocks to make;
+            every second round goes in the opposite order.
         programs: the sides.
     """
     with running(programs) as jobs:
@@ -58,11 +62,17 @@ def train_in_turns(title: str, rounds: int, programs: Programs[Side]) -> dict[Si
     return {side: blocks[1:] for side, blocks in found.items()}
 
 
-def speeds_of(found: Mapping[Side, list[dict[str, float]]], samples: int) -> dict[Side, list[float]]:
+def speeds_of(
+    found: Mapping[Side, list[dict[str, float]]], samples: int
+) -> dict[Side, list[float]]:
     """Samples per second, one value a round, where the timed steps of a block take `samples`."""
-    return {side: [samples / block["seconds"] for block in blocks] for side, blocks in found.items()}
+    return {
+        side: [samples / block["seconds"] for block in blocks] for side, blocks in found.items()
+    }
 
 
 def last_losses(found: Mapping[Side, list[dict[str, float]]]) -> dict[Side, float]:
-    """The mean loss that each side came to in its last block: sides that do the same work come to the same."""
+    """The mean loss that each side came to in its last block: sides that do the same work come to
+    the same.
+    """
     return {side: blocks[-1]["loss"] for side, blocks in found.items()}

@@ -1,7 +1,9 @@
-"""Measures what it costs to be watched: a collective, a step of DistributedDataParallel, and doing nothing.
+"""Measures what it costs to be watched: a collective, a step of DistributedDataParallel, and doing
+nothing.
 
-Two workers have each of their groups twice, watched and not, and use them in turns in one run. A round gives one
-difference or ratio; the median over the rounds counts. What the store gets of many hosts is simulated.
+Two workers have each of their groups twice, watched and not, and use them in turns in one run. A
+round gives one difference or ratio; the median over the rounds counts. What the store gets of many
+hosts is simulated.
 
     python benchmarks/watchdog.py          # some four minutes on two idle cores
     python benchmarks/watchdog.py --quick     # a smoke run; its figures say nothing
@@ -64,7 +66,9 @@ def groups(backend: str) -> tuple[Any, Any]:
     return plain, dist.new_group([0, 1], backend=backend)
 
 
-def alternate(plain: Callable[[], None], watched: Callable[[], None], calls: int, rounds: int) -> list[list[float]]:
+def alternate(
+    plain: Callable[[], None], watched: Callable[[], None], calls: int, rounds: int
+) -> list[list[float]]:
     """Seconds a call of each, one pair a round; the first round is not counted."""
     pairs = []
     for number in range(rounds + 1):
@@ -147,7 +151,9 @@ class CountingStore:
 
 
 def simulate(ranks: int, each: int = 8, periods: int = 10) -> dict[str, float]:
-    """Messages and bytes a second at the store, and the first machine's processor time, for so many ranks."""
+    """Messages and bytes a second at the store, and the first machine's processor time, for so many
+    ranks.
+    """
     store = CountingStore()
     count = ranks // each
     places = [range(at * each, (at + 1) * each) for at in range(count)]
@@ -155,14 +161,23 @@ def simulate(ranks: int, each: int = 8, periods: int = 10) -> dict[str, float]:
     hosts = [StateExchange(store, machine, count) for machine in range(count)]
     for machine in hosts:
         machine.initialize()
-    call = ["all_reduce(float32[61706], sum)", "train.py:31 in main", "loss.backward()", 1000, "", 7]
+    call = [
+        "all_reduce(float32[61706], sum)",
+        "train.py:31 in main",
+        "loss.backward()",
+        1000,
+        "",
+        7,
+    ]
     records = [[number, 1 << 60, 1 << 61, 7, 1 << 62, 0] for number in range(995, 1001)]
     store.messages = store.bytes = 0
     first = 0.0
     for _ in range(periods):
         for number, machine in enumerate(hosts):
             own = range(number * each, (number + 1) * each)
-            rows = [[rank, "runs", "", f"host{number}", 1234, 7, call, None, [], ""] for rank in own]
+            rows = [
+                [rank, "runs", "", f"host{number}", 1234, 7, call, None, [], ""] for rank in own
+            ]
             group = [list(own), 1000, 0, 0.0, 0.0, records, *call[:2]]
             machine.publish(convert({"ranks": rows, "groups": {1 << 59: [group]}}, HostState))
             begin = time.process_time()
@@ -185,13 +200,19 @@ def as_table(found: dict[str, Any]) -> str:
     rows = []
     for backend in BACKENDS:
         pairs = found[f"all_reduce {backend}"]
-        times = [f"{1e6 * Spread.of([pair[side] for pair in pairs]).median:.1f} µs" for side in (0, 1)]
+        times = [
+            f"{1e6 * Spread.of([pair[side] for pair in pairs]).median:.1f} µs" for side in (0, 1)
+        ]
         more = Spread.of([1e6 * (b - a) for a, b in pairs])
         rows.append([f"all-reduce of 4 bytes, {backend}", *times, f"{more.median:+.1f} µs"])
         pairs = found[f"step {backend}"]
-        times = [f"{1e3 * Spread.of([pair[side] for pair in pairs]).median:.2f} ms" for side in (0, 1)]
+        times = [
+            f"{1e3 * Spread.of([pair[side] for pair in pairs]).median:.2f} ms" for side in (0, 1)
+        ]
         ratio = Spread.of([b / a for a, b in pairs])
-        rows.append([f"step of LeNet, DDP, {backend}", *times, f"{100 * (ratio.median - 1):+.1f} %"])
+        rows.append(
+            [f"step of LeNet, DDP, {backend}", *times, f"{100 * (ratio.median - 1):+.1f} %"]
+        )
     rows.append(["doing nothing, share of a core", "0", f"{100 * found['idle']:.2f} %", ""])
     text = markdown_table(["two workers", "not watched", "watched", "difference"], rows)
     lines = [
@@ -208,7 +229,9 @@ def as_table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke run")
     parser.add_argument("--write", action="store_true", help="also the table in docs/watchdog.md")
     parser.add_argument("--json", type=Path, help="where everything that was measured goes")

@@ -1,4 +1,5 @@
-"""The loss where the outputs are: no device has more to do, and the mean is right for uneven parts, too.
+"""The loss where the outputs are: no device has more to do, and the mean is right for uneven parts,
+too.
 
 python examples/balanced_loss.py
 """
@@ -27,7 +28,12 @@ def main():
     # The mean of the devices' means counts a sample of 8 for more than one of 9.
     parts = lockstep.replicas.scatter((images, labels), ["cpu", "cpu"])
     of_means = torch.stack([loss_fn(model(x), y) for x, y in parts]).mean()
-    for name, loss in {"alone": alone, "gathered": gathered, "on each": on_each, "mean of means": of_means}.items():
+    for name, loss in {
+        "alone": alone,
+        "gathered": gathered,
+        "on each": on_each,
+        "mean of means": of_means,
+    }.items():
         print(f"{name:13} {loss.item():.6f}, off by {abs(loss - alone).item():.1e}")
 
 

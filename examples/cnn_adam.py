@@ -1,4 +1,5 @@
-"""A convolutional network with dropout and Adam on a list of devices, with a progress bar, saved on the CPU.
+"""A convolutional network with dropout and Adam on a list of devices, with a progress bar, saved on
+the CPU.
 
 python examples/cnn_adam.py [DEVICE ...]      e.g. cpu cpu, or cuda:0 cuda:1
 """

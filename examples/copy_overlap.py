@@ -1,9 +1,10 @@
-"""Results are copied away while the next ones are computed, although each copy needs its result to be there.
+"""Results are copied away while the next ones are computed, although each copy needs its result to
+be there.
 
 python examples/copy_overlap.py [SIZE]        of the matrices
 
-On an accelerator the copies have a stream of their own, and go to pinned memory. Without one a thread copies, which
-shows the same order of things, and gains what a second core can.
+On an accelerator the copies have a stream of their own, and go to pinned memory. Without one a
+thread copies, which shows the same order of things, and gains what a second core can.
 """
 
 import sys
@@ -26,7 +27,9 @@ class Stream:
         self.stream = torch.Stream(device)
 
     def copy(self, result):  # noqa: D102
-        self.stream.wait_stream(torch.accelerator.current_stream(self.device))  # until it has been computed
+        self.stream.wait_stream(
+            torch.accelerator.current_stream(self.device)
+        )  # until it has been computed
         result.record_stream(self.stream)  # its memory is not used again before it has been copied
         with self.stream:
             return result.to("cpu", non_blocking=True)
@@ -76,7 +79,10 @@ def main(size=1500):
     together, found = seconds(overlapping, x, copier)
     print(f"on {device}, copies by a {type(copier).__name__.lower()}")
     print(f"computed, then copied:  {apart:.3f} s")
-    print(f"copied while computing: {together:.3f} s, the same: {torch.equal(expected[-1], found[-1])}")
+    print(
+        f"copied while computing: {together:.3f} s, the same: "
+        f"{torch.equal(expected[-1], found[-1])}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Two devices compute at once: the CPU and an accelerator, or two halves of the CPU where there is none.
+"""Two devices compute at once: the CPU and an accelerator, or two halves of the CPU where there is
+none.
 
 python examples/cpu_and_gpu.py [SIZE]        of the matrices on the CPU
 """
@@ -24,7 +25,10 @@ def main(size=1000):
     has_accelerator = torch.accelerator.is_available()
     other = torch.accelerator.current_accelerator() if has_accelerator else torch.device("cpu")
     # an accelerator has more to do in the same time
-    inputs = [torch.rand(size, size), torch.rand(*[3 * size if has_accelerator else size] * 2, device=other)]
+    inputs = [
+        torch.rand(size, size),
+        torch.rand(*[3 * size if has_accelerator else size] * 2, device=other),
+    ]
     devices = [x.device for x in inputs]
     threads = Threads(2)
 

@@ -1,4 +1,5 @@
-"""PyTorch's own way, DistributedDataParallel, without a word of Lockstep: its launcher runs it as it is.
+"""PyTorch's own way, DistributedDataParallel, without a word of Lockstep: its launcher runs it as
+it is.
 
 lockstep run -np 2 examples/ddp.py [EPOCHS]        or torchrun --nproc-per-node 2
 It needs scikit-learn, for the digits.
@@ -24,12 +25,19 @@ def make_data():
 
 
 def make_model():
-    convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
+    convolutions = [
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+    ]
     return nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 4 * 4, 10))
 
 
 def place():
-    """This rank's device, by its number on this machine: its number in the job is another one on a second machine."""
+    """This rank's device, by its number on this machine: its number in the job is another one on a
+    second machine.
+    """
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         return torch.accelerator.current_accelerator()
@@ -59,7 +67,9 @@ def main(epochs=5, batch_size=64):
     model = DistributedDataParallel(make_model().to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for epoch in range(epochs):
-        sampler.set_epoch(epoch)  # before the loader is asked for the epoch's batches: later it changes nothing
+        sampler.set_epoch(
+            epoch
+        )  # before the loader is asked for the epoch's batches: later it changes nothing
         model.train()
         start = time.perf_counter()
         for images, labels in loader:
@@ -70,7 +80,9 @@ def main(epochs=5, batch_size=64):
         seconds = time.perf_counter() - start
         reached = accuracy(model.module, test, device)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}  time {seconds:.2f} s  test accuracy {reached:.2%}", flush=True)
+            print(
+                f"epoch {epoch + 1}  time {seconds:.2f} s  test accuracy {reached:.2%}", flush=True
+            )
     if dist.get_rank() == 0:
         torch.save(model.module.cpu().state_dict(), "ddp.pt")  # plain names, which load anywhere
     dist.destroy_process_group()

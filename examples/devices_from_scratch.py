@@ -1,4 +1,5 @@
-"""Data parallelism by hand: parameters, parts of a batch and gradients on a list of devices, in one process.
+"""Data parallelism by hand: parameters, parts of a batch and gradients on a list of devices, in one
+process.
 
 python examples/devices_from_scratch.py [DEVICE ...]      e.g. cpu cpu, or cuda:0 cuda:1
 """
@@ -15,10 +16,16 @@ from lockstep.replicas import Threads, allreduce_, parallel_apply, replicate, sc
 
 
 def make_parameters():
-    """LeNet's. Weights are Kaiming's: with a standard deviation of 0.01 the first epochs would learn nothing."""
+    """LeNet's. Weights are Kaiming's: with a standard deviation of 0.01 the first epochs would
+    learn nothing.
+    """
     shapes = [(20, 1, 3, 3), (50, 20, 5, 5), (128, 800), (10, 128)]
     weights = [torch.nn.init.kaiming_normal_(torch.empty(shape)) for shape in shapes]
-    return [tensor.requires_grad_() for weight in weights for tensor in (weight, torch.zeros(len(weight)))]
+    return [
+        tensor.requires_grad_()
+        for weight in weights
+        for tensor in (weight, torch.zeros(len(weight)))
+    ]
 
 
 def lenet(images, parameters):
@@ -52,7 +59,9 @@ def train_batch(images, labels, replicas, devices, lr, threads):
 def accuracy(data, parameters, device):
     images, labels = data.collated_batch(range(len(data)))
     with torch.no_grad():
-        return (lenet(images.to(device), parameters).argmax(1).cpu() == labels).float().mean().item()
+        return (
+            (lenet(images.to(device), parameters).argmax(1).cpu() == labels).float().mean().item()
+        )
 
 
 def train(devices, epochs=5, batch_size=64, lr=0.1):

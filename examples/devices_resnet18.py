@@ -14,7 +14,9 @@ import lockstep
 def train(devices, images=320, epochs=2, batch_size=16, lr=0.02, tested=360):
     training, test = lockstep.data.digits()
     torch.manual_seed(0)
-    net = lockstep.DataParallel(lockstep.models.resnet18(), devices, loss=torch.nn.CrossEntropyLoss())
+    net = lockstep.DataParallel(
+        lockstep.models.resnet18(), devices, loss=torch.nn.CrossEntropyLoss()
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr)
     for epoch in range(epochs):
         net.train()
@@ -29,7 +31,10 @@ def train(devices, images=320, epochs=2, batch_size=16, lr=0.02, tested=360):
         inputs, labels = test.collated_batch(range(tested))
         with torch.no_grad():
             reached = (net(inputs).cpu().argmax(1) == labels).float().mean().item()
-        print(f"epoch {epoch + 1}  time {seconds:.1f} s on {len(devices)} devices  test accuracy {reached:.2%}")
+        print(
+            f"epoch {epoch + 1}  time {seconds:.1f} s on {len(devices)} devices  test accuracy "
+            f"{reached:.2%}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Trains a model of Hugging Face as it is: batches as dicts, padding to the longest, the loss that the model computes.
+"""Trains a model of Hugging Face as it is: batches as dicts, padding to the longest, the loss that
+the model computes.
 
 python examples/finetune_transformers.py
 lockstep run -np 2 examples/finetune_transformers.py
@@ -9,7 +10,12 @@ import random
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+)
 
 import lockstep
 
@@ -24,7 +30,9 @@ def reviews(count, seed):
     found = []
     for _ in range(count):
         label = draw.randrange(2)
-        words = draw.choices(REST, k=draw.randrange(3, 20)) + draw.choices([BLAME, PRAISE][label], k=2)
+        words = draw.choices(REST, k=draw.randrange(3, 20)) + draw.choices(
+            [BLAME, PRAISE][label], k=2
+        )
         draw.shuffle(words)
         found.append((" ".join(words), label))
     return found
@@ -34,7 +42,9 @@ def make_tokenizer(texts):
     """Train a small tokenizer; of a pretrained model it is AutoTokenizer.from_pretrained(NAME)."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=["[PAD]", "[UNK]"]))
+    tokenizer.train_from_iterator(
+        texts, trainers.WordLevelTrainer(special_tokens=["[PAD]", "[UNK]"])
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
 
 
@@ -54,9 +64,17 @@ def main():
         encoded = [{**tokenizer(text), "labels": label} for text, label in part]
         return DataLoader(encoded, batch_size=32, shuffle=part is train, collate_fn=pad)
 
-    # With pretrained weights: AutoModelForSequenceClassification.from_pretrained(NAME, num_labels=2)
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), num_labels=2, **size))
+    # With pretrained weights: AutoModelForSequenceClassification.from_pretrained(NAME,
+    # num_labels=2)
+    size = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=len(tokenizer), num_labels=2, **size)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     trainer = lockstep.Trainer(
         model,

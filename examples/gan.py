@@ -1,4 +1,5 @@
-"""A GAN on handwritten digits: two models and two optimizers in a loop of one's own, alike on any number of workers.
+"""A GAN on handwritten digits: two models and two optimizers in a loop of one's own, alike on any
+number of workers.
 
 python examples/gan.py [EPOCHS]
 lockstep run -np 2 examples/gan.py
@@ -15,7 +16,9 @@ import lockstep
 
 comm = lockstep.init()
 torch.manual_seed(0)
-generator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 784), nn.Sigmoid(), nn.Unflatten(1, (1, 28, 28)))
+generator = nn.Sequential(
+    nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 784), nn.Sigmoid(), nn.Unflatten(1, (1, 28, 28))
+)
 judge = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
 for_generator = torch.optim.Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
 for_judge = torch.optim.Adam(judge.parameters(), lr=2e-4, betas=(0.5, 0.999))
@@ -34,10 +37,15 @@ for epoch in range(int(sys.argv[1]) if len(sys.argv) > 1 else 5):
             loss_of_judge = for_judge.step(loss=loss)  # the mean over the batch, in the last shard
         for real, _ in for_generator.shards(batch):
             for_generator.zero_grad()
-            loss = F.softplus(-judge(generator(torch.randn(len(real), 16, device=comm.device)))).mean()
+            loss = F.softplus(
+                -judge(generator(torch.randn(len(real), 16, device=comm.device)))
+            ).mean()
             loss.backward()
             loss_of_generator = for_generator.step(loss=loss)
     if comm.rank == 0:
-        print(f"epoch {epoch + 1}  judge {float(loss_of_judge):.4f}  generator {float(loss_of_generator):.4f}")
+        print(
+            f"epoch {epoch + 1}  judge {float(loss_of_judge):.4f}  generator "
+            f"{float(loss_of_generator):.4f}"
+        )
 if comm.rank == 0:
     print("fingerprint", lockstep.fingerprint(generator))

@@ -34,7 +34,9 @@ class Residual(nn.HybridBlock):
 
 def make_net():
     net = nn.HybridSequential()
-    net.add(nn.Conv2D(16, kernel_size=3, strides=2, padding=1), nn.BatchNorm(), nn.Activation("relu"))
+    net.add(
+        nn.Conv2D(16, kernel_size=3, strides=2, padding=1), nn.BatchNorm(), nn.Activation("relu")
+    )
     net.add(Residual(16), Residual(32, use_1x1conv=True, strides=2))
     net.add(nn.MaxPool2D(3), nn.Dense(10))
     return net
@@ -66,7 +68,9 @@ def train(net, devices, batch_size=64, lr=0.05, epochs=5):
             trainer.step(len(images))
         nd.waitall()
         seconds = time.perf_counter() - start
-        print(f"epoch {epoch + 1}, time {seconds:.1f} sec, test acc {accuracy(net, test, ctx[0]):.2f}")
+        print(
+            f"epoch {epoch + 1}, time {seconds:.1f} sec, test acc {accuracy(net, test, ctx[0]):.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""A GPT and a training loop of one's own, on any text file, with the same losses on any number of workers.
+"""A GPT and a training loop of one's own, on any text file, with the same losses on any number of
+workers.
 
 python examples/gpt.py [FILE] [STEPS]
 lockstep run -np 2 examples/gpt.py
 
-Without a file it reads the documentation of this project. 400 steps take about a minute on two cores.
+Without a file it reads the documentation of this project. 400 steps take about a minute on two
+cores.
 """
 
 import math
@@ -33,12 +35,16 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):
         """Return the output for `x`."""
         n, t, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x)).view(n, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(n, t, WIDTH))
         return x + self.mlp(self.norm2(x))
@@ -76,7 +82,9 @@ def train(file, steps):
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     loader = DataLoader(train, batch_size=32, shuffle=True)  # 32 blocks in a step, over all workers
-    model, optimizer, schedule, loader = lockstep.prepare(model, optimizer, schedule, loader, max_grad_norm=1.0)
+    model, optimizer, schedule, loader = lockstep.prepare(
+        model, optimizer, schedule, loader, max_grad_norm=1.0
+    )
     done = 0
     while done < steps:
         for tokens, following in loader:

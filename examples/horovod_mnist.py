@@ -1,6 +1,7 @@
 """A program in the manner of Horovod's MNIST example: only the import and the data are others.
 
-lockstep run -np 2 examples/horovod_mnist.py [--data digits | fashion-mnist] [--epochs N] [--use-adasum] ...
+lockstep run -np 2 examples/horovod_mnist.py [--data digits | fashion-mnist] [--epochs N]
+[--use-adasum] ...
 """
 
 import argparse
@@ -48,7 +49,9 @@ def metric_average(value: float, name: str) -> float:
     return float(hvd.allreduce(torch.tensor(value), name=name))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, epoch: int) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, epoch: int
+) -> None:
     model.train()
     loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
     for data, target in loader:
@@ -76,8 +79,12 @@ def main() -> None:
     read = lockstep.data.digits if args.data == "digits" else lockstep.data.fashion_mnist
     train_set, test_set = read()
     parts = {"num_replicas": hvd.size(), "rank": hvd.rank()}
-    train_loader = DataLoader(train_set, args.batch_size, sampler=DistributedSampler(train_set, **parts))
-    test_loader = DataLoader(test_set, 256, sampler=DistributedSampler(test_set, shuffle=False, **parts))
+    train_loader = DataLoader(
+        train_set, args.batch_size, sampler=DistributedSampler(train_set, **parts)
+    )
+    test_loader = DataLoader(
+        test_set, 256, sampler=DistributedSampler(test_set, shuffle=False, **parts)
+    )
 
     model = Net()
     scale = 1 if args.use_adasum else hvd.size()

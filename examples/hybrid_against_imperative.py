@@ -1,8 +1,11 @@
-"""The same model run operation by operation, and as a compiled program; then saved as a program of its own.
+"""The same model run operation by operation, and as a compiled program; then saved as a program of
+its own.
 
-python examples/hybrid_against_imperative.py [BACKEND]      of torch.compile, "inductor" when none is given
+python examples/hybrid_against_imperative.py [BACKEND]      of torch.compile, "inductor" when none
+is given
 
-A program is not always the quicker one: a small model may lose more by the checks before each call than it gains.
+A program is not always the quicker one: a small model may lose more by the checks before each call
+than it gains.
 """
 
 import sys
@@ -19,7 +22,11 @@ from lockstep.compilation import compile_or_fallback
 def make_model():
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        torch.nn.Linear(512, 256), torch.nn.ReLU(), torch.nn.Linear(256, 128), torch.nn.ReLU(), torch.nn.Linear(128, 2)
+        torch.nn.Linear(512, 256),
+        torch.nn.ReLU(),
+        torch.nn.Linear(256, 128),
+        torch.nn.ReLU(),
+        torch.nn.Linear(128, 2),
     )
 
 
@@ -38,13 +45,18 @@ def main(backend="inductor"):
     hybrid = compile_or_fallback(make_model(), backend=backend)
     difference = (imperative(inputs) - hybrid(inputs)).abs().max().item()
     print(f"imperative: {seconds(imperative, inputs):.4f} s for 1000 calls")
-    print(f"hybrid:     {seconds(hybrid, inputs):.4f} s, outputs differ by at most {difference:.1e}")
+    print(
+        f"hybrid:     {seconds(hybrid, inputs):.4f} s, outputs differ by at most {difference:.1e}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for file in lockstep.export(imperative, inputs, Path(folder) / "mlp.pt2"):
             print(f"saved {file.name}, {file.stat().st_size} bytes")
         program = torch.export.load(Path(folder) / "mlp.pt2").module()
     more = torch.randn(5, 512)
-    print(f"the program on 5 samples: the same as the model: {torch.allclose(program(more), imperative(more))}")
+    print(
+        "the program on 5 samples: the same as the model: "
+        f"{torch.allclose(program(more), imperative(more))}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Trains on a folder of JPEG files, one subfolder for each class, that loader processes decode and augment.
+"""Trains on a folder of JPEG files, one subfolder for each class, that loader processes decode and
+augment.
 
 python examples/images_folder.py               # makes a small folder of pictures first
 python examples/images_folder.py FOLDER
@@ -33,7 +34,9 @@ class Pictures(torch.utils.data.Dataset):
         with Image.open(file) as picture:
             picture = picture.convert("RGB").resize((SIDE, SIDE))
         image = torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
-        if self.augment and torch.rand(()) < 0.5:  # the same draw for this index on any worker, in any process
+        if (
+            self.augment and torch.rand(()) < 0.5
+        ):  # the same draw for this index on any worker, in any process
             image = image.flip(-1)
         return image, self.classes.index(file.parent.name)
 
@@ -65,7 +68,12 @@ def main():
     model = lockstep.models.lenet(len(train.classes), (3, SIDE, SIDE))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     trainer = lockstep.Trainer(
-        model, optimizer, torch.nn.CrossEntropyLoss(), global_batch_size=40, virtual_workers=4, num_workers=1
+        model,
+        optimizer,
+        torch.nn.CrossEntropyLoss(),
+        global_batch_size=40,
+        virtual_workers=4,
+        num_workers=1,
     )
     trainer.fit(train, epochs=5, validate=test)
     if comm.rank == 0:

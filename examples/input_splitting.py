@@ -22,7 +22,8 @@ def main():
     print(f"outside: {list(inputs[0].shape)} and {list(inputs[1].shape)}")
     outputs = model(inputs)
     print(
-        f"back: {list(outputs[0].shape)} and {list(outputs[1].shape)}, the same: {torch.equal(inputs[0], outputs[0])}"
+        f"back: {list(outputs[0].shape)} and {list(outputs[1].shape)}, the same: "
+        f"{torch.equal(inputs[0], outputs[0])}"
     )
 
 

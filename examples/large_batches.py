@@ -2,11 +2,12 @@
 
 python examples/large_batches.py [EPOCHS]
 
-More workers make larger batches worth while: each has enough to do. But an epoch then has fewer steps, and with the
-same learning rate it learns less. The rule is to raise the learning rate as the batch: k times the samples in a step, k
-times the rate (Goyal et al., 2017). At first that is too large, so it begins small and grows over the first epoch.
-That brings back a part of what was lost: here 24 times the batch is much. `lockstep train` has --base-batch-size and
---warmup-epochs for the two.
+More workers make larger batches worth while: each has enough to do. But an epoch then has fewer
+steps, and with the same learning rate it learns less. The rule is to raise the learning rate as the
+batch: k times the samples in a step, k times the rate (Goyal et al., 2017). At first that is too
+large, so it begins small and grows over the first epoch. That brings back a part of what was lost:
+here 24 times the batch is much. `lockstep train` has --base-batch-size and --warmup-epochs for the
+two.
 """
 
 import math
@@ -38,7 +39,9 @@ def train(epochs, batch, lr, warmup_epochs=0):
     for epoch in range(epochs):
         for samples in loader.epoch(epoch):
             step(samples)
-    return lockstep.evaluate(model, lockstep.Loader(test, global_batch_size=360), loss_fn)["accuracy"], epochs * steps
+    return lockstep.evaluate(model, lockstep.Loader(test, global_batch_size=360), loss_fn)[
+        "accuracy"
+    ], epochs * steps
 
 
 def main(epochs=4, small=16, large=384, lr=0.01):

@@ -1,11 +1,13 @@
-"""Data parallelism by hand over MPI's verbs: each worker's own part, and the mean of the gradients over all samples.
+"""Data parallelism by hand over MPI's verbs: each worker's own part, and the mean of the gradients
+over all samples.
 
-python examples/mpi_by_hand.py [EPOCHS]
-mpiexec -n 2 python examples/mpi_by_hand.py        or torchrun --nproc-per-node 2, or lockstep run -np 2
+python examples/mpi_by_hand.py [EPOCHS] mpiexec -n 2 python examples/mpi_by_hand.py        or
+torchrun --nproc-per-node 2, or lockstep run -np 2
 
-The mean over N workers with equal parts is sum(g) / N. It is not sum(g) / (sum(g) * N), as one may read: that is 1 / N
-whatever the gradients are, so that every weight goes down by the same amount, at every step. Where parts are not equal,
-the mean of the workers' means is not that of the samples either; here sums are divided by the number of samples.
+The mean over N workers with equal parts is sum(g) / N. It is not sum(g) / (sum(g) * N), as one may
+read: that is 1 / N whatever the gradients are, so that every weight goes down by the same amount,
+at every step. Where parts are not equal, the mean of the workers' means is not that of the samples
+either; here sums are divided by the number of samples.
 """
 
 import sys
@@ -18,7 +20,9 @@ import lockstep
 
 
 def sum_gradients(model, images, labels):
-    """The sum of this worker's losses; the gradients are those of the sum. A worker without a sample has zeros."""
+    """The sum of this worker's losses; the gradients are those of the sum. A worker without a
+    sample has zeros.
+    """
     model.zero_grad()  # else the gradients of earlier steps would be in it, too
     loss = F.cross_entropy(model(images), labels, reduction="sum")
     loss.backward()
@@ -26,7 +30,9 @@ def sum_gradients(model, images, labels):
 
 
 def train_step(comm, model, images, labels, lr):
-    """One step of gradient descent over a batch that all workers have, each computing on every size-th sample of it."""
+    """One step of gradient descent over a batch that all workers have, each computing on every
+    size-th sample of it.
+    """
     loss = sum_gradients(model, images[comm.rank :: comm.size], labels[comm.rank :: comm.size])
     comm.allreduce(loss)
     with torch.no_grad():
@@ -51,12 +57,14 @@ def train(comm, epochs=5, batch_size=64, lr=0.1):
     for epoch in range(epochs):
         start = time.perf_counter()
         batches = torch.randperm(len(training), generator=order).split(batch_size)
-        losses = [train_step(comm, model, *training.collated_batch(indices), lr) for indices in batches]
+        losses = [
+            train_step(comm, model, *training.collated_batch(indices), lr) for indices in batches
+        ]
         seconds = time.perf_counter() - start
         if comm.rank == 0:
             print(
-                f"epoch {epoch + 1}  loss {sum(losses) / len(losses):.4f}  time {seconds:.2f} s on {comm.size} workers"
-                f"  test accuracy {accuracy(model, test):.2%}"
+                f"epoch {epoch + 1}  loss {sum(losses) / len(losses):.4f}  time {seconds:.2f} s "
+                f"on {comm.size} workers  test accuracy {accuracy(model, test):.2%}"
             )
     return model
 

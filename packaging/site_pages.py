@@ -1,4 +1,6 @@
-"""Pages of the site that are made of files outside docs/: examples, benchmarks, CONTRIBUTING.md and CHANGELOG.md."""
+"""Pages of the site that are made of files outside docs/: examples, benchmarks, CONTRIBUTING.md and
+CHANGELOG.md.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 
 # What stands outside docs/ → the page that it becomes.
-_TEXTS = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "benchmarks/README.md": "benchmarks.md"}
+_TEXTS = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
 _SHOWN = re.compile(r"^::: lockstep\.(\w+)$", re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)]*)?\))")
 
@@ -27,12 +33,16 @@ def on_files(files: Files, config: Any) -> Files:
     pages |= {page: (ROOT / text).read_text() for text, page in _TEXTS.items()}
     pages["examples.md"] = _list_of(_programs("examples"))
     for page, text in pages.items():
-        files.append(File.generated(config, page, content=_with_links(text, _source_of(page), page)))
+        files.append(
+            File.generated(config, page, content=_with_links(text, _source_of(page), page))
+        )
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links to files outside docs/ lead to the pages that these have become; list the public names."""
+    """Let links to files outside docs/ lead to the pages that these have become; list the public
+    names.
+    """
     own = page.file.src_uri
     if own == "api/index.md":
         markdown += "".join(_rows_of_names())
@@ -59,7 +69,11 @@ def _as_page(program: str) -> str:
 
 def _rows_of_names() -> Iterator[str]:
     """A row of the table for each public name: what its docstring begins with, and its page."""
-    pages = {name: page.name for page in (ROOT / "docs/api").glob("*.md") for name in _SHOWN.findall(page.read_text())}
+    pages = {
+        name: page.name
+        for page in (ROOT / "docs/api").glob("*.md")
+        for name in _SHOWN.findall(page.read_text())
+    }
     package = griffe.load("lockstep", search_paths=[ROOT / "src"])
     for name in public_names():
         shown = package[name].docstring
@@ -72,7 +86,9 @@ def public_names() -> list[str]:
     """What `lockstep.__all__` lists."""
     tree = ast.parse((ROOT / "src/lockstep/__init__.py").read_text())
     found = [
-        each.value for each in tree.body if isinstance(each, ast.Assign) and ast.unparse(each).startswith("__all__ =")
+        each.value
+        for each in tree.body
+        if isinstance(each, ast.Assign) and ast.unparse(each).startswith("__all__ =")
     ]
     return list(ast.literal_eval(found[0]))
 
@@ -86,7 +102,9 @@ def _list_of(programs: list[str]) -> str:
 
 
 def _with_links(text: str, source: str, page: str) -> str:
-    """`text` of the file `source` as the page `page`: its links are relative to the one, and become so to the other."""
+    """`text` of the file `source` as the page `page`: its links are relative to the one, and become
+    so to the other.
+    """
 
     def moved(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))

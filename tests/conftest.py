@@ -14,7 +14,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # it would compile test programs and headers for half a minute first
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
-# torch asks for the name of every address that its stores connect to, and glibc waits 5 s for a lost answer
+# torch asks for the name of every address that its stores connect to, and glibc waits 5 s for a
+# lost answer
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # pytest-xdist would write the names of its processes over the variables that /proc shows
 os.environ.setdefault("SPT_NOENV", "1")
@@ -39,13 +40,16 @@ FAILED = pytest.StashKey[bool]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[POOLS] = []
     config.addinivalue_line("markers", "gpu: the test needs a GPU, see support.gpu")
-    config.addinivalue_line("markers", "leaks(reason): the test may leave resources or settings behind")
+    config.addinivalue_line(
+        "markers", "leaks(reason): the test may leave resources or settings behind"
+    )
     # how long an example takes depends on what else the host does
     hypothesis.settings.register_profile("any host", deadline=None)
     hypothesis.settings.load_profile("any host")
     sys.dont_write_bytecode = False  # nor do processes that multiprocessing starts
     torch.set_num_threads(1)
-    # a job in the background begins with Ctrl-C ignored, and so would every program that a test starts
+    # a job in the background begins with Ctrl-C ignored, and so would every program that a test
+    # starts
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch keeps two descriptors from its first store on; no test shall seem to leak them
@@ -76,22 +80,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None and not gpu.can_run():
             item.add_marker(pytest.mark.skip("needs a GPU"))
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    items.sort(
+        key=lambda item: LONGEST.index(item.path.name)
+        if item.path.name in LONGEST
+        else len(LONGEST)
+    )
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # thousands of tests and what they import, which each collection after a test would go through
+    # thousands of tests and what they import, which each collection after a test would go through
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Note how the run ended: `.ci/run` runs failed tests again only if the run itself was complete."""
+    """Note how the run ended: `.ci/run` runs failed tests again only if the run itself was
+    complete.
+    """
     cache = getattr(session.config, "cache", None)  # none with -p no:cacheprovider
     if cache is not None and not hasattr(session.config, "workerinput"):
         cache.set("lockstep/exit_status", int(exitstatus))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
     return report
@@ -107,14 +120,18 @@ def warm() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
-    """Warm worker processes: ``pool.run(fn, *args, workers=3)`` calls `fn` as the ranks of one job."""
+    """Warm worker processes: ``pool.run(fn, *args, workers=3)`` calls `fn` as the ranks of one
+    job.
+    """
     with _open_pool(pytestconfig) as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
 def toy_pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
-    """As `pool`, with processes of its own: one that has called `toy_device.register` keeps that device for ever."""
+    """As `pool`, with processes of its own: one that has called `toy_device.register` keeps that
+    device for ever.
+    """
     with _open_pool(pytestconfig) as opened:
         yield opened
 
@@ -146,7 +163,9 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     excused = mark is not None or on_gpu or request.node.stash.get(FAILED, False)
     left = watch.finish(linger=0.0 if excused else leaks.LINGER)
     if left and not excused:
-        pytest.fail("left behind by this test:\n" + "\n".join(f"  {line}" for line in left), pytrace=False)
+        pytest.fail(
+            "left behind by this test:\n" + "\n".join(f"  {line}" for line in left), pytrace=False
+        )
 
 
 def _belongings(config: pytest.Config) -> tuple[Collection[int], Collection[leaks.File]]:

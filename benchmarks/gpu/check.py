@@ -1,14 +1,18 @@
-"""Sees whether Lockstep works on this host's GPU, and how fast it is: one command of less than nine minutes.
+"""Sees whether Lockstep works on this host's GPU, and how fast it is: one command of less than nine
+minutes.
 
-Runs the tests marked `gpu`, the examples on the GPU, `lockstep doctor`, and the measurements of this folder, each in a
-process of its own with a time limit; goes on after a failure. What was found is in one JSON file and one page.
+Runs the tests marked `gpu`, the examples on the GPU, `lockstep doctor`, and the measurements of
+this folder, each in a process of its own with a time limit; goes on after a failure. What was found
+is in one JSON file and one page.
 
-    make gpu-check                                  # with the Python of PYTHON, which has a build of torch with CUDA
-    python benchmarks/gpu/check.py --only tests     # a part once more: the others stay as they were found before
-    python benchmarks/gpu/check.py --device cpu --quick    # to see that the scripts run; the figures say nothing
-    python benchmarks/gpu/check.py --write          # also puts the page into docs/gpus.md
+    make gpu-check                                  # with the Python of PYTHON, which has a build
+    of torch with CUDA python benchmarks/gpu/check.py --only tests     # a part once more: the
+    others stay as they were found before python benchmarks/gpu/check.py --device cpu --quick    #
+    to see that the scripts run; the figures say nothing python benchmarks/gpu/check.py --write
+    # also puts the page into docs/gpus.md
 
-It needs torch, pytest and what Lockstep imports; nothing has to be installed, as src is on the path.
+It needs torch, pytest and what Lockstep imports; nothing has to be installed, as src is on the
+path.
 """
 
 from __future__ import annotations
@@ -89,11 +93,18 @@ class Setting:
 
     def environment(self) -> dict[str, str]:
         """The variables of the parts' processes."""
-        path = os.pathsep.join(str(ROOT / each) for each in ("src", "benchmarks", "benchmarks/gpu", "tests"))
+        path = os.pathsep.join(
+            str(ROOT / each) for each in ("src", "benchmarks", "benchmarks/gpu", "tests")
+        )
         known = os.environ.get("PYTHONPATH")
-        given = {"PYTHONPATH": f"{path}{os.pathsep}{known}" if known else path, "PYTHONUNBUFFERED": "1"}
+        given = {
+            "PYTHONPATH": f"{path}{os.pathsep}{known}" if known else path,
+            "PYTHONUNBUFFERED": "1",
+        }
         if self.device == "cuda":
-            given["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before torch 2.10 read once, by the first product
+            given["CUBLAS_WORKSPACE_CONFIG"] = (
+                ":4096:8"  # before torch 2.10 read once, by the first product
+            )
         else:
             given |= {"LOCKSTEP_GPU_TESTS": "cpu", "OMP_NUM_THREADS": "1"}
         return {**os.environ, **given}
@@ -161,22 +172,37 @@ def _end(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-# --- The parts --------------------------------------------------------------------------------------------------------
+# --- The parts
+# --------------------------------------------------------------------------------------------------
 
 
 def doctor(part: Part, setting: Setting) -> dict[str, Any]:
     ended = run_process([sys.executable, "-m", "lockstep", "doctor"], part.limit, setting)
-    _, heading, findings = ended.output.partition("What to fix")  # the host is described by `describe_host`
+    _, heading, findings = ended.output.partition(
+        "What to fix"
+    )  # the host is described by `describe_host`
     return {"state": ended.state, "output": (heading + findings).strip() if heading else ended.tail}
 
 
 def tests(part: Part, setting: Setting) -> dict[str, Any]:
     report = setting.folder / "tests.xml"
     chosen = ["-k", "devices or collectives"] if setting.quick else []
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-W", "default", "--timeout=70"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-m",
+        "gpu",
+        "-W",
+        "default",
+        "--timeout=70",
+    ]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(8, max(1, (os.cpu_count() or 1) // 2)))]
-    ended = run_process([*command, f"--junitxml={report}", "-p", "no:cacheprovider", *chosen], part.limit, setting)
+    ended = run_process(
+        [*command, f"--junitxml={report}", "-p", "no:cacheprovider", *chosen], part.limit, setting
+    )
     found: dict[str, Any] = {"state": ended.state, **read_tests(report)}
     if "tests" not in found or ended.code != 0:
         found["output"] = ended.tail
@@ -228,23 +254,52 @@ def examples(part: Part, setting: Setting) -> dict[str, Any]:
         if time.monotonic() > min(until, setting.until - _LEAST_S):
             break
         words = [word.replace(sys.executable, "python") for word in command]
-        run = [*command, "--run-dir", str(setting.folder / f"run-{len(found)}")] if "train" in command else command
+        run = (
+            [*command, "--run-dir", str(setting.folder / f"run-{len(found)}")]
+            if "train" in command
+            else command
+        )
         ended = run_process(run, part.limit / 2, setting)
-        found[" ".join(words)] = ended.state if ended.code == 0 else f"{ended.state}: {ended.tail[-600:]}"
+        found[" ".join(words)] = (
+            ended.state if ended.code == 0 else f"{ended.state}: {ended.tail[-600:]}"
+        )
     failed = sum(state != "passed" for state in found.values())
-    left = f", {len(commands) - len(found)} not run" if len(found) < len(commands) and not setting.quick else ""
-    return {"state": f"failed: {failed} of {len(found)}{left}" if failed else f"passed{left}", "examples": found}
+    left = (
+        f", {len(commands) - len(found)} not run"
+        if len(found) < len(commands) and not setting.quick
+        else ""
+    )
+    return {
+        "state": f"failed: {failed} of {len(found)}{left}" if failed else f"passed{left}",
+        "examples": found,
+    }
 
 
 def measurement(part: Part, setting: Setting) -> dict[str, Any]:
     """Run the script of the part's name in this folder."""
     path = setting.folder / f"{part.name}.json"
-    command = [sys.executable, str(HERE / f"{part.name}.py"), "--device", setting.device, "--json", str(path)]
+    command = [
+        sys.executable,
+        str(HERE / f"{part.name}.py"),
+        "--device",
+        setting.device,
+        "--json",
+        str(path),
+    ]
     ended = run_process([*command, *(["--quick"] if setting.quick else [])], part.limit, setting)
     found = json.loads(path.read_text()) if path.exists() else {}
-    notes = [line for line in ended.output.splitlines() if re.match(r"^[\w ,-]+: \w*(Error|Exception)", line)]
+    notes = [
+        line
+        for line in ended.output.splitlines()
+        if re.match(r"^[\w ,-]+: \w*(Error|Exception)", line)
+    ]
     failed = {} if ended.code == 0 else {"output": ended.tail}
-    return {"state": ended.state, "found": found, **({"left out": notes} if notes else {}), **failed}
+    return {
+        "state": ended.state,
+        "found": found,
+        **({"left out": notes} if notes else {}),
+        **failed,
+    }
 
 
 PARTS = [
@@ -263,7 +318,8 @@ _GRACE_S = 8.0  # between the signal that asks a process to end and its end
 _LEAST_S = 20.0  # what is left for a part must be more, or it is not begun
 
 
-# --- What was aimed at ------------------------------------------------------------------------------------------------
+# --- What was aimed at
+# ------------------------------------------------------------------------------------------------
 
 
 def _get(found: dict[str, Any], *names: str) -> Any:
@@ -307,19 +363,60 @@ _BEST = "best of ours over best by hand"
 _MORE = "more than by hand"
 
 AIMS = [
-    Aim("LeNet: the tutorials' loop takes at least 3 times as long", (*_EPOCHS, "LeNet", _TUTORIAL), True, 3),
+    Aim(
+        "LeNet: the tutorials' loop takes at least 3 times as long",
+        (*_EPOCHS, "LeNet", _TUTORIAL),
+        True,
+        3,
+    ),
     Aim("LeNet: at most 1.02 of the best loop by hand", (*_EPOCHS, "LeNet", _BEST), False, 1.02),
-    Aim("ResNet-18: the tutorials' loop takes at least 3 times as long", (*_EPOCHS, "ResNet-18", _TUTORIAL), True, 3),
-    Aim("ResNet-18: at most 1.02 of the best loop by hand", (*_EPOCHS, "ResNet-18", _BEST), False, 1.02),
-    Aim("LeNet, 32 images: `TrainStep`, us more than by hand: 50", (*_STEPS, "LeNet", _MORE, "TrainStep"), False, 50),
-    Aim("LeNet, 32 images: `Trainer`, us more than by hand: 50", (*_STEPS, "LeNet", _MORE, "Trainer"), False, 50),
-    Aim("MLP, 32 images: `TrainStep`, us more than by hand: 50", (*_STEPS, "MLP", _MORE, "TrainStep"), False, 50),
-    Aim("MLP, 32 images: `Trainer`, us more than by hand: 50", (*_STEPS, "MLP", _MORE, "Trainer"), False, 50),
-    Aim("GPT: as many tokens per second as nanoGPT's loop", (*_GPT, "Lockstep over nanoGPT"), True, 1.0),
+    Aim(
+        "ResNet-18: the tutorials' loop takes at least 3 times as long",
+        (*_EPOCHS, "ResNet-18", _TUTORIAL),
+        True,
+        3,
+    ),
+    Aim(
+        "ResNet-18: at most 1.02 of the best loop by hand",
+        (*_EPOCHS, "ResNet-18", _BEST),
+        False,
+        1.02,
+    ),
+    Aim(
+        "LeNet, 32 images: `TrainStep`, us more than by hand: 50",
+        (*_STEPS, "LeNet", _MORE, "TrainStep"),
+        False,
+        50,
+    ),
+    Aim(
+        "LeNet, 32 images: `Trainer`, us more than by hand: 50",
+        (*_STEPS, "LeNet", _MORE, "Trainer"),
+        False,
+        50,
+    ),
+    Aim(
+        "MLP, 32 images: `TrainStep`, us more than by hand: 50",
+        (*_STEPS, "MLP", _MORE, "TrainStep"),
+        False,
+        50,
+    ),
+    Aim(
+        "MLP, 32 images: `Trainer`, us more than by hand: 50",
+        (*_STEPS, "MLP", _MORE, "Trainer"),
+        False,
+        50,
+    ),
+    Aim(
+        "GPT: as many tokens per second as nanoGPT's loop",
+        (*_GPT, "Lockstep over nanoGPT"),
+        True,
+        1.0,
+    ),
 ]
 
 
-# --- The page ---------------------------------------------------------------------------------------------------------
+# --- The page
+# --------------------------------------------------------------------------------------------------
 
 
 def page(result: dict[str, Any]) -> str:
@@ -327,12 +424,15 @@ def page(result: dict[str, Any]) -> str:
     host = result["host"]
     parts = result["parts"]
     lines = [
-        f"{host['date']}: {host['device']}; driver {host['driver']}; {host['cores']} cores; Python {host['python']}, "
-        f"torch {host['torch']} (CUDA {host['cuda']}).",
+        f"{host['date']}: {host['device']}; driver {host['driver']}; {host['cores']} cores; "
+        f"Python {host['python']}, torch {host['torch']} (CUDA {host['cuda']}).",
         "",
         "| Part | Result | Seconds | Commit |",
         "|---|---|---:|---|",
-        *(f"| {name} | {_state(part)} | {part['seconds']:.0f} | {part['commit']} |" for name, part in parts.items()),
+        *(
+            f"| {name} | {_state(part)} | {part['seconds']:.0f} | {part['commit']} |"
+            for name, part in parts.items()
+        ),
         "",
         "| Aim | Found | |",
         "|---|---:|---|",
@@ -346,7 +446,11 @@ def page(result: dict[str, Any]) -> str:
 
 def _state(part: dict[str, Any]) -> str:
     counts = part.get("tests")
-    return f"{part['state']}: {', '.join(f'{n} {what}' for what, n in counts.items())}" if counts else part["state"]
+    return (
+        f"{part['state']}: {', '.join(f'{n} {what}' for what, n in counts.items())}"
+        if counts
+        else part["state"]
+    )
 
 
 def _details(name: str, part: dict[str, Any]) -> list[str]:
@@ -390,12 +494,20 @@ def describe_host(device: str) -> dict[str, Any]:
     driver = "none"
     if device == "cuda":
         name = torch.cuda.get_device_name(0)
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-        ) if _exists("nvidia-smi") else None  # fmt: skip
+        asked = (
+            subprocess.run(
+                ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+            )
+            if _exists("nvidia-smi")
+            else None
+        )
         driver = (asked.stdout.strip() or "unknown") if asked is not None else "unknown"
     known = os.environ.get("CHECKED_COMMIT", "")  # where the folder of git is not that of the files
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "device": name,
@@ -409,7 +521,9 @@ def describe_host(device: str) -> dict[str, Any]:
 
 
 def _exists(program: str) -> bool:
-    return any(Path(folder, program).exists() for folder in os.environ.get("PATH", "").split(os.pathsep))
+    return any(
+        Path(folder, program).exists() for folder in os.environ.get("PATH", "").split(os.pathsep)
+    )
 
 
 def missing() -> list[str]:
@@ -417,16 +531,24 @@ def missing() -> list[str]:
     return [package for name, package in NEEDED.items() if importlib.util.find_spec(name) is None]
 
 
-# --- Running ----------------------------------------------------------------------------------------------------------
+# --- Running
+# --------------------------------------------------------------------------------------------------
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
     parser.add_argument("--quick", action="store_true", help="small sizes; the figures say nothing")
-    parser.add_argument("--only", help="some parts, with commas between: " + ", ".join(part.name for part in PARTS))
     parser.add_argument(
-        "--output", type=Path, default=RESULTS, help="folder for gpu.json and gpu.md (default: results/)"
+        "--only", help="some parts, with commas between: " + ", ".join(part.name for part in PARTS)
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULTS,
+        help="folder for gpu.json and gpu.md (default: results/)",
     )
     parser.add_argument("--write", action="store_true", help="also put the page into docs/gpus.md")
     args = parser.parse_args()
@@ -440,12 +562,18 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     if lacking := missing():
-        print(f"error: missing: {', '.join(lacking)}. Install them: python -m pip install {' '.join(lacking)}")
+        print(
+            f"error: missing: {', '.join(lacking)}. Install them: python -m pip install "
+            f"{' '.join(lacking)}"
+        )
         return 2
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("error: torch sees no GPU here. `lockstep doctor` says why; --device cpu shows that the scripts run.")
+        print(
+            "error: torch sees no GPU here. `lockstep doctor` says why; --device cpu shows that "
+            "the scripts run."
+        )
         return 2
     host = describe_host(args.device)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -462,7 +590,11 @@ def main() -> int:
             began = time.monotonic()
             try:
                 left = setting.until - began
-                found = part.run(part, setting) if left > _LEAST_S else {"state": f"not run: {max(0, left):.0f} s left"}
+                found = (
+                    part.run(part, setting)
+                    if left > _LEAST_S
+                    else {"state": f"not run: {max(0, left):.0f} s left"}
+                )
             except Exception as error:  # the other parts are still worth to be run
                 found = {"state": f"failed: {type(error).__name__}: {error}"}
             seconds = round(time.monotonic() - began, 1)
@@ -475,7 +607,9 @@ def main() -> int:
         from common import write_between
 
         write_between(ROOT / "docs" / "gpus.md", "gpu", pages(cards))
-    return 0 if all(result["parts"][name]["state"].startswith("passed") for name in args.parts) else 1
+    return (
+        0 if all(result["parts"][name]["state"].startswith("passed") for name in args.parts) else 1
+    )
 
 
 Cards = dict[str, dict[str, Any]]
@@ -489,9 +623,13 @@ def read(folder: Path) -> Cards:
 
 
 def parts_before(cards: Cards, host: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier check has found on the same device with the same versions; empty if there is none."""
+    """What an earlier check has found on the same device with the same versions; empty if there is
+    none.
+    """
     before = cards.get(host["device"])
-    if before is None or any(before["host"][name] != host[name] for name in ("driver", "python", "torch", "cuda")):
+    if before is None or any(
+        before["host"][name] != host[name] for name in ("driver", "python", "torch", "cuda")
+    ):
         return {}
     return dict(before["parts"])
 

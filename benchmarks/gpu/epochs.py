@@ -1,6 +1,8 @@
-"""A part of an epoch of LeNet and ResNet-18, 256 images a step: the tutorials' loop, loops by hand and `Trainer.fit`.
+"""A part of an epoch of LeNet and ResNet-18, 256 images a step: the tutorials' loop, loops by hand
+and `Trainer.fit`.
 
-The best loop by hand has its data in the device's memory, and is compiled or captured as a CUDA graph.
+The best loop by hand has its data in the device's memory, and is compiled or captured as a CUDA
+graph.
 
     PYTHONPATH=src:benchmarks python benchmarks/gpu/epochs.py
 """
@@ -12,7 +14,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from sides import MODELS, Resident, captured_step, hand_epoch, hand_step, made, trainer_epoch, tutorial_epoch
+from sides import (
+    MODELS,
+    Resident,
+    captured_step,
+    hand_epoch,
+    hand_step,
+    made,
+    trainer_epoch,
+    tutorial_epoch,
+)
 from timing import Options, Side, best_of, finish, keep, medians, options, ratio_of, take_turns
 
 import lockstep
@@ -21,7 +32,12 @@ BATCH = 256
 QUICK_BATCH = 16
 IMAGES = {"LeNet": 20_000, "ResNet-18": 5_000}  # a part of an epoch, for the time that it takes
 BY_HAND = ["by hand", "by hand, compiled", "by hand, captured"]
-OURS = ["Trainer", "Trainer, images on the device", "Trainer, compiled", "Trainer, compiled with graphs"]
+OURS = [
+    "Trainer",
+    "Trainer, images on the device",
+    "Trainer, compiled",
+    "Trainer, compiled with graphs",
+]
 
 
 def sides_of(name: str, given: Options) -> dict[str, Callable[[], Side]]:
@@ -29,12 +45,16 @@ def sides_of(name: str, given: Options) -> dict[str, Callable[[], Side]]:
     device = given.device
     make = MODELS[name]
     batch = QUICK_BATCH if given.quick else BATCH
-    images = lockstep.data.synthetic(train=2 * batch + 8 if given.quick else IMAGES[name], test=8)[0]
+    images = lockstep.data.synthetic(train=2 * batch + 8 if given.quick else IMAGES[name], test=8)[
+        0
+    ]
     there = images.to(device)
 
     def by_hand(compiled: bool = False) -> Side:
         model, optimizer = made(make, device)
-        return hand_epoch(hand_step(torch.compile(model) if compiled else model, optimizer), resident())
+        return hand_epoch(
+            hand_step(torch.compile(model) if compiled else model, optimizer), resident()
+        )
 
     def captured() -> Side:
         return hand_epoch(captured_step(make, *next(resident().epoch())), resident())

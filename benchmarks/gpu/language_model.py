@@ -1,8 +1,10 @@
-"""Tokens per second of a small GPT in bf16, compiled: `Trainer.fit` and `lockstep.models.gpt`, and nanoGPT's program.
+"""Tokens per second of a small GPT in bf16, compiled: `Trainer.fit` and `lockstep.models.gpt`, and
+nanoGPT's program.
 
-Each side has its own model of the same sizes: nanoGPT's is written anew in benchmarks/side_nanogpt.py. The model FLOPS
-utilisation counts 6 operations for each parameter and token, and 12 × layers × width × context for attention (Chowdhery
-et al., "PaLM", 2022, appendix B), against the GPU's peak in bf16 without sparsity.
+Each side has its own model of the same sizes: nanoGPT's is written anew in
+benchmarks/side_nanogpt.py. The model FLOPS utilisation counts 6 operations for each parameter and
+token, and 12 × layers × width × context for attention (Chowdhery et al., "PaLM", 2022, appendix B),
+against the GPU's peak in bf16 without sparsity.
 
     PYTHONPATH=src:benchmarks python benchmarks/gpu/language_model.py
 """
@@ -28,7 +30,9 @@ VOCABULARY = 256
 
 
 def blocks(count: int, context: int) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (count, context + 1), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, VOCABULARY, (count, context + 1), generator=torch.Generator().manual_seed(0)
+    )
 
 
 def nanogpt(sizes: Sizes, batch: int, steps: int, given: Options) -> Side:
@@ -48,7 +52,9 @@ def nanogpt(sizes: Sizes, batch: int, steps: int, given: Options) -> Side:
             inputs = part[:, :-1].contiguous()
             targets = part[:, 1:].contiguous()
             if device.type == "cuda":
-                inputs, targets = (each.pin_memory().to(device, non_blocking=True) for each in (inputs, targets))
+                inputs, targets = (
+                    each.pin_memory().to(device, non_blocking=True) for each in (inputs, targets)
+                )
             with torch.autocast(device.type, dtype=torch.bfloat16):
                 loss = compiled(inputs, targets)
             loss.backward()
@@ -72,7 +78,9 @@ def ours(sizes: Sizes, batch: int, steps: int, given: Options) -> tuple[Side, in
         model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=fused
     )
     loss: Callable[..., Any] = lockstep.models.next_token_loss
-    trainer = lockstep.Trainer(model, optimizer, loss, batch, max_grad_norm=CLIP, precision="bf16", callbacks=[])
+    trainer = lockstep.Trainer(
+        model, optimizer, loss, batch, max_grad_norm=CLIP, precision="bf16", callbacks=[]
+    )
     data = blocks(batch * steps, sizes.context)
     tokens = torch.utils.data.TensorDataset(data[:, :-1].contiguous(), data[:, 1:].contiguous())
     loader = trainer.loader(tokens)
@@ -86,7 +94,9 @@ def ours(sizes: Sizes, batch: int, steps: int, given: Options) -> tuple[Side, in
 
 
 def utilisation(tokens_per_second: float, parameters: int, sizes: Sizes, name: str) -> float | None:
-    """The share of the GPU's peak that the model's own operations are; None for a GPU whose peak is not known here."""
+    """The share of the GPU's peak that the model's own operations are; None for a GPU whose peak is
+    not known here.
+    """
     peak = next((value for known, value in PEAKS.items() if known in name), None)
     operations = 6 * parameters + 12 * sizes.layers * sizes.width * sizes.context
     return None if peak is None else tokens_per_second * operations / peak
@@ -112,9 +122,12 @@ def main() -> None:
             "sizes": asdict(sizes),
             "batch": batch,
             "tokens per second": speeds,
-            "Lockstep over nanoGPT": None if (r := ratio_of(found, "nanoGPT", "Lockstep")) is None else r,
+            "Lockstep over nanoGPT": None
+            if (r := ratio_of(found, "nanoGPT", "Lockstep")) is None
+            else r,
             "model FLOPS utilisation": {
-                name: utilisation(speed, parameters, sizes, device_name) for name, speed in speeds.items()
+                name: utilisation(speed, parameters, sizes, device_name)
+                for name, speed in speeds.items()
             },
         },
     )

@@ -1,9 +1,11 @@
-"""What comes on top of a training: the watchdog, memory, and checkpoints that are written meanwhile.
+"""What comes on top of a training: the watchdog, memory, and checkpoints that are written
+meanwhile.
 
-- The watchdog on against off: all-reduces of 4 bytes and steps of DDP over NCCL, in a job of one rank.
+- The watchdog on against off: all-reduces of 4 bytes and steps of DDP over NCCL, in a job of one
+  rank.
 - The most memory of a step of ResNet-18 with 256 images: by hand and with `TrainStep`.
-- A checkpoint of 1 GB while training: for how long the training stands still, where it is written at once and in the
-  background.
+- A checkpoint of 1 GB while training: for how long the training stands still, where it is written
+  at once and in the background.
 
     PYTHONPATH=src:benchmarks python benchmarks/gpu/overheads.py
 """
@@ -29,11 +31,14 @@ from torch.nn.parallel import DistributedDataParallel
 import lockstep
 from lockstep.training.callbacks import Callback, Checkpoints
 
-# --- The watchdog -----------------------------------------------------------------------------------------------------
+# --- The watchdog
+# --------------------------------------------------------------------------------------------------
 
 
 def watched(device: str, mode: str, quick: bool) -> dict[str, float]:
-    """Microseconds of an all-reduce and of a step, in a job of one rank with the watchdog on or off."""
+    """Microseconds of an all-reduce and of a step, in a job of one rank with the watchdog on or
+    off.
+    """
     os.environ["LOCKSTEP_WATCHDOG"] = mode
     comm = lockstep.init(device)
     where = comm.device
@@ -54,21 +59,30 @@ def watched(device: str, mode: str, quick: bool) -> dict[str, float]:
             found.append(1e6 * (time.perf_counter() - began) / count)
         return statistics.median(found[2:])
 
-    return {"all-reduce": per_call(lambda: dist.all_reduce(tensor)), "step of DDP": per_call(lambda: step(*batch))}
+    return {
+        "all-reduce": per_call(lambda: dist.all_reduce(tensor)),
+        "step of DDP": per_call(lambda: step(*batch)),
+    }
 
 
 def watchdog(given: Options) -> dict[str, Any]:
     modes = ["on", "off"] if given.quick else ["on", "off", "off", "on"]
     found: dict[str, list[dict[str, float]]] = {"on": [], "off": []}
     for mode in modes:
-        found[mode].append(lockstep.launch(watched, given.device.type, mode, given.quick, workers=1))
+        found[mode].append(
+            lockstep.launch(watched, given.device.type, mode, given.quick, workers=1)
+        )
     return {
-        what: {mode: statistics.median([each[what] for each in values]) for mode, values in found.items()}
+        what: {
+            mode: statistics.median([each[what] for each in values])
+            for mode, values in found.items()
+        }
         for what in ("all-reduce", "step of DDP")
     }
 
 
-# --- Memory -----------------------------------------------------------------------------------------------------------
+# --- Memory
+# --------------------------------------------------------------------------------------------------
 
 
 def memory(given: Options) -> dict[str, float] | None:
@@ -93,13 +107,16 @@ def memory(given: Options) -> dict[str, float] | None:
     return found
 
 
-# --- Checkpoints ------------------------------------------------------------------------------------------------------
+# --- Checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 def large(quick: bool) -> nn.Module:
     """Some 1 GB of parameters."""
     width, layers = (64, 2) if quick else (8192, 4)
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, width), *(nn.Linear(width, width) for _ in range(layers - 1)))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, width), *(nn.Linear(width, width) for _ in range(layers - 1))
+    )
 
 
 class Clock(Callback):
@@ -118,7 +135,9 @@ class Clock(Callback):
 
 
 def checkpoints(given: Options) -> dict[str, float]:
-    """The longest time between two steps, in seconds: without a checkpoint, with one, and one in the background."""
+    """The longest time between two steps, in seconds: without a checkpoint, with one, and one in
+    the background.
+    """
     comm = lockstep.init()
     steps = 6 if given.quick else 60
     data = torch.utils.data.TensorDataset(torch.randn(512, 784), torch.zeros(512, dtype=torch.long))
@@ -149,7 +168,9 @@ def checkpoints(given: Options) -> dict[str, float]:
 
 def main() -> None:
     given, path = options(__doc__, 60.0)
-    found: dict[str, Any] = {"watchdog, microseconds": watchdog(given)}  # before this process uses the device
+    found: dict[str, Any] = {
+        "watchdog, microseconds": watchdog(given)
+    }  # before this process uses the device
     keep(path, found)
     lockstep.init(given.device.type)
     found["memory, GiB"] = memory(given)

@@ -21,7 +21,12 @@ Make = Callable[[], nn.Module]
 def small_mlp() -> nn.Module:
     """Three layers: hardly anything to compute."""
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
+        nn.Flatten(),
+        nn.Linear(784, 256),
+        nn.ReLU(),
+        nn.Linear(256, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
     )
 
 
@@ -53,12 +58,18 @@ class Single(Dataset[tuple[Tensor, Tensor]]):
         return self._images[index].float() / 255, self._labels[index]
 
 
-def tutorial_epoch(make: Make, images: ImageSet, batch: int, device: torch.device) -> Callable[[], None]:
-    """The tutorials' loop: DataLoader, nn.DataParallel, and waiting for the device at every batch."""
+def tutorial_epoch(
+    make: Make, images: ImageSet, batch: int, device: torch.device
+) -> Callable[[], None]:
+    """The tutorials' loop: DataLoader, nn.DataParallel, and waiting for the device at every
+    batch.
+    """
     bare, optimizer = made(make, device)
     model: nn.Module = nn.DataParallel(bare, device_ids=[0]) if device.type == "cuda" else bare
     loss_fn = nn.CrossEntropyLoss()
-    loader = DataLoader(Single(images), batch, shuffle=True, num_workers=4 if len(images) > 10_000 else 0)
+    loader = DataLoader(
+        Single(images), batch, shuffle=True, num_workers=4 if len(images) > 10_000 else 0
+    )
 
     def epoch() -> None:
         for inputs, labels in loader:
@@ -99,9 +110,13 @@ class Resident:
 
 
 def hand_step(
-    model: Any, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], object] = torch.autograd.backward
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[Tensor], object] = torch.autograd.backward,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A step as one writes it by hand, which does not wait; other libraries have a `backward` of their own."""
+    """A step as one writes it by hand, which does not wait; other libraries have a `backward` of
+    their own.
+    """
     loss_fn = nn.CrossEntropyLoss()
 
     def step(inputs: Tensor, labels: Tensor) -> Tensor:
@@ -115,7 +130,9 @@ def hand_step(
 
 
 def captured_step(make: Make, inputs: Tensor, labels: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """A step by hand as one CUDA graph: forward and backward passes and update; other shapes run as usual."""
+    """A step by hand as one CUDA graph: forward and backward passes and update; other shapes run as
+    usual.
+    """
     model, _ = made(make, inputs.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, fused=True)
     step = hand_step(model, optimizer)
@@ -157,12 +174,16 @@ def hand_epoch(step: Callable[[Tensor, Tensor], Tensor], data: Resident) -> Call
 def trainer_epoch(
     make: Make, images: ImageSet, batch: int, compile_mode: str | None = None, **options: Any
 ) -> Callable[[], None]:
-    """An epoch of `Trainer.fit`, with all that it does around it; compiled if a mode of the compiler is given."""
+    """An epoch of `Trainer.fit`, with all that it does around it; compiled if a mode of the
+    compiler is given.
+    """
     comm = lockstep.init()
     model, optimizer = made(make, comm.device)
     if compile_mode is not None:
         model = lockstep.prepare_model(model, comm, compile_model=True, compile_mode=compile_mode)
-    trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), batch, callbacks=[], **options)
+    trainer = lockstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), batch, callbacks=[], **options
+    )
     loader = trainer.loader(images)
     done = [0]
 

@@ -1,9 +1,11 @@
-"""Steps that the host takes longer to start than the GPU to compute: LeNet and an MLP with 32 images.
+"""Steps that the host takes longer to start than the GPU to compute: LeNet and an MLP with 32
+images.
 
-Microseconds of a step: a loop by hand and the same as a CUDA graph, `TrainStep` and `Trainer.fit` as they are and
-compiled with graphs, Accelerate and Lightning's Fabric where they are installed; and what equal bits cost: a pass for
-each of V virtual workers, against one pass. `TrainStep` and the others have their batches ready in the device's memory;
-the Trainer makes them there from images, and so does a second loop by hand.
+Microseconds of a step: a loop by hand and the same as a CUDA graph, `TrainStep` and `Trainer.fit`
+as they are and compiled with graphs, Accelerate and Lightning's Fabric where they are installed;
+and what equal bits cost: a pass for each of V virtual workers, against one pass. `TrainStep` and
+the others have their batches ready in the device's memory; the Trainer makes them there from
+images, and so does a second loop by hand.
 
     PYTHONPATH=src:benchmarks python benchmarks/gpu/small_steps.py
 """
@@ -46,7 +48,9 @@ def batches_on(device: torch.device, count: int, size: int) -> list[tuple[Tensor
 Step = Callable[[Tensor, Tensor], object]
 
 
-def repeated(make_step: Callable[[], Step], batches: list[tuple[Tensor, Tensor]], steps: int) -> Side:
+def repeated(
+    make_step: Callable[[], Step], batches: list[tuple[Tensor, Tensor]], steps: int
+) -> Side:
     step = make_step()
     endless = itertools.cycle(batches)
 
@@ -59,7 +63,9 @@ def repeated(make_step: Callable[[], Step], batches: list[tuple[Tensor, Tensor]]
 
 def compiled_with_graphs(model: nn.Module) -> nn.Module:
     """The model, compiled in place in the mode in which the compiler records CUDA graphs."""
-    return lockstep.prepare_model(model, lockstep.init(), compile_model=True, compile_mode="reduce-overhead")
+    return lockstep.prepare_model(
+        model, lockstep.init(), compile_model=True, compile_mode="reduce-overhead"
+    )
 
 
 def train_step(make: Make, device: torch.device, graphs: bool = False, **given: Any) -> Step:
@@ -110,7 +116,9 @@ def accelerate_step(make: Make, device: torch.device) -> Step:
 
 def fabric_step(make: Make, device: torch.device) -> Step:
     name = "lightning.fabric" if is_installed("lightning") else "lightning_fabric"
-    fabric = importlib.import_module(name).Fabric(accelerator="cpu" if device.type == "cpu" else "cuda", devices=1)
+    fabric = importlib.import_module(name).Fabric(
+        accelerator="cpu" if device.type == "cpu" else "cuda", devices=1
+    )
     model, optimizer = fabric.setup(*made(make, device))
     return hand_step(model, optimizer, fabric.backward)
 
@@ -120,7 +128,9 @@ def is_installed(*names: str) -> bool:
 
 
 def measure(name: str, given: Options) -> dict[str, Any]:
-    """Microseconds of a step of each side, and what they take more than the loop by hand with batches like theirs."""
+    """Microseconds of a step of each side, and what they take more than the loop by hand with
+    batches like theirs.
+    """
     device = given.device
     make = MODELS[name]
     steps = 4 if given.quick else 50
@@ -137,12 +147,16 @@ def measure(name: str, given: Options) -> dict[str, Any]:
     if device.type == "cuda":
         steps_of["by hand, captured"] = lambda: captured_step(make, *batches[0])
         steps_of["TrainStep, compiled with graphs"] = lambda: train_step(make, device, graphs=True)
-        sides["Trainer, compiled with graphs"] = lambda: trainer_steps(make, images, steps, graphs=True)
+        sides["Trainer, compiled with graphs"] = lambda: trainer_steps(
+            make, images, steps, graphs=True
+        )
     if is_installed("accelerate"):
         steps_of["Accelerate"] = lambda: accelerate_step(make, device)
     if is_installed("lightning", "lightning_fabric"):
         steps_of["Fabric"] = lambda: fabric_step(make, device)
-    sides |= {side: partial(repeated, make_step, batches, steps) for side, make_step in steps_of.items()}
+    sides |= {
+        side: partial(repeated, make_step, batches, steps) for side, make_step in steps_of.items()
+    }
     found = medians(take_turns(sides, given), 1e6 / steps)
     more = {}
     for side in found.keys() - set(BY_HAND):
@@ -159,7 +173,9 @@ def virtual_workers(given: Options) -> dict[str, Any]:
     one = partial(train_step, MODELS["LeNet"], device)
     sides: dict[str, Callable[[], Side]] = {"one pass": partial(repeated, one, batches, steps)}
     for count in VIRTUAL:
-        sides[f"V = {count}"] = partial(repeated, partial(one, virtual_workers=count), batches, steps)
+        sides[f"V = {count}"] = partial(
+            repeated, partial(one, virtual_workers=count), batches, steps
+        )
     return {"images": size, "microseconds": medians(take_turns(sides, given), 1e6 / steps)}
 
 

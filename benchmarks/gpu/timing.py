@@ -1,4 +1,6 @@
-"""What the measurements on a GPU share: sides that take turns, their options, and where what they found goes."""
+"""What the measurements on a GPU share: sides that take turns, their options, and where what they
+found goes.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,26 @@ class Options:
 
 
 def options(text: str | None, seconds: float) -> tuple[Options, Path | None]:
-    """Read the command line; returns the options, and the file for what is found, if one was named."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu to see that the script runs (default: cuda)")
-    parser.add_argument("--seconds", type=float, default=seconds, help=f"how long (default: {seconds:g})")
+    """Read the command line; returns the options, and the file for what is found, if one was
+    named.
+    """
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cuda", help="cuda, or cpu to see that the script runs (default: cuda)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help=f"how long (default: {seconds:g})"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes; the figures say nothing")
     parser.add_argument("--json", type=Path, help="where what was found goes")
     args = parser.parse_args()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: expected a GPU that torch can use, got none (cpu shows that the script runs)")
+        parser.error(
+            "--device: expected a GPU that torch can use, got none (cpu shows that the script runs)"
+        )
     return Options(device, args.seconds, args.quick), args.json
 
 
@@ -64,11 +76,13 @@ def timed(side: Side, device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def take_turns(sides: Mapping[str, Callable[[], Side]], given: Options, warm_up: int = 2) -> dict[str, list[float]]:
+def take_turns(
+    sides: Mapping[str, Callable[[], Side]], given: Options, warm_up: int = 2
+) -> dict[str, list[float]]:
     """Let the sides take turns until the time is over; returns the seconds of each side's blocks.
 
-    Every second round is in the opposite order, so that a clock rate that drifts falls on all alike. A side that
-    fails is left out, with its error printed.
+    Every second round is in the opposite order, so that a clock rate that drifts falls on all
+    alike. A side that fails is left out, with its error printed.
 
     Args:
         sides: name → what makes the side.
@@ -85,7 +99,11 @@ def take_turns(sides: Mapping[str, Callable[[], Side]], given: Options, warm_up:
             working[name] = side
             found[name] = []
         except Exception as error:  # the others are still worth to be measured
-            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True)
+            print(
+                f"{name}: {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}",
+                flush=True,
+            )
     until = time.monotonic() + given.seconds
     rounds = 0
     while rounds < LEAST_ROUNDS or (time.monotonic() < until and rounds < 50):

@@ -1,4 +1,6 @@
-"""Train a PyTorch model on one device, on several, or on several hosts, with the same script and the same result."""
+"""Train a PyTorch model on one device, on several, or on several hosts, with the same script and
+the same result.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +97,9 @@ __all__ = [
     "whole_set",
 ]
 
-# Public name → "module:attribute", or a module. They are imported at the first use, so that `import lockstep` is fast.
-# No module directly in the package may have the name of a function in this list: importing the module would replace it.
+# Public name → "module:attribute", or a module. They are imported at the first use, so that `import
+# lockstep` is fast. No module directly in the package may have the name of a function in this list:
+# importing the module would replace it.
 _LAZY = {
     "LAMB": "training.optimizers:LAMB",
     "LARS": "training.optimizers:LARS",
@@ -129,11 +132,13 @@ _LAZY = {
     "whole_set": "training.evaluate:whole_set",
 }
 
-# Here, and not in the first of a dozen modules that import it, so that there is one message, which says what to do.
+# Here, and not in the first of a dozen modules that import it, so that there is one message, which
+# says what to do.
 if importlib.util.find_spec("fcntl") is None:
     raise ImportError(
-        "lockstep: expected Linux (or macOS, where it is not tested), got a Python without the module fcntl, for "
-        f"{sys.platform!r}. On Windows, install Python and Lockstep inside WSL 2 and run the program there."
+        "lockstep: expected Linux (or macOS, where it is not tested), got a Python without the "
+        f"module fcntl, for {sys.platform!r}. On Windows, install Python and Lockstep inside WSL "
+        "2 and run the program there."
     )
 
 register()  # the backends for init_process_group: "shm" and the others

@@ -16,7 +16,9 @@ from . import environment
 __all__ = ["NOTEBOOK_MARK", "Activity", "display_in_notebook", "in_notebook"]
 
 NOTEBOOK_MARK = "\x1b]lockstep;"
-"""Begins a line of a worker that is not text: the JSON of what the launcher is to display in a notebook."""
+"""Begins a line of a worker that is not text: the JSON of what the launcher is to display in a
+notebook.
+"""
 
 _FIRST_S = 1.5  # what takes no longer is not shown
 _LINE_INTERVAL_S = 10.0
@@ -26,8 +28,8 @@ _REFRESH_INTERVAL_S = 0.5  # of a terminal
 class Activity:
     """Shows `text` and for how long it has gone on, from 1.5 s on until the block ends.
 
-    On a terminal that is one line, which disappears at the end; elsewhere one line after 1.5 s, and another every 10 s.
-    Of nested blocks the innermost is shown. LOCKSTEP_PROGRESS=off turns it off.
+    On a terminal that is one line, which disappears at the end; elsewhere one line after 1.5 s, and
+    another every 10 s. Of nested blocks the innermost is shown. LOCKSTEP_PROGRESS=off turns it off.
 
     Args:
         text: such as "lockstep train: loading PyTorch".
@@ -79,7 +81,9 @@ class Activity:
 
 
 def display_in_notebook(bundle: dict[str, str]) -> Any:
-    """Display texts by MIME type in the cell of a notebook; returns IPython's handle, whose `update` replaces them."""
+    """Display texts by MIME type in the cell of a notebook; returns IPython's handle, whose
+    `update` replaces them.
+    """
     import IPython.display
 
     display: Any = IPython.display.display
@@ -87,7 +91,9 @@ def display_in_notebook(bundle: dict[str, str]) -> Any:
 
 
 def in_notebook() -> bool:
-    """Return whether this is the kernel of a notebook, which shows what `IPython.display` displays."""
+    """Return whether this is the kernel of a notebook, which shows what `IPython.display`
+    displays.
+    """
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and getattr(shell, "kernel", None) is not None

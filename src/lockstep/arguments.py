@@ -1,4 +1,6 @@
-"""What an argument must be: each function checks a value, returns it, and raises one kind of error that names it."""
+"""What an argument must be: each function checks a value, returns it, and raises one kind of error
+that names it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ __all__ = [
 T = TypeVar("T")
 
 
-# --- Numbers ----------------------------------------------------------------------------------------------------------
+# --- Numbers
+# --------------------------------------------------------------------------------------------------
 
 
 def whole(
@@ -53,7 +56,8 @@ def whole(
         value: its value.
         least: the smallest valid number; None for no limit.
         most: the largest one; None for no limit.
-        expected: the valid numbers in words, if the limits alone do not say it: "a whole number from 1 to 9, or None".
+        expected: the valid numbers in words, if the limits alone do not say it: "a whole number
+            from 1 to 9, or None".
         hint: what to do about an invalid one, a full sentence.
 
     Raises:
@@ -61,7 +65,9 @@ def whole(
     """
     is_whole = isinstance(value, (int, Integral)) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least) or (most is not None and value > most):
-        raise ConfigError(argument, expected or _in_words("a whole number", least, most=most), value, hint)
+        raise ConfigError(
+            argument, expected or _in_words("a whole number", least, most=most), value, hint
+        )
     return int(value)
 
 
@@ -87,7 +93,8 @@ def number(
         most: the largest valid number; None for no such limit.
         below: what the number must be less than; None for no such limit.
         finite: whether infinity is invalid.
-        expected: the valid numbers in words, if the limits alone do not say it: "a probability from 0 to below 1".
+        expected: the valid numbers in words, if the limits alone do not say it: "a probability from
+            0 to below 1".
         hint: what to do about an invalid one, a full sentence.
 
     Raises:
@@ -104,7 +111,9 @@ def number(
     )
     if not is_valid:
         kind = "a finite number" if finite else "a number"
-        raise ConfigError(argument, expected or _in_words(kind, least, above, most, below), value, hint)
+        raise ConfigError(
+            argument, expected or _in_words(kind, least, above, most, below), value, hint
+        )
     checked: float = value
     return checked
 
@@ -118,13 +127,17 @@ def parse_whole(
     expected: str = "",
     hint: str = "",
 ) -> int:
-    """Return the whole number that a text stands for, such as an option's; arguments and error as those of `whole`."""
+    """Return the whole number that a text stands for, such as an option's; arguments and error as
+    those of `whole`.
+    """
     try:
         if "_" in str(text):  # which Python allows between digits
             raise ValueError(text)
         return whole(argument, int(str(text)), least=least, most=most, expected=expected, hint=hint)
     except ValueError:  # the error shows the text itself
-        raise ConfigError(argument, expected or _in_words("a whole number", least, most=most), text, hint) from None
+        raise ConfigError(
+            argument, expected or _in_words("a whole number", least, most=most), text, hint
+        ) from None
 
 
 def parse_number(
@@ -139,12 +152,24 @@ def parse_number(
     expected: str = "",
     hint: str = "",
 ) -> float:
-    """Return the number that a text stands for, such as an option's; arguments and error as those of `number`."""
+    """Return the number that a text stands for, such as an option's; arguments and error as those
+    of `number`.
+    """
     try:
-        return number(argument, float(str(text)), least=least, above=above, most=most, below=below, finite=finite)
+        return number(
+            argument,
+            float(str(text)),
+            least=least,
+            above=above,
+            most=most,
+            below=below,
+            finite=finite,
+        )
     except ValueError:
         kind = "a finite number" if finite else "a number"
-        raise ConfigError(argument, expected or _in_words(kind, least, above, most, below), text, hint) from None
+        raise ConfigError(
+            argument, expected or _in_words(kind, least, above, most, below), text, hint
+        ) from None
 
 
 def _in_words(
@@ -154,7 +179,9 @@ def _in_words(
     most: float | None = None,
     below: float | None = None,
 ) -> str:
-    """Return the valid numbers of a kind, such as "a number of at least 1", "from 0 to below 1", or "above 0"."""
+    """Return the valid numbers of a kind, such as "a number of at least 1", "from 0 to below 1", or
+    "above 0".
+    """
     if least is not None and most is not None:
         return f"{kind} from {least} to {most}"
     if least is not None and below is not None:
@@ -164,7 +191,8 @@ def _in_words(
     return f"{kind} {' and '.join(given)}" if given else kind
 
 
-# --- Switches, texts and paths ----------------------------------------------------------------------------------------
+# --- Switches, texts and paths
+# ----------------------------------------------------------------------------------------
 
 
 def flag(argument: str, value: T, none: str = "") -> T:
@@ -182,7 +210,9 @@ def flag(argument: str, value: T, none: str = "") -> T:
         return value
     is_numpy = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
     if not (isinstance(value, int) and value in (0, 1)) and not is_numpy:
-        raise ConfigError(argument, "True or False" + (f", or None for {none}" if none else ""), value)
+        raise ConfigError(
+            argument, "True or False" + (f", or None for {none}" if none else ""), value
+        )
     return value
 
 
@@ -200,7 +230,8 @@ def choice(
         value: its value.
         known: the valid texts.
         expected: them in words, in place of the list of all.
-        elsewhere: a text that is valid elsewhere, such as in another library → its name here, for the error.
+        elsewhere: a text that is valid elsewhere, such as in another library → its name here, for
+            the error.
 
     Raises:
         ConfigError: for anything else; it suggests similar ones.
@@ -208,7 +239,9 @@ def choice(
     choices = list(known)
     if not isinstance(value, str) or value not in choices:
         listed = " or ".join(filter(None, (", ".join(choices[:-1]), *choices[-1:])))
-        raise unknown_name(argument, value, choices, expected=expected or listed, elsewhere=elsewhere)
+        raise unknown_name(
+            argument, value, choices, expected=expected or listed, elsewhere=elsewhere
+        )
     return value
 
 
@@ -239,7 +272,11 @@ def texts(argument: str, value: Any, expected: str) -> list[str]:
     Raises:
         ConfigError: for anything else.
     """
-    found = list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [None]
+    found = (
+        list(value)
+        if isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+        else [None]
+    )
     if not all(isinstance(each, str) for each in found):
         raise ConfigError(argument, expected, value)
     return found
@@ -275,16 +312,21 @@ def output_file(argument: str, value: str | os.PathLike[str]) -> Path:
     """
     found = path(argument, value, "a file in an existing folder")
     if not found.absolute().parent.is_dir():
-        raise ConfigError(argument, "a file in an existing folder", str(value), "Make the folder first.")
+        raise ConfigError(
+            argument, "a file in an existing folder", str(value), "Make the folder first."
+        )
     if found.is_dir():
         raise ConfigError(argument, "a file in an existing folder", str(value))
     return found
 
 
-# --- Objects and functions --------------------------------------------------------------------------------------------
+# --- Objects and functions
+# --------------------------------------------------------------------------------------------
 
 
-def instance(argument: str, value: T, kind: type | tuple[type, ...], expected: str, hint: str = "") -> T:
+def instance(
+    argument: str, value: T, kind: type | tuple[type, ...], expected: str, hint: str = ""
+) -> T:
     """Check that a value is an instance of a class, and return it.
 
     Args:
@@ -305,7 +347,13 @@ def instance(argument: str, value: T, kind: type | tuple[type, ...], expected: s
 
 
 def function(
-    argument: str, value: T, expected: str, *, takes: int | None = None, of_class: bool = True, hint: str = ""
+    argument: str,
+    value: T,
+    expected: str,
+    *,
+    takes: int | None = None,
+    of_class: bool = True,
+    hint: str = "",
 ) -> T:
     """Check a function, or another object that can be called, and return it.
 
@@ -313,7 +361,8 @@ def function(
         argument: the argument's name.
         value: its value.
         expected: the function, in words.
-        takes: the number of positional arguments that it is called with; None if that is not checked.
+        takes: the number of positional arguments that it is called with; None if that is not
+            checked.
         of_class: whether a class is valid, which makes an object when it is called.
         hint: what to do about an invalid one, a full sentence.
 
@@ -327,7 +376,8 @@ def function(
     if takes is None:
         return value
     try:
-        # A decorator such as functools.wraps shows the signature of what it calls, perhaps with further arguments.
+        # A decorator such as functools.wraps shows the signature of what it calls, perhaps with
+        # further arguments.
         signature = inspect.signature(value, follow_wrapped=False)
     except (TypeError, ValueError):  # written in C
         return value
@@ -341,10 +391,13 @@ def function(
 
 def _class_error(argument: str, expected: str, value: type) -> ConfigError:
     name = value.__name__
-    return ConfigError(argument, expected, found=f"the class {name}", hint=f"Create an instance: {name}(...).")
+    return ConfigError(
+        argument, expected, found=f"the class {name}", hint=f"Create an instance: {name}(...)."
+    )
 
 
-# --- What else a call needs -------------------------------------------------------------------------------------------
+# --- What else a call needs
+# -------------------------------------------------------------------------------------------
 
 
 def require_package(package: str, needed_by: str, extra: str, module: str = "") -> None:
@@ -364,6 +417,10 @@ def require_package(package: str, needed_by: str, extra: str, module: str = "") 
 
 
 def keyword_names(called: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments of a function, or of a class, that may be given by keyword."""
+    """Return the names of the arguments of a function, or of a class, that may be given by
+    keyword.
+    """
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [each.name for each in inspect.signature(called).parameters.values() if each.kind in kinds]
+    return [
+        each.name for each in inspect.signature(called).parameters.values() if each.kind in kinds
+    ]

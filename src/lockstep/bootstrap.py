@@ -45,8 +45,8 @@ class Rendezvous:
     """How the workers of one job find each other.
 
     Attributes:
-        kind: "address": at MASTER_ADDR and MASTER_PORT; "tcp": at `host` and `port`, where rank 0 is; "local": on this
-            host, at a port that rank 0 publishes in a file; "mpi": over MPI.
+        kind: "address": at MASTER_ADDR and MASTER_PORT; "tcp": at `host` and `port`, where rank 0
+            is; "local": on this host, at a port that rank 0 publishes in a file; "mpi": over MPI.
         job: a text that all workers of this job derive, and no other job's.
         host: an address, for "tcp".
         port: a port, for "tcp".
@@ -61,8 +61,9 @@ class Rendezvous:
 def find_rendezvous(world: World, variables: Mapping[str, str]) -> Rendezvous:
     """Choose the rendezvous from the environment `variables` of a worker at position `world`.
 
-    In this order: MASTER_ADDR and MASTER_PORT; on one host, a port that rank 0 chooses; under srun, the first node of
-    the step, at a port derived from the IDs of job and step; under mpiexec, MPI, if mpi4py is installed.
+    In this order: MASTER_ADDR and MASTER_PORT; on one host, a port that rank 0 chooses; under srun,
+    the first node of the step, at a port derived from the IDs of job and step; under mpiexec, MPI,
+    if mpi4py is installed.
 
     Raises:
         ConfigError: there is no way to rendezvous, or the variables are incomplete.
@@ -73,22 +74,36 @@ def find_rendezvous(world: World, variables: Mapping[str, str]) -> Rendezvous:
     launched_by_torch = world.source in ("torchrun", "lockstep")
     if given or launched_by_torch:
         got = f"{given[0]} alone" if given else "neither"
-        hint = "Start the workers with a launcher, or set both." if launched_by_torch else "Set both, or neither."
+        hint = (
+            "Start the workers with a launcher, or set both."
+            if launched_by_torch
+            else "Set both, or neither."
+        )
         raise ConfigError(
-            "environment", f"MASTER_ADDR and MASTER_PORT besides the rank ({world.source})", found=got, hint=hint
+            "environment",
+            f"MASTER_ADDR and MASTER_PORT besides the rank ({world.source})",
+            found=got,
+            hint=hint,
         )
     if world.local_world_size == world.world_size:
         return Rendezvous("local", _job_key(world, variables))
     if world.source == "slurm":
-        return Rendezvous("tcp", _job_key(world, variables), _first_node(variables), _step_port(variables))
+        return Rendezvous(
+            "tcp", _job_key(world, variables), _first_node(variables), _step_port(variables)
+        )
     if world.source in ("openmpi", "mpich") and importlib.util.find_spec("mpi4py") is not None:
         return Rendezvous("mpi")
-    extra = " or install mpi4py (pip install 'lockstep-train[mpi]')" if world.source != "horovod" else ""
+    extra = (
+        " or install mpi4py (pip install 'lockstep-train[mpi]')"
+        if world.source != "horovod"
+        else ""
+    )
     raise ConfigError(
         "environment",
         f"MASTER_ADDR and MASTER_PORT, as the workers are on several hosts ({world.source})",
         found="neither",
-        hint=f"Set both for all workers (the address of rank 0's host, and a free port there){extra}.",
+        hint="Set both for all workers (the address of rank 0's host, and a free port "
+        f"there){extra}.",
     )
 
 
@@ -106,7 +121,9 @@ def _first_node(variables: Mapping[str, str]) -> str:
     except ValueError:
         hint = "srun sets it. Or set MASTER_ADDR and MASTER_PORT for all workers."
         expected = "a list of nodes such as node[01-03],gpu4"
-        raise ConfigError("environment variable SLURM_STEP_NODELIST", expected, text, hint) from None
+        raise ConfigError(
+            "environment variable SLURM_STEP_NODELIST", expected, text, hint
+        ) from None
 
 
 def _step_port(variables: Mapping[str, str]) -> int:
@@ -115,8 +132,14 @@ def _step_port(variables: Mapping[str, str]) -> int:
     if not (job.isdecimal() and step.isdecimal()):
         hint = "srun sets both. Or set MASTER_ADDR and MASTER_PORT for all workers."
         got = f"{job!r} and {step!r}"
-        raise ConfigError("environment variables SLURM_JOB_ID, SLURM_STEP_ID", "whole numbers", found=got, hint=hint)
-    # 97 steps of one job precede the first of the next; the prime shares no factor with the number of ports
+        raise ConfigError(
+            "environment variables SLURM_JOB_ID, SLURM_STEP_ID",
+            "whole numbers",
+            found=got,
+            hint=hint,
+        )
+    # 97 steps of one job precede the first of the next; the prime shares no factor with the number
+    # of ports
     return _FIRST_PORT + (int(job) * 97 + int(step)) % _PORTS
 
 
@@ -131,8 +154,8 @@ def open_store(
         over_mpi: creates a store over MPI, for workers on several hosts that mpiexec started.
 
     Returns:
-        The store for `init_process_group`; None if a launcher serves it at MASTER_ADDR and MASTER_PORT, which
-        `init_process_group` reads itself.
+        The store for `init_process_group`; None if a launcher serves it at MASTER_ADDR and
+        MASTER_PORT, which `init_process_group` reads itself.
 
     Raises:
         ConfigError: there is no way to rendezvous with these variables.
@@ -150,16 +173,23 @@ def open_store(
         return _tcp_store(rendezvous, world, limit)
     if over_mpi is None:
         raise ConfigError(
-            "environment", "MASTER_ADDR and MASTER_PORT", found="neither", hint="Set both for all workers."
+            "environment",
+            "MASTER_ADDR and MASTER_PORT",
+            found="neither",
+            hint="Set both for all workers.",
         )
     return over_mpi()
 
 
-def _store_at_address(world: World, variables: Mapping[str, str], timeout: timedelta) -> Store | None:
+def _store_at_address(
+    world: World, variables: Mapping[str, str], timeout: timedelta
+) -> Store | None:
     """Open a store as torch's ``env://`` does, except that rank 0 listens only at MASTER_ADDR."""
     address = variables["MASTER_ADDR"]
     port = variables["MASTER_PORT"]
-    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) or not (port.isdecimal() and 0 < int(port) < 1 << 16):
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) or not (
+        port.isdecimal() and 0 < int(port) < 1 << 16
+    ):
         return None  # torch reports what is wrong with the port
     if not world.is_first:
         return TCPStore(address, int(port), timeout=timeout)
@@ -175,7 +205,9 @@ def _store_at_address(world: World, variables: Mapping[str, str], timeout: timed
 def _local_store(job: str, world: World, timeout: timedelta) -> Store:
     # The file only holds the port of rank 0. The last worker to read it removes it.
     name = hashlib.sha256(job.encode()).hexdigest()[:32]
-    path = _new_port_file(name) if world.is_first else _wait_for_port_file(name, world.rank, timeout)
+    path = (
+        _new_port_file(name) if world.is_first else _wait_for_port_file(name, world.rank, timeout)
+    )
     port_store = FileStore(str(path), world.world_size)
     port_store.set_timeout(timeout)
     try:
@@ -183,7 +215,9 @@ def _local_store(job: str, world: World, timeout: timedelta) -> Store:
             store = serve_store(timeout=timeout)
             port_store.set("port", str(store.port))
             return store
-        return TCPStore(LOOPBACK, _read_port(port_store, path, world.rank, timeout), timeout=timeout)
+        return TCPStore(
+            LOOPBACK, _read_port(port_store, path, world.rank, timeout), timeout=timeout
+        )
     finally:
         del port_store
         private_folders.remove_if_random(path.parent)
@@ -199,11 +233,15 @@ def _new_port_file(name: str) -> Path:
     try:
         return private_folders.make_folder(parent, environment.runtime_dir()) / name
     except OSError as error:
-        raise TransportError(f"no private folder can be created in {parent}: {error}. Set TMPDIR.") from error
+        raise TransportError(
+            f"no private folder can be created in {parent}: {error}. Set TMPDIR."
+        ) from error
 
 
 def _wait_for_port_file(name: str, rank: int, timeout: timedelta) -> Path:
-    """Wait for the file with rank 0's port, in any of this user's private folders: rank 0 chooses one of them."""
+    """Wait for the file with rank 0's port, in any of this user's private folders: rank 0 chooses
+    one of them.
+    """
     parent = Path(tempfile.gettempdir())
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
@@ -224,16 +262,23 @@ def _read_port(port_store: Store, path: Path, rank: int, timeout: timedelta) -> 
 
 
 def _timeout_error(rank: int, timeout: timedelta) -> StallError:
-    return StallError(f"rank {rank} waited {timeout.total_seconds():g} s for rank 0 to publish its port", (0,))
+    return StallError(
+        f"rank {rank} waited {timeout.total_seconds():g} s for rank 0 to publish its port", (0,)
+    )
 
 
 def _tcp_store(rendezvous: Rendezvous, world: World, timeout: timedelta) -> Store:
-    hint = "Set MASTER_ADDR and MASTER_PORT for all workers: the address of rank 0's host, and a free port there."
+    hint = (
+        "Set MASTER_ADDR and MASTER_PORT for all workers: the address of rank 0's host, and a "
+        "free port there."
+    )
     try:
         socket.getaddrinfo(rendezvous.host, rendezvous.port)
     except (OSError, UnicodeError) as error:  # UnicodeError: the name is invalid
         where = "environment variable SLURM_STEP_NODELIST"
-        raise ConfigError(where, "names that can be resolved", found=f"{rendezvous.host}: {error}", hint=hint) from None
+        raise ConfigError(
+            where, "names that can be resolved", found=f"{rendezvous.host}: {error}", hint=hint
+        ) from None
     try:
         if world.is_first:
             store = serve_store(rendezvous.host, rendezvous.port, timeout, several_hosts=True)
@@ -241,6 +286,7 @@ def _tcp_store(rendezvous: Rendezvous, world: World, timeout: timedelta) -> Stor
             store = TCPStore(rendezvous.host, rendezvous.port, timeout=timeout)
     except (OSError, RuntimeError) as error:
         raise TransportError(
-            f"rank {world.rank} cannot rendezvous at {rendezvous.host}:{rendezvous.port}: {error}. {hint}"
+            f"rank {world.rank} cannot rendezvous at {rendezvous.host}:{rendezvous.port}: "
+            f"{error}. {hint}"
         ) from error
     return PrefixStore(rendezvous.job, store)

@@ -1,4 +1,6 @@
-"""The callbacks of a training run, under the name by which users import them; they are in `lockstep.training`."""
+"""The callbacks of a training run, under the name by which users import them; they are in
+`lockstep.training`.
+"""
 
 from __future__ import annotations
 

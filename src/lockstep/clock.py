@@ -10,7 +10,9 @@ __all__ = ["dilation", "monotonic"]
 
 
 def dilation() -> float:
-    """Return how many times slower than real time this job's emulated network is; 1.0 without one."""
+    """Return how many times slower than real time this job's emulated network is; 1.0 without
+    one.
+    """
     found = environment.emulated_network()
     if found is None:
         return 1.0
@@ -22,7 +24,7 @@ def dilation() -> float:
 def monotonic() -> float:
     """Return `time.monotonic()` in the time of the emulated network: divided by the dilation.
 
-    Differences of two values are what a cluster with a core per worker would take (Gupta et al., "To Infinity and
-    Beyond: Time-Warped Network Emulation", NSDI 2006).
+    Differences of two values are what a cluster with a core per worker would take (Gupta et al.,
+    "To Infinity and Beyond: Time-Warped Network Emulation", NSDI 2006).
     """
     return time.monotonic() / dilation()

@@ -1,8 +1,10 @@
-"""Devices beside the CPU: which there are, their streams and events, memory, random numbers and backends.
+"""Devices beside the CPU: which there are, their streams and events, memory, random numbers and
+backends.
 
-Torch has a module for each type of accelerator, such as `torch.cuda`, `torch.xpu` or that of a package for another one,
-and they have the same functions. What a module does not have is done without: a device without streams computes as it
-is told to, one without page-locked memory is copied to in the usual way. What CUDA or MPS alone has is named here.
+Torch has a module for each type of accelerator, such as `torch.cuda`, `torch.xpu` or that of a
+package for another one, and they have the same functions. What a module does not have is done
+without: a device without streams computes as it is told to, one without page-locked memory is
+copied to in the usual way. What CUDA or MPS alone has is named here.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ __all__ = [
 ]
 
 CUBLAS_WORKSPACE = ":4096:8"
-"""The value of CUBLAS_WORKSPACE_CONFIG with which cuBLAS sums in a fixed order: a workspace of fixed size."""
+"""The value of CUBLAS_WORKSPACE_CONFIG with which cuBLAS sums in a fixed order: a workspace of
+fixed size.
+"""
 
 _HOST = ("cpu", "meta")
 
@@ -59,17 +63,22 @@ def _module_of(kind: str) -> Any:
     return torch.get_device_module(kind)
 
 
-# --- Which there are --------------------------------------------------------------------------------------------------
+# --- Which there are
+# --------------------------------------------------------------------------------------------------
 
 
 def accelerator() -> str | None:
-    """Return the type of the accelerator that torch can use on this host, such as "cuda"; None without one."""
+    """Return the type of the accelerator that torch can use on this host, such as "cuda"; None
+    without one.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
 def known_names() -> list[str]:
-    """Return the types of accelerators that torch knows in this process: its own, and that of a package, if any."""
+    """Return the types of accelerators that torch knows in this process: its own, and that of a
+    package, if any.
+    """
     of_package = torch._C._get_privateuse1_backend_name()
     return ["cuda", "mps", "xpu", *([] if of_package == "privateuseone" else [of_package])]
 
@@ -103,7 +112,9 @@ def current(kind: str) -> torch.device:
 
 def name_of(device: torch.device) -> str:
     """Return what its maker calls the device, where torch knows it; else its type."""
-    name = None if device.type in _HOST else getattr(_module_of(device.type), "get_device_name", None)
+    name = (
+        None if device.type in _HOST else getattr(_module_of(device.type), "get_device_name", None)
+    )
     return device.type if name is None else str(name(device))
 
 
@@ -115,7 +126,9 @@ def uuid_of(device: torch.device) -> str | None:
 
 
 def versions_of(device: torch.device) -> dict[str, Any]:
-    """Return what the bits of results on an accelerator depend on besides torch: its model, and its libraries."""
+    """Return what the bits of results on an accelerator depend on besides torch: its model, and its
+    libraries.
+    """
     if device.type != "cuda":
         return {"device name": name_of(device)}
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -123,7 +136,9 @@ def versions_of(device: torch.device) -> dict[str, Any]:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Return whether the device computes in float64, as all do but those of Apple and some of Intel's."""
+    """Return whether the device computes in float64, as all do but those of Apple and some of
+    Intel's.
+    """
     if device.type == "xpu":
         return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", True))
     return device.type != "mps"
@@ -131,17 +146,24 @@ def has_float64(device: torch.device) -> bool:
 
 def supports_bf16(device: torch.device) -> bool:
     """Return whether the device computes in bfloat16; True where torch does not say so."""
-    supported = None if device.type in _HOST else getattr(_module_of(device.type), "is_bf16_supported", None)
+    supported = (
+        None
+        if device.type in _HOST
+        else getattr(_module_of(device.type), "is_bf16_supported", None)
+    )
     return True if supported is None else bool(supported())
 
 
-# The types between which torch moves the values of a parameter; to others, `nn.Module.to` makes new parameters.
+# The types between which torch moves the values of a parameter; to others, `nn.Module.to` makes new
+# parameters.
 _SAME_PARAMETERS = ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
 
 
 @contextmanager
 def in_which_parameters_stay(device: torch.device) -> Iterator[None]:
-    """Within a `with` block, modules that are moved to the device keep their parameters: an optimizer has them."""
+    """Within a `with` block, modules that are moved to the device keep their parameters: an
+    optimizer has them.
+    """
     if device.type in _SAME_PARAMETERS:
         yield
         return
@@ -153,7 +175,8 @@ def in_which_parameters_stay(device: torch.device) -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-# --- Streams, events and copies ---------------------------------------------------------------------------------------
+# --- Streams, events and copies
+# ---------------------------------------------------------------------------------------
 
 
 @cache
@@ -163,7 +186,9 @@ def _has_streams(kind: str) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether work is queued on the device, in streams, between which events order it. MPS has none."""
+    """Return whether work is queued on the device, in streams, between which events order it. MPS
+    has none.
+    """
     return _has_streams(device.type)
 
 
@@ -186,7 +211,9 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def copies_in_background(device: torch.device) -> bool:
-    """Return whether copies between the device and the host run while the host and the device go on."""
+    """Return whether copies between the device and the host run while the host and the device go
+    on.
+    """
     return has_streams(device) and pins_memory(device)
 
 
@@ -229,7 +256,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def synchronize_used() -> None:
-    """Wait for the accelerators that this process has used; a call to another would initialise it, at some 0.5 GB."""
+    """Wait for the accelerators that this process has used; a call to another would initialise it,
+    at some 0.5 GB.
+    """
     kind = accelerator()
     if kind is None:
         return
@@ -242,11 +271,14 @@ def synchronize_used() -> None:
             module.synchronize(*(() if kind == "mps" else (index,)))
 
 
-# --- Memory -----------------------------------------------------------------------------------------------------------
+# --- Memory
+# --------------------------------------------------------------------------------------------------
 
 
 class Memory(NamedTuple):
-    """The memory of a device, in bytes: what this process has of it, what is free, and all of it."""
+    """The memory of a device, in bytes: what this process has of it, what is free, and all of
+    it.
+    """
 
     own: int
     free: int
@@ -254,13 +286,17 @@ class Memory(NamedTuple):
 
 
 def _memory_function(device: torch.device, name: str, of_accelerator: str) -> Any:
-    """Return the function of the device's module, or else the one of `torch.accelerator`, which newer versions have."""
+    """Return the function of the device's module, or else the one of `torch.accelerator`, which
+    newer versions have.
+    """
     found = None if device.type in _HOST else getattr(_module_of(device.type), name, None)
     return getattr(torch.accelerator, of_accelerator, None) if found is None else found
 
 
 def memory_of(device: torch.device) -> Memory | None:
-    """Return the memory of a device; None for the CPU, where torch does not know it, and for one that has failed."""
+    """Return the memory of a device; None for the CPU, where torch does not know it, and for one
+    that has failed.
+    """
     available = _memory_function(device, "mem_get_info", "get_memory_info")
     reserved = _memory_function(device, "memory_reserved", "memory_reserved")
     if device.type in _HOST or available is None or reserved is None:
@@ -273,7 +309,9 @@ def memory_of(device: torch.device) -> Memory | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes that tensors had in use since `reset_peak_memory`; None where torch does not know it."""
+    """Return the most bytes that tensors had in use since `reset_peak_memory`; None where torch
+    does not know it.
+    """
     found = _memory_function(device, "max_memory_allocated", "max_memory_allocated")
     try:
         return None if device.type in _HOST or found is None else int(found(device))
@@ -287,11 +325,14 @@ def reset_peak_memory(device: torch.device) -> None:
         _memory_function(device, "reset_peak_memory_stats", "reset_peak_memory_stats")(device)
 
 
-# --- Random numbers ---------------------------------------------------------------------------------------------------
+# --- Random numbers
+# --------------------------------------------------------------------------------------------------
 
 
 def generator_of(device: torch.device) -> torch.Generator | None:
-    """Return the global generator of an accelerator; None for the CPU, and where torch shows none."""
+    """Return the global generator of an accelerator; None for the CPU, and where torch shows
+    none.
+    """
     if device.type in _HOST:
         return None
     if device.type == "mps":
@@ -314,13 +355,16 @@ def seed(device: torch.device, key: int) -> None:
     module.default_generators[device.index].manual_seed(key)
 
 
-# --- Communication ----------------------------------------------------------------------------------------------------
+# --- Communication
+# --------------------------------------------------------------------------------------------------
 
 
 def backend_of(device: torch.device) -> str | None:
-    """Return the backend of torch.distributed that is registered for tensors on the device; None without one.
+    """Return the backend of torch.distributed that is registered for tensors on the device; None
+    without one.
 
-    None for the CPU, whose backend is chosen, and for MPS: torch names Gloo there, which carries no such tensors.
+    None for the CPU, whose backend is chosen, and for MPS: torch names Gloo there, which carries no
+    such tensors.
     """
     if device.type in (*_HOST, "mps"):
         return None
@@ -328,7 +372,8 @@ def backend_of(device: torch.device) -> str | None:
 
 
 def bound_to(device: torch.device, backends: str) -> torch.device | None:
-    """Return the device to which a process group is bound, so that NCCL forms its communicators at once.
+    """Return the device to which a process group is bound, so that NCCL forms its communicators at
+    once.
 
     Args:
         device: of this worker.

@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 OUTPUT_FAILED = 74
-"""The exit code for files that cannot be written, such as on a full disk: EX_IOERR of sysexits.h."""
+"""The exit code for files that cannot be written, such as on a full disk: EX_IOERR of sysexits.h.
+"""
 
 
 class LockstepError(Exception):
@@ -43,8 +44,10 @@ class LockstepError(Exception):
         report_json: the watchdog's report on all ranks; "" if there is none.
         report_path: the file to which the report has been written; "" if it has not been.
         report_text: the report as text, for errors whose message is not the report.
-        call_site: where the user's program was when a worker raised it, e.g. ``train.py:31 in main``; "" elsewhere.
-        checkpoint: path of the newest checkpoint of the job that ended with it; None if it saved none, or in a worker.
+        call_site: where the user's program was when a worker raised it, e.g. ``train.py:31 in
+            main``; "" elsewhere.
+        checkpoint: path of the newest checkpoint of the job that ended with it; None if it saved
+            none, or in a worker.
     """
 
     exit_code: int = 1
@@ -56,7 +59,9 @@ class LockstepError(Exception):
 
     @property
     def run_dir(self) -> str | None:
-        """The run directory of the checkpoint, which is RUN/checkpoints/step-…; None without one."""
+        """The run directory of the checkpoint, which is RUN/checkpoints/step-…; None without
+        one.
+        """
         return None if self.checkpoint is None else str(Path(self.checkpoint).parent.parent)
 
 
@@ -64,18 +69,20 @@ class ConfigError(LockstepError, ValueError):
     """An option or argument has an invalid value.
 
     Args:
-        argument: the argument's name in Python, e.g. ``"global_batch_size"``; the command line shows it as
-            ``--global-batch-size``.
+        argument: the argument's name in Python, e.g. ``"global_batch_size"``; the command line
+            shows it as ``--global-batch-size``.
         expected: the valid values, e.g. ``"a whole number of at least 1"``.
         got: the invalid value; the message shows its `repr`.
         hint: what to do about it, a full sentence.
-        found: a description of the invalid value if it is not a single object: ``"both"``, ``"a folder without one"``.
-            The message shows it unquoted, in place of `got`.
+        found: a description of the invalid value if it is not a single object: ``"both"``, ``"a
+            folder without one"``. The message shows it unquoted, in place of `got`.
     """
 
     exit_code = 2
 
-    def __init__(self, argument: str, expected: str, got: object = None, hint: str = "", *, found: str = "") -> None:
+    def __init__(
+        self, argument: str, expected: str, got: object = None, hint: str = "", *, found: str = ""
+    ) -> None:
         self.argument = argument
         self.expected = expected
         self.got = got
@@ -99,7 +106,8 @@ class MissingPackageError(ConfigError):
     """A package that only a part of Lockstep needs is not installed.
 
     Args:
-        needed_by: what needs it: an argument, as for `ConfigError`, or a call such as ``"Curve()"``.
+        needed_by: what needs it: an argument, as for `ConfigError`, or a call such as
+            ``"Curve()"``.
         package: the name of the package on an index.
         extra: the extra of Lockstep that installs it.
     """
@@ -108,7 +116,9 @@ class MissingPackageError(ConfigError):
         self.package = package
         self.extra = extra
         hint = f"pip install 'lockstep-train[{extra}]'"
-        super().__init__(needed_by, f"the package {package}", hint=hint, found="an environment without it")
+        super().__init__(
+            needed_by, f"the package {package}", hint=hint, found="an environment without it"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.argument, self.package, self.extra)
@@ -239,15 +249,19 @@ class WorkerError(LockstepError):
         worker_traceback: its traceback as text; "" if there is none.
         host: its host; "" if the job has only one.
         others: what happened to the other ranks; "" if that adds nothing.
-        time: the time of the failure on the clock of its host, in nanoseconds since the epoch; 0 if unknown.
-        in_collective: whether it was raised during communication, as it is if another rank has left.
+        time: the time of the failure on the clock of its host, in nanoseconds since the epoch; 0 if
+            unknown.
+        in_collective: whether it was raised during communication, as it is if another rank has
+            left.
     """
 
     host = others = ""
     time = 0
     in_collective = False
 
-    def __init__(self, rank: int, kind: str, reason: str, worker_traceback: str = "", exit_code: int = 1) -> None:
+    def __init__(
+        self, rank: int, kind: str, reason: str, worker_traceback: str = "", exit_code: int = 1
+    ) -> None:
         super().__init__(rank, kind, reason, worker_traceback, exit_code)
         self.rank = rank
         self.kind = kind
@@ -256,7 +270,9 @@ class WorkerError(LockstepError):
         self.exit_code = exit_code
 
     def __str__(self) -> str:
-        head = f"rank {self.rank}{f' on {self.host}' if self.host else ''}: {self.kind}: {self.reason}"
+        head = (
+            f"rank {self.rank}{f' on {self.host}' if self.host else ''}: {self.kind}: {self.reason}"
+        )
         head += f"\n({self.others})" if self.others else ""
         more = self.worker_traceback.rstrip() or self.report_text
         return f"{head}\n\n{more}" if more else head
@@ -300,13 +316,16 @@ def unknown_name(
     return ConfigError(argument, expected, name, hint)
 
 
-def unexpected_argument(function: str, name: str, instead: str | None, known: Iterable[str]) -> TypeError:
+def unexpected_argument(
+    function: str, name: str, instead: str | None, known: Iterable[str]
+) -> TypeError:
     """Return the error for a keyword argument that a function does not have, in Python's words.
 
     Args:
         function: the name of the function.
         name: the name of the argument.
-        instead: what to do instead, a clause; when None, a similar name is suggested, if there is one.
+        instead: what to do instead, a clause; when None, a similar name is suggested, if there is
+            one.
         known: the names of its arguments.
     """
     near = [] if instead else difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)

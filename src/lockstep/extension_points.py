@@ -1,4 +1,6 @@
-"""The places where an extension adds to the core: the core knows it by name, and imports it when it is needed."""
+"""The places where an extension adds to the core: the core knows it by name, and imports it when it
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ EXTENSION_POINTS = Registry(
     "extension point",
     {
         # () -> None: in each worker of a job with an emulated network, before its program
-        "start of a worker on an emulated network": "lockstep.emulation.delayed_groups:install_from_environment",
+        "start of a worker on an emulated network": (
+            "lockstep.emulation.delayed_groups:install_from_environment"
+        ),
         # (folder, network) -> str: in the launcher of such a job, after it; the text is shown
         "summary of an emulated network": "lockstep.emulation.link_clock:emulation_summary",
     },

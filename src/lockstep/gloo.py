@@ -1,4 +1,6 @@
-"""Ends waits inside Gloo, which has no call for that: its `abort` does nothing, and a signal does not interrupt it."""
+"""Ends waits inside Gloo, which has no call for that: its `abort` does nothing, and a signal does
+not interrupt it.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined,misc,assignment"
@@ -23,7 +25,8 @@ from .system.heartbeat import keep_alive, retransmit_often
 __all__ = ["SocketTracker", "abort_gloo", "interruptible_gloo", "keep_until_ended"]
 
 
-# --- Operations of a group --------------------------------------------------------------------------------------------
+# --- Operations of a group
+# --------------------------------------------------------------------------------------------
 
 _LIMIT = timedelta(milliseconds=1)
 _END_S = 0.02  # in which aborted operations have ended, if they ever do
@@ -31,28 +34,34 @@ _TAG = 1 << 30  # of no message that a program would send
 
 
 def abort_gloo(group: Any) -> None:
-    """End all operations of a group's Gloo backend with an error, and those of other ranks that need this rank.
+    """End all operations of a group's Gloo backend with an error, and those of other ranks that
+    need this rank.
 
-    The group is of no use afterwards. Its destructor waits for the operations, see `keep_until_ended`.
+    The group is of no use afterwards. Its destructor waits for the operations, see
+    `keep_until_ended`.
 
-    Gloo closes all connections of a group when a receive has taken longer than its limit, so that one is begun here
-    for a message that nobody sends (gloo/transport/tcp/unbound_buffer.cc, ``waitRecv``).
+    Gloo closes all connections of a group when a receive has taken longer than its limit, so that
+    one is begun here for a message that nobody sends (gloo/transport/tcp/unbound_buffer.cc,
+    ``waitRecv``).
 
     Args:
         group: a process group of c10d; nothing is done to its other backends.
     """
     for backend in _gloo_backends(group):
-        for tag in range(_TAG, _TAG + len(backend.options._devices)):  # each has connections of its own
+        for tag in range(
+            _TAG, _TAG + len(backend.options._devices)
+        ):  # each has connections of its own
             for peer in range(backend.size()):
                 if peer != backend.rank() and _times_out(backend, peer, tag):
                     break
 
 
 def keep_until_ended(groups: Iterable[Any], works: Iterable[Any]) -> None:
-    """Keep groups that have been aborted until their works have ended, so that no thread waits in their destructors.
+    """Keep groups that have been aborted until their works have ended, so that no thread waits in
+    their destructors.
 
-    Gloo does not end a send of which the kernel has taken a part when the connection is lost (``signalException`` in
-    gloo/transport/tcp/pair.cc): that ends when its time limit is over.
+    Gloo does not end a send of which the kernel has taken a part when the connection is lost
+    (``signalException`` in gloo/transport/tcp/pair.cc): that ends when its time limit is over.
 
     Args:
         groups: process groups of c10d.
@@ -65,7 +74,9 @@ def keep_until_ended(groups: Iterable[Any], works: Iterable[Any]) -> None:
         unfinished = [work for work in unfinished if not work.is_completed()]
     if unfinished:
         kept = [backend for group in groups for backend in _gloo_backends(group)]
-        threading.Thread(target=_wait_for, args=(unfinished, kept), name="lockstep group's end", daemon=True).start()
+        threading.Thread(
+            target=_wait_for, args=(unfinished, kept), name="lockstep group's end", daemon=True
+        ).start()
 
 
 def _wait_for(works: list[Any], kept: list[Any]) -> None:
@@ -82,13 +93,17 @@ def _gloo_backends(group: Any) -> list[Any]:
         for device in group._device_types:
             backend = group._get_backend(device)
             backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-            if type(backend).__name__ == "ProcessGroupGloo":  # also where torch was built without it
+            if (
+                type(backend).__name__ == "ProcessGroupGloo"
+            ):  # also where torch was built without it
                 found.append(backend)
     return found
 
 
 def _times_out(backend: Any, peer: int, tag: int) -> bool:
-    """Receive from `peer` until the limit; False if that connection was closed before, and the others may not be."""
+    """Receive from `peer` until the limit; False if that connection was closed before, and the
+    others may not be.
+    """
     try:
         work = backend.recv([torch.empty(1)], peer, tag)
     except RuntimeError:
@@ -98,14 +113,17 @@ def _times_out(backend: Any, peer: int, tag: int) -> bool:
     return True
 
 
-# --- Connections ------------------------------------------------------------------------------------------------------
+# --- Connections
+# --------------------------------------------------------------------------------------------------
 
 
 class SocketTracker:
     """The sockets that were opened while process groups were made."""
 
     def __init__(self) -> None:
-        self._found: dict[int, int] = {}  # descriptor: inode, as the descriptor may have been reused since
+        self._found: dict[
+            int, int
+        ] = {}  # descriptor: inode, as the descriptor may have been reused since
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
@@ -114,7 +132,9 @@ class SocketTracker:
         try:
             yield
         finally:
-            self._found |= {fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode}
+            self._found |= {
+                fd: inode for fd, inode in _open_sockets().items() if before.get(fd) != inode
+            }
 
     def keep_alive(self, limit_s: float) -> None:
         """Let the kernel close them when the other side has not responded for `limit_s` seconds."""
@@ -127,7 +147,10 @@ class SocketTracker:
         """Let them not wait for long after a network that was cut is whole again."""
         for descriptor in self._found:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                if (
+                    copy.family in (socket.AF_INET, socket.AF_INET6)
+                    and copy.type == socket.SOCK_STREAM
+                ):
                     retransmit_often(copy)
 
     def shutdown(self) -> None:
@@ -136,7 +159,9 @@ class SocketTracker:
         for descriptor, inode in self._found.items():
             if now.get(descriptor) == inode:
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
-                    if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # without its listener Gloo aborts
+                    if not copy.getsockopt(
+                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                    ):  # without its listener Gloo aborts
                         copy.shutdown(socket.SHUT_RDWR)
 
 
@@ -159,7 +184,8 @@ _CHECK_S = 0.005
 
 @contextmanager
 def interruptible_gloo(check: Callable[[], None]) -> Iterator[None]:
-    """Let Gloo connect the ranks in a thread during the body, which goes on without it when `check` raises.
+    """Let Gloo connect the ranks in a thread during the body, which goes on without it when `check`
+    raises.
 
     Gloo's constructor waits for all of them in C++, and nothing but its time limit ends that.
 

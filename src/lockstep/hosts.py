@@ -68,14 +68,17 @@ def read_hostfile(path: Path) -> list[Host]:
         return parse_hostfile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError("hostfile", "a text file that can be read", found=f"{path}: {reason}") from None
+        raise ConfigError(
+            "hostfile", "a text file that can be read", found=f"{path}: {reason}"
+        ) from None
 
 
 def parse_hostfile(text: str, source: str = "hostfile") -> list[Host]:
     """Parse the text of a host file, in the format of Open MPI, MPICH and Horovod.
 
-    A line is ``host``, ``host slots=4`` or ``host:4``, each optionally with ``user@``. Empty lines and text after a #
-    are ignored, and so is ``max_slots=``: no host gets more workers than it has slots.
+    A line is ``host``, ``host slots=4`` or ``host:4``, each optionally with ``user@``. Empty lines
+    and text after a # are ignored, and so is ``max_slots=``: no host gets more workers than it has
+    slots.
 
     Args:
         text: the file's lines.
@@ -85,7 +88,9 @@ def parse_hostfile(text: str, source: str = "hostfile") -> list[Host]:
         ConfigError: a line is invalid, a host is named twice, or there is no host.
     """
     lines = [line.partition("#")[0].split() for line in text.splitlines()]
-    numbered = ((f"{source}, line {number}", fields) for number, fields in enumerate(lines, 1) if fields)
+    numbered = (
+        (f"{source}, line {number}", fields) for number, fields in enumerate(lines, 1) if fields
+    )
     return _check_hosts(((where, _parse_line(fields, where)) for where, fields in numbered), source)
 
 
@@ -109,7 +114,9 @@ def _parse_entry(text: str, where: str) -> Host:
 
 
 def _parse_slots(text: str, where: str) -> int:
-    return arguments.parse_whole(where, text, least=1, most=999_999, expected="a number of slots, at least 1")
+    return arguments.parse_whole(
+        where, text, least=1, most=999_999, expected="a number of slots, at least 1"
+    )
 
 
 def _is_ipv6(text: str) -> bool:

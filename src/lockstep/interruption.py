@@ -1,4 +1,6 @@
-"""Collects the signals that end a program, and ends one whose interrupted run is not handled with one line."""
+"""Collects the signals that end a program, and ends one whose interrupted run is not handled with
+one line.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,20 @@ __all__ = [
 ]
 
 LAUNCHER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""The signals by which users, terminals and schedulers end a launcher. The last two stand for SIGTERM: a terminal that
-is closed, and Ctrl-\\."""
+"""The signals by which users, terminals and schedulers end a launcher. The last two stand for
+SIGTERM: a terminal that is closed, and Ctrl-\\."""
 
-_SAME_REQUEST_S = 5.0  # more than srun takes, and less than people wait before they send another one
+_SAME_REQUEST_S = (
+    5.0  # more than srun takes, and less than people wait before they send another one
+)
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def install() -> None:
-    """Replace `sys.excepthook` by one that prints a line for an `InterruptedRunError`, and exits with its code."""
+    """Replace `sys.excepthook` by one that prints a line for an `InterruptedRunError`, and exits
+    with its code.
+    """
     if not isinstance(sys.excepthook, _ExceptHook):
         sys.excepthook = _ExceptHook(sys.excepthook)
 
@@ -53,14 +59,18 @@ class _ExceptHook:
     def __init__(self, previous: Hook) -> None:
         self._previous = previous
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if not isinstance(error, InterruptedRunError) or environment.debugging():
             self._previous(kind, error, trace)
             return
         if environment.find_world().is_first:
             program = Path(sys.argv[0])
             is_script = program.is_file()  # not so with python -c
-            command = shlex.join(sys.orig_argv) if is_script and not environment.is_launched() else ""
+            command = (
+                shlex.join(sys.orig_argv) if is_script and not environment.is_launched() else ""
+            )
             name = program.name if is_script else "python"
             print(f"{name}: {error.message}{resume_hint(error, command)}", file=sys.stderr)
         raise SystemExit(error.exit_code)
@@ -84,8 +94,9 @@ def resume_hint(error: LockstepError, command: str = "") -> str:
 class Requests:
     """Tells a signal that asks for something new from one that repeats a request to end.
 
-    Slurm sends SIGTERM to every process of a step, and srun to its tasks as well: they get it twice, at one request.
-    Of a closed terminal a program may hear from the kernel, and from its shell.
+    Slurm sends SIGTERM to every process of a step, and srun to its tasks as well: they get it
+    twice, at one request. Of a closed terminal a program may hear from the kernel, and from its
+    shell.
     """
 
     def __init__(self) -> None:
@@ -119,10 +130,12 @@ def leave_closed_terminal() -> None:
 
 @contextmanager
 def collect_signals(received: list[int]) -> Iterator[None]:
-    """Append SIGINT and SIGTERM to `received` during the body; the previous handlers are restored after it.
+    """Append SIGINT and SIGTERM to `received` during the body; the previous handlers are restored
+    after it.
 
-    SIGHUP and SIGQUIT are appended as SIGTERM. A repeated one counts once, see `Requests`. Ignored signals stay ignored
-    (SIGHUP under nohup). Outside the main thread, where Python handles no signals, the list stays empty.
+    SIGHUP and SIGQUIT are appended as SIGTERM. A repeated one counts once, see `Requests`. Ignored
+    signals stay ignored (SIGHUP under nohup). Outside the main thread, where Python handles no
+    signals, the list stays empty.
     """
     requests = Requests()
 
@@ -146,9 +159,11 @@ def collect_signals(received: list[int]) -> Iterator[None]:
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Hold back the signals of `collect_signals` until the end of the body, which imports large packages.
+    """Hold back the signals of `collect_signals` until the end of the body, which imports large
+    packages.
 
-    Some of their modules catch every exception while they are imported: a KeyboardInterrupt would be lost there.
+    Some of their modules catch every exception while they are imported: a KeyboardInterrupt would
+    be lost there.
     """
     received: list[int] = []
     with collect_signals(received):

@@ -1,4 +1,6 @@
-"""Bitwise reproducibility at any number of workers: shards, ordered sums, keyed randomness and determinism settings."""
+"""Bitwise reproducibility at any number of workers: shards, ordered sums, keyed randomness and
+determinism settings.
+"""
 
 from __future__ import annotations
 

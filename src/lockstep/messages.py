@@ -21,7 +21,9 @@ List = Annotated[tuple[Member, ...], msgspec.Meta(max_length=10_000)]
 
 
 class Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One of several kinds of messages that come over the same connection: the name of its kind, and its fields."""
+    """One of several kinds of messages that come over the same connection: the name of its kind,
+    and its fields.
+    """
 
 
 def encode(message: object) -> str:
@@ -56,7 +58,9 @@ _LOCK = threading.Lock()
 def convert(value: object, kind: type[T]) -> T:
     """As `decode`, of JSON that has been parsed."""
     if kind not in _ANALYSED:
-        with _LOCK:  # msgspec 0.22 crashes if two threads analyse the fields of a struct at the same time
+        with (
+            _LOCK
+        ):  # msgspec 0.22 crashes if two threads analyse the fields of a struct at the same time
             msgspec.json.Decoder(kind)
             _ANALYSED.add(kind)
     return msgspec.convert(value, kind, str_keys=True)

@@ -1,4 +1,5 @@
-"""Networks as users describe them: a link's bandwidth and latency, networks by name, and hosts of an emulated one.
+"""Networks as users describe them: a link's bandwidth and latency, networks by name, and hosts of
+an emulated one.
 
 Experimental: may change in any release.
 """
@@ -13,20 +14,32 @@ from dataclasses import dataclass, replace
 from . import arguments
 from .errors import ConfigError
 
-__all__ = ["AUTO_DILATION", "LINK_FORM", "NETWORK_FORM", "PRESETS", "Cut", "Link", "Preset", "VirtualNetwork"]
+__all__ = [
+    "AUTO_DILATION",
+    "LINK_FORM",
+    "NETWORK_FORM",
+    "PRESETS",
+    "Cut",
+    "Link",
+    "Preset",
+    "VirtualNetwork",
+]
 __all__ += ["parse_link", "parse_network"]
 
 
-# --- Links ------------------------------------------------------------------------------------------------------------
+# --- Links
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between two hosts, alike in both directions, which do not disturb each other (full duplex).
+    """A link between two hosts, alike in both directions, which do not disturb each other (full
+    duplex).
 
     Attributes:
         bandwidth: bytes per second in each direction, of what programs send (goodput).
-        latency: seconds from the moment in which a program sends a byte to the one in which the other has it.
+        latency: seconds from the moment in which a program sends a byte to the one in which the
+            other has it.
     """
 
     bandwidth: float
@@ -35,7 +48,9 @@ class Link:
     def __post_init__(self) -> None:
         expected = "a number of bytes per second above 0"
         arguments.number("bandwidth", self.bandwidth, above=0, finite=True, expected=expected)
-        arguments.number("latency", self.latency, least=0, finite=True, expected="a number of seconds, 0 or more")
+        arguments.number(
+            "latency", self.latency, least=0, finite=True, expected="a number of seconds, 0 or more"
+        )
 
     def seconds(self, size: float) -> float:
         """Return how long a message of `size` bytes takes on an idle link."""
@@ -47,7 +62,9 @@ class Link:
 
     def __str__(self) -> str:
         bits = 8 * self.bandwidth
-        unit, name = next((each for each in ((1e9, "Gbit"), (1e6, "Mbit")) if bits >= each[0]), (1e3, "kbit"))
+        unit, name = next(
+            (each for each in ((1e9, "Gbit"), (1e6, "Mbit")) if bits >= each[0]), (1e3, "kbit")
+        )
         return f"{bits / unit:.4g}{name},{1e6 * self.latency:.4g}us"
 
 
@@ -65,17 +82,24 @@ class Preset:
 
 
 _FRAMES = 1448 / 1538
-"""Payload of TCP in a full Ethernet frame of 1,500 bytes, to what occupies the wire: preamble, header, checksum, gap
-(IEEE 802.3), and the headers of IPv4 and of TCP with time stamps (RFC 791, RFC 9293, RFC 7323)."""
+"""Payload of TCP in a full Ethernet frame of 1,500 bytes, to what occupies the wire: preamble,
+header, checksum, gap (IEEE 802.3), and the headers of IPv4 and of TCP with time stamps (RFC 791,
+RFC 9293, RFC 7323)."""
 
 
 def _ethernet(gigabits: float, microseconds: float, latency_source: str) -> Preset:
-    source = f"{gigabits:g} Gbit/s (IEEE 802.3), of which TCP's payload is 94.1 %; latency assumed: {latency_source}"
+    source = (
+        f"{gigabits:g} Gbit/s (IEEE 802.3), of which TCP's payload is 94.1 %; latency assumed: "
+        f"{latency_source}"
+    )
     return Preset(Link(gigabits * 1e9 / 8 * _FRAMES, microseconds * 1e-6), source)
 
 
 def _infiniband(gigabits: float, microseconds: float) -> Preset:
-    source = f"{gigabits:g} Gbit/s of data over 4 lanes (InfiniBand Trade Association); latency assumed: RDMA"
+    source = (
+        f"{gigabits:g} Gbit/s of data over 4 lanes (InfiniBand Trade Association); latency "
+        "assumed: RDMA"
+    )
     return Preset(Link(gigabits * 1e9 / 8, microseconds * 1e-6), source)
 
 
@@ -89,21 +113,34 @@ PRESETS = {
     "infiniband-ndr": _infiniband(400, 3),
     "internet": Preset(Link(12.5e6, 20e-3), "100 Mbit/s, 20 ms: assumed, two sites of one country"),
 }
-"""Networks by name. Bandwidths are those of standards; latencies are assumptions: measure with `lockstep bench`."""
+"""Networks by name. Bandwidths are those of standards; latencies are assumptions: measure with
+`lockstep bench`.
+"""
 
 LINK_FORM = "a bandwidth and a latency such as 25Gbit,50us, or one of " + ", ".join(PRESETS)
 
-_QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*(?P<unit>[a-zµμ/]*)", re.IGNORECASE)
+_QUANTITY = re.compile(
+    r"(?P<number>\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*(?P<unit>[a-zµμ/]*)", re.IGNORECASE
+)
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
-_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "mbps": 1e6, "gbps": 1e9, "kbps": 1e3}
+_BITS = {
+    "bit": 1.0,
+    "kbit": 1e3,
+    "mbit": 1e6,
+    "gbit": 1e9,
+    "tbit": 1e12,
+    "mbps": 1e6,
+    "gbps": 1e9,
+    "kbps": 1e3,
+}
 _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 
 
 def parse_link(text: str, argument: str = "network") -> Link:
     """Return the link that `text` describes: ``25Gbit,50us``, or a name in `PRESETS`.
 
-    Bits are decimal as network cards are sold: 1 Gbit is 125,000,000 bytes per second; ``GB`` and ``GiB`` are bytes.
-    Without a latency it is 0.
+    Bits are decimal as network cards are sold: 1 Gbit is 125,000,000 bytes per second; ``GB`` and
+    ``GiB`` are bytes. Without a latency it is 0.
 
     Args:
         text: of the user.
@@ -126,14 +163,18 @@ def parse_link(text: str, argument: str = "network") -> Link:
         else:
             raise ConfigError(argument, LINK_FORM, text)
     if bandwidth is None:
-        raise ConfigError(argument, LINK_FORM, text, f"The bandwidth is missing: {text},10Gbit" if latency else "")
+        raise ConfigError(
+            argument, LINK_FORM, text, f"The bandwidth is missing: {text},10Gbit" if latency else ""
+        )
     if not 0 < bandwidth < math.inf:
         raise ConfigError(argument, "a bandwidth above 0", text)
     return Link(bandwidth, latency or 0.0)
 
 
 def _quantity(text: str) -> tuple[str, float]:
-    """Return "bandwidth" and bytes per second, "latency" and seconds, or "" and 0 for anything else."""
+    """Return "bandwidth" and bytes per second, "latency" and seconds, or "" and 0 for anything
+    else.
+    """
     found = _QUANTITY.fullmatch(text.strip())
     if found is None:
         return "", 0.0
@@ -149,14 +190,15 @@ def _quantity(text: str) -> tuple[str, float]:
     return "", 0.0
 
 
-# --- Emulated networks ------------------------------------------------------------------------------------------------
+# --- Emulated networks
+# ------------------------------------------------------------------------------------------------
 
 AUTO_DILATION = 0.0
 """The value of `VirtualNetwork.dilation` for ``auto``."""
 
 ROOM = 2.0
-"""How much time an automatic dilation gives to each worker's computing: half of it is for the threads that move
-messages, which each host of a real cluster runs beside it."""
+"""How much time an automatic dilation gives to each worker's computing: half of it is for the
+threads that move messages, which each host of a real cluster runs beside it."""
 
 MAX_HOSTS = 120
 
@@ -176,7 +218,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class VirtualNetwork:
-    """Hosts of an emulated network; each has one network card, and all are connected by one switch that never blocks.
+    """Hosts of an emulated network; each has one network card, and all are connected by one switch
+    that never blocks.
 
     Attributes:
         hosts: their number.
@@ -184,8 +227,8 @@ class VirtualNetwork:
         jitter: seconds; each message takes up to so much longer, drawn evenly.
         slow: host → how many times slower its network card is.
         cuts: the links that are lost.
-        dilation: how many times slower than real time everything runs (time dilation); `AUTO_DILATION` for twice
-            the workers per core.
+        dilation: how many times slower than real time everything runs (time dilation);
+            `AUTO_DILATION` for twice the workers per core.
         seed: of the jitter.
     """
 
@@ -199,21 +242,28 @@ class VirtualNetwork:
 
     def __post_init__(self) -> None:
         arguments.whole("hosts", self.hosts, least=1, most=MAX_HOSTS)
-        arguments.number("jitter", self.jitter, least=0, finite=True, expected="a number of seconds, 0 or more")
+        arguments.number(
+            "jitter", self.jitter, least=0, finite=True, expected="a number of seconds, 0 or more"
+        )
         if self.dilation != AUTO_DILATION:
             expected = "a number from 1 to 10000, or auto"
             arguments.number("dilation", self.dilation, least=1, most=10_000, expected=expected)
         for host, factor in self.slow:
             arguments.whole("host", host, least=0, most=self.hosts - 1)
-            arguments.number("slow host", factor, least=1, most=10_000, expected="a factor from 1 to 10000")
+            arguments.number(
+                "slow host", factor, least=1, most=10_000, expected="a factor from 1 to 10000"
+            )
         for cut in self.cuts:
             for host in cut.hosts:
                 arguments.whole("host", host, least=0, most=self.hosts - 1)
             if cut.hosts[0] == cut.hosts[1] or not 0 <= cut.after < math.inf:
-                raise ConfigError("cut", "two different hosts and a number of seconds, 0 or more", cut)
+                raise ConfigError(
+                    "cut", "two different hosts and a number of seconds, 0 or more", cut
+                )
 
     def card(self, host: int) -> Link:
-        """Return the network card of `host`, as fast as it is emulated: dilated, and slower if it is a slow host.
+        """Return the network card of `host`, as fast as it is emulated: dilated, and slower if it
+        is a slow host.
 
         Raises:
             ConfigError: the dilation is not known yet; see `resolved`.
@@ -224,13 +274,23 @@ class VirtualNetwork:
 
     def resolved(self, workers: int, cores: int) -> VirtualNetwork:
         """Return the network with the dilation that `workers` on `cores` need, if it is auto."""
-        return replace(self, dilation=max(1.0, ROOM * workers / cores)) if self.dilation == AUTO_DILATION else self
+        return (
+            replace(self, dilation=max(1.0, ROOM * workers / cores))
+            if self.dilation == AUTO_DILATION
+            else self
+        )
 
     def host_of(self, rank: int, workers: int) -> int:
-        """Return the host of `rank`: ranks are dealt out in blocks, as a launcher does, the first hosts first."""
+        """Return the host of `rank`: ranks are dealt out in blocks, as a launcher does, the first
+        hosts first.
+        """
         small, larger = divmod(workers, self.hosts)
         on_larger = larger * (small + 1)
-        return rank // (small + 1) if rank < on_larger else larger + (rank - on_larger) // max(1, small)
+        return (
+            rank // (small + 1)
+            if rank < on_larger
+            else larger + (rank - on_larger) // max(1, small)
+        )
 
     def place_of(self, rank: int, workers: int) -> tuple[int, int]:
         """Return the local rank of `rank` on its host, and the number of workers there."""
@@ -239,20 +299,28 @@ class VirtualNetwork:
         return members.index(rank), len(members)
 
     def __str__(self) -> str:
-        parts = [f"{self.hosts} host{'s'[: self.hosts != 1]}", f"{8e-6 * self.link.bandwidth:.12g}Mbit"]
+        parts = [
+            f"{self.hosts} host{'s'[: self.hosts != 1]}",
+            f"{8e-6 * self.link.bandwidth:.12g}Mbit",
+        ]
         parts.append(f"{1e6 * self.link.latency:.12g}us")
         parts += [f"jitter {1e6 * self.jitter:.9g}us"] * bool(self.jitter)
         parts += [f"slow host {host} {factor:.9g}x" for host, factor in self.slow]
         parts += [f"cut {cut.hosts[0]}-{cut.hosts[1]} after {cut.after:.9g}s" for cut in self.cuts]
         if self.dilation != 1:
-            parts.append("dilation auto" if self.dilation == AUTO_DILATION else f"dilation {self.dilation:.9g}")
+            parts.append(
+                "dilation auto"
+                if self.dilation == AUTO_DILATION
+                else f"dilation {self.dilation:.9g}"
+            )
         parts += [f"seed {self.seed}"] * bool(self.seed)
         return ", ".join(parts)
 
 
 NETWORK_FORM = (
-    'hosts, a bandwidth and a latency such as "4 hosts, 25Gbit, 50us", which may be followed by "jitter 10us", '
-    '"slow host 3 4x", "cut 0-2 after 30s", "dilation auto" or "dilation 2", "seed 1"'
+    'hosts, a bandwidth and a latency such as "4 hosts, 25Gbit, 50us", which may be followed by '
+    '"jitter 10us", "slow host 3 4x", "cut 0-2 after 30s", "dilation auto" or "dilation 2", "seed '
+    '1"'
 )
 
 _HOSTS = re.compile(r"(\d{1,9})\s*hosts?", re.IGNORECASE)
@@ -264,7 +332,8 @@ _SEED = re.compile(r"seed\s+(\d{1,18})", re.IGNORECASE)
 
 
 def parse_network(text: str, argument: str = "network") -> VirtualNetwork:
-    """Return the emulated network that `text` describes, such as ``4 hosts, 25Gbit, 50us, jitter 10us``.
+    """Return the emulated network that `text` describes, such as ``4 hosts, 25Gbit, 50us, jitter
+    10us``.
 
     Args:
         text: of the user; parts in any order, separated by commas.
@@ -295,10 +364,17 @@ class _Parts:
             (_HOSTS, lambda count: self._set("hosts", int(count))),
             (_JITTER, lambda time: self._set("jitter", self._seconds(time))),
             (_SLOW, lambda host, factor: self._slow.append((int(host), float(factor)))),
-            (_CUT, lambda a, b, time: self._cuts.append(Cut((int(a), int(b)), self._seconds(time) if time else 0.0))),
+            (
+                _CUT,
+                lambda a, b, time: self._cuts.append(
+                    Cut((int(a), int(b)), self._seconds(time) if time else 0.0)
+                ),
+            ),
             (
                 _DILATION,
-                lambda value: self._set("dilation", AUTO_DILATION if value.lower() == "auto" else float(value)),
+                lambda value: self._set(
+                    "dilation", AUTO_DILATION if value.lower() == "auto" else float(value)
+                ),
             ),
             (_SEED, lambda value: self._set("seed", int(value))),
         )
@@ -325,8 +401,14 @@ class _Parts:
         if "hosts" not in self._values or not self._link:
             raise ConfigError(self._argument, NETWORK_FORM, self._text)
         link = parse_link(",".join(self._link), self._argument)
-        values: dict[str, object] = {**self._values, "slow": tuple(self._slow), "cuts": tuple(self._cuts)}
+        values: dict[str, object] = {
+            **self._values,
+            "slow": tuple(self._slow),
+            "cuts": tuple(self._cuts),
+        }
         try:
             return VirtualNetwork(link=link, **values)  # type: ignore[arg-type]
         except ConfigError as error:
-            raise ConfigError(self._argument, f"{error.argument}: {error.expected}", error.got) from None
+            raise ConfigError(
+                self._argument, f"{error.argument}: {error.expected}", error.got
+            ) from None

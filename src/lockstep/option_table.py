@@ -1,9 +1,11 @@
-"""What an option of a command is: one entry of a table, of which everything else about the option is made.
+"""What an option of a command is: one entry of a table, of which everything else about the option
+is made.
 
-A table is a dataclass of which `option` makes the fields. An entry says how the option is typed, what the help
-says, how its text becomes a value, and who else gets the value: the launchers of other hosts, the workers in a variable
-of their environment, or the file for a scheduler. `values_of` makes the attributes of the dataclass from texts;
-`cli.parser` makes the parser and the help.
+A table is a dataclass of which `option` makes the fields. An entry says how the option is typed,
+what the help says, how its text becomes a value, and who else gets the value: the launchers of
+other hosts, the workers in a variable of their environment, or the file for a scheduler.
+`values_of` makes the attributes of the dataclass from texts; `cli.parser` makes the parser and the
+help.
 """
 
 from __future__ import annotations
@@ -32,10 +34,13 @@ __all__ = [
 ]
 
 Parse = Callable[[str, Any], Any]
-"""Makes an option's value of its name and what was given: a text, or a value in a file. Raises ConfigError."""
+"""Makes an option's value of its name and what was given: a text, or a value in a file. Raises
+ConfigError.
+"""
 
 
-# --- An option, and a table of them -----------------------------------------------------------------------------------
+# --- An option, and a table of them
+# -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class Option:
     Attributes:
         name: the attribute that has its value.
         default: its value when it is not given.
-        flags: how it is typed; the first one is that of messages and of command lines that are made.
+        flags: how it is typed; the first one is that of messages and of command lines that are
+            made.
         group: its group in the help; "" for none.
         help: what it sets, in a phrase, without the default; "" hides the option.
         metavar: the placeholder of its value in the help; "" for a switch, which has none.
@@ -68,9 +74,12 @@ class Option:
         write: makes a text of the value, which `parse` reads.
         opposites: the flags that turn a switch off, which a file of options may have turned on.
         repeats: whether it may be given several times; `parse` then gets a list.
-        to_hosts: whether the launchers of other hosts get it, those of hosts that join later among them.
-        variable: the variable of their environment in which workers on all hosts get it; "" for none.
-        to_scheduler: whether it is an option of `lockstep submit` too, which writes it into the file for a scheduler.
+        to_hosts: whether the launchers of other hosts get it, those of hosts that join later among
+            them.
+        variable: the variable of their environment in which workers on all hosts get it; "" for
+            none.
+        to_scheduler: whether it is an option of `lockstep submit` too, which writes it into the
+            file for a scheduler.
         horovodrun: how it is typed for `lockstep horovodrun`; None if that does not have it.
     """
 
@@ -90,7 +99,9 @@ class Option:
     horovodrun: Typed | None
 
     def words(self, value: Any) -> list[str]:
-        """Return the option with `value`, or with a text, as words of a command line; none for the default."""
+        """Return the option with `value`, or with a text, as words of a command line; none for the
+        default.
+        """
         if value == self.default:
             return []
         if not self.metavar:
@@ -115,8 +126,8 @@ def option(
 ) -> Any:
     """Return a field of a table; the arguments are the attributes of `Option`.
 
-    Without `flags` it is typed as it is named, with dashes. Without `parse` its value is a text or, where `metavar` is
-    "", True or False.
+    Without `flags` it is typed as it is named, with dashes. Without `parse` its value is a text or,
+    where `metavar` is "", True or False.
     """
     entry = {
         "flags": flags,
@@ -146,7 +157,8 @@ def options_of(table: type) -> tuple[Option, ...]:
 
 
 def values_of(table: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the options of a table that are among `given`: texts, or values of a file, by name.
+    """Return the values of the options of a table that are among `given`: texts, or values of a
+    file, by name.
 
     A value of None, null in a file, stands for an option that is not given.
 
@@ -162,7 +174,8 @@ def values_of(table: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# --- Values -----------------------------------------------------------------------------------------------------------
+# --- Values
+# --------------------------------------------------------------------------------------------------
 
 
 def integer(least: int, most: int | None = None, *, expected: str = "") -> Parse:

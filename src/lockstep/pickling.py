@@ -16,10 +16,11 @@ __all__ = ["Pickler", "pickled"]
 
 
 class _PicklerByName(pickle.Pickler):
-    """Stands in for cloudpickle's pickler where that is not installed: for what another process can import by name.
+    """Stands in for cloudpickle's pickler where that is not installed: for what another process can
+    import by name.
 
-    Pickle itself would also take a function of the program that runs as ``__main__``, and leave it to the other
-    process, which runs another one, to fail or to find another function of that name.
+    Pickle itself would also take a function of the program that runs as ``__main__``, and leave it
+    to the other process, which runs another one, to fail or to find another function of that name.
     """
 
     dispatch_table = copyreg.dispatch_table
@@ -27,7 +28,9 @@ class _PicklerByName(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (FunctionType, type)):
             name = f"{obj.__module__}.{obj.__qualname__}"
-            if obj.__module__ == "__main__" or "<" in obj.__qualname__:  # <lambda>, or in the <locals> of a function
+            if (
+                obj.__module__ == "__main__" or "<" in obj.__qualname__
+            ):  # <lambda>, or in the <locals> of a function
                 needs = f"{name}, which another process cannot import by its name,"
                 raise MissingPackageError(needs, "cloudpickle", "launch")
         return NotImplemented
@@ -50,7 +53,8 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
 
 
 class Pickler(_Base):  # type: ignore[misc]
-    """Cloudpickle's pickler; functions keep the name of their file, for tracebacks and for the watchdog's call sites.
+    """Cloudpickle's pickler; functions keep the name of their file, for tracebacks and for the
+    watchdog's call sites.
 
     Cloudpickle 3.1.3 replaces it by "<dynamic-code>".
     """
@@ -62,7 +66,8 @@ def pickled(value: object, pickler: type[Pickler] = Pickler) -> bytes:
     """Return `value` as bytes, which plain `pickle.loads` reads where cloudpickle is installed.
 
     Raises:
-        MissingPackageError: for a function or class that cannot be imported by its name, without cloudpickle.
+        MissingPackageError: for a function or class that cannot be imported by its name, without
+            cloudpickle.
         pickle.PicklingError, TypeError: when it cannot be pickled.
     """
     buffer = io.BytesIO()

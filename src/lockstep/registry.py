@@ -1,4 +1,6 @@
-"""Registries: short names of models, data sets and strategies, which are imported when they are used."""
+"""Registries: short names of models, data sets and strategies, which are imported when they are
+used.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ __all__ = ["Registry", "import_object", "import_path_here"]
 
 
 def import_path_here() -> None:
-    """Add the current folder to the import path, so that ``package.module:name`` finds the user's modules."""
+    """Add the current folder to the import path, so that ``package.module:name`` finds the user's
+    modules.
+    """
     if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
 
@@ -36,12 +40,17 @@ def import_object(argument: str, target: str) -> Any:
                 argument,
                 "package.module:name of a module that can be imported",
                 target,
-                f"There is no module {error.name!r} on the import path; run from the folder that contains it.",
+                f"There is no module {error.name!r} on the import path; run from the folder that "
+                "contains it.",
             ) from None
         raise
     for part in attribute.split("."):
         if not hasattr(obj, part):
-            known = [name for name in vars(obj) if not name.startswith("_")] if hasattr(obj, "__dict__") else []
+            known = (
+                [name for name in vars(obj) if not name.startswith("_")]
+                if hasattr(obj, "__dict__")
+                else []
+            )
             raise unknown_name(argument, part, known)
         obj = getattr(obj, part)
     return obj
@@ -53,7 +62,8 @@ class Registry:
     Args:
         argument: the argument or option that takes such a name, for errors.
         targets: name → ``"package.module:attribute"``.
-        open_ended: also accept ``package.module:attribute`` as a name, for the user's own components.
+        open_ended: also accept ``package.module:attribute`` as a name, for the user's own
+            components.
     """
 
     def __init__(self, argument: str, targets: Mapping[str, str], open_ended: bool = False) -> None:
@@ -66,14 +76,17 @@ class Registry:
         return list(self.targets)
 
     def check(self, name: str) -> str:
-        """Check that `name` is registered or, if allowed, has the form ``package.module:attribute``; return it.
+        """Check that `name` is registered or, if allowed, has the form
+        ``package.module:attribute``; return it.
 
         Raises:
             ConfigError: it is neither; suggests similar names.
         """
         if name in self.targets or (self.open_ended and ":" in name):
             return name
-        raise unknown_name(self.argument, name, self.targets, "package.module:factory" if self.open_ended else "")
+        raise unknown_name(
+            self.argument, name, self.targets, "package.module:factory" if self.open_ended else ""
+        )
 
     def load(self, name: str) -> Any:
         """Import and return the object registered as `name`."""

@@ -1,4 +1,6 @@
-"""Several devices in one process: replicas of a model, scatter and gather, collectives, and a thread per device."""
+"""Several devices in one process: replicas of a model, scatter and gather, collectives, and a
+thread per device.
+"""
 
 from __future__ import annotations
 

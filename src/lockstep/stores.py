@@ -1,4 +1,6 @@
-"""The c10d stores of a job: servers that listen as narrowly as possible, and exchanges among all ranks through them."""
+"""The c10d stores of a job: servers that listen as narrowly as possible, and exchanges among all
+ranks through them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ __all__ = [
 ]
 
 
-# --- Serving a store --------------------------------------------------------------------------------------------------
+# --- Serving a store
+# --------------------------------------------------------------------------------------------------
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -51,7 +54,8 @@ def serve_store(
     several_hosts: bool = False,
     multi_tenant: bool = False,
 ) -> TCPStore:
-    """Create a store that this process serves only at `address`; by default TCPStore listens on all interfaces.
+    """Create a store that this process serves only at `address`; by default TCPStore listens on all
+    interfaces.
 
     Any process that can connect to a store can read and change everything in it.
 
@@ -59,10 +63,12 @@ def serve_store(
         address: a name or address by which the other processes reach this host.
         port: 0 for one that the system chooses.
         timeout: of waits in the store.
-        several_hosts: whether processes of other hosts connect. A name that resolves to a loopback address here may
-            resolve to another one there, and an address that no interface here has may still lead here (a forwarded
-            port, a service's address): in these two cases the store listens on all interfaces.
-        multi_tenant: whether further stores of this process may use the same port, and share its content.
+        several_hosts: whether processes of other hosts connect. A name that resolves to a loopback
+            address here may resolve to another one there, and an address that no interface here has
+            may still lead here (a forwarded port, a service's address): in these two cases the
+            store listens on all interfaces.
+        multi_tenant: whether further stores of this process may use the same port, and share its
+            content.
 
     Raises:
         OSError: the port is in use (EADDRINUSE), or this user may not bind it.
@@ -72,23 +78,39 @@ def serve_store(
     host, number = socket.getnameinfo(listener.getsockname(), flags)
     host = LOOPBACK if ipaddress.ip_address(host.partition("%")[0]).is_unspecified else host
     # the store owns the descriptor from here on, and closes it also if its constructor fails
-    return TCPStore(host, int(number), None, True, timeout, False, multi_tenant, master_listen_fd=listener.detach())
+    return TCPStore(
+        host,
+        int(number),
+        None,
+        True,
+        timeout,
+        False,
+        multi_tenant,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def loopback_variables() -> dict[str, str]:
-    """Return the variables that make Gloo use the loopback interface; by default it listens at the host's address."""
+    """Return the variables that make Gloo use the loopback interface; by default it listens at the
+    host's address.
+    """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
 
 
 def listen(address: str, port: int, several_hosts: bool) -> socket.socket:
-    """Listen at an address of this host only, as far as that is possible; for the arguments see `serve_store`.
+    """Listen at an address of this host only, as far as that is possible; for the arguments see
+    `serve_store`.
 
     Raises:
         OSError: the port is in use (EADDRINUSE), or this user may not bind it.
     """
     for family, sockaddr in _resolve(address, port):
-        if several_hosts and sockaddr[0] != address and ipaddress.ip_address(sockaddr[0]).is_loopback:
+        if (
+            several_hosts
+            and sockaddr[0] != address
+            and ipaddress.ip_address(sockaddr[0]).is_loopback
+        ):
             continue  # a name, which may resolve to another address elsewhere
         try:
             return socket.create_server(sockaddr, family=family, backlog=_BACKLOG)
@@ -98,19 +120,25 @@ def listen(address: str, port: int, several_hosts: bool) -> socket.socket:
     if not several_hosts:
         return socket.create_server((LOOPBACK, port), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def _resolve(address: str, port: int) -> list[tuple[int, Any]]:
     try:
         addresses = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # only other hosts know the name; UnicodeError: the name is invalid
+    except (
+        OSError,
+        UnicodeError,
+    ):  # only other hosts know the name; UnicodeError: the name is invalid
         return []
     return [(family, sockaddr) for family, _, _, _, sockaddr in addresses]
 
 
-# --- Exchanges among all ranks ----------------------------------------------------------------------------------------
+# --- Exchanges among all ranks
+# ----------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -143,12 +171,15 @@ class Store(Protocol):
         """Wait until all `keys` exist, and return their values."""
 
 
-def exchange(store: Store, topic: str, rank: int, text: str, names: Sequence[int], combine: Combine) -> str:
-    """Return `combine` of the texts of all ranks, the same on each; every rank must call this once per topic.
+def exchange(
+    store: Store, topic: str, rank: int, text: str, names: Sequence[int], combine: Combine
+) -> str:
+    """Return `combine` of the texts of all ranks, the same on each; every rank must call this once
+    per topic.
 
-    The last rank to arrive reads all texts; the others wait for the result. So with n ranks each exchanges about five
-    messages with the store, whose host sends n texts and n times the result; if each rank read all texts, it would send
-    n² texts.
+    The last rank to arrive reads all texts; the others wait for the result. So with n ranks each
+    exchanges about five messages with the store, whose host sends n texts and n times the result;
+    if each rank read all texts, it would send n² texts.
 
     Args:
         store: shared by all ranks; its timeout limits the wait.
@@ -172,7 +203,9 @@ def exchange(store: Store, topic: str, rank: int, text: str, names: Sequence[int
             return _read_combined(store, keys, combine)
         late = tuple(names[index] for index in missing)
         ranks = f"rank{'s'[: len(late) != 1]} {', '.join(map(str, late))}"
-        raise StallError(f"creating the group ({topic}): {ranks} did not arrive: {error}", late) from error
+        raise StallError(
+            f"creating the group ({topic}): {ranks} did not arrive: {error}", late
+        ) from error
 
 
 def exchange_available(
@@ -191,18 +224,23 @@ def exchange_available(
         raise
     except RuntimeError:
         missing = set(_missing(store, keys))
-        return _read_combined(store, {rank: key for rank, key in keys.items() if rank not in missing}, combine)
+        return _read_combined(
+            store, {rank: key for rank, key in keys.items() if rank not in missing}, combine
+        )
 
 
 def get_available(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
-    """Return the values of the existing `keys`: about two requests if all exist, a few more for each missing one."""
+    """Return the values of the existing `keys`: about two requests if all exist, a few more for
+    each missing one.
+    """
     missing = set(_missing(store, dict(enumerate(keys))))
     available = [key for number, key in enumerate(keys) if number not in missing]
     return dict(zip(available, store.multi_get(available), strict=True)) if available else {}
 
 
 def read_message(text: str | bytes, kind: type[T], what: str) -> T:
-    """Return the message of the type `kind` that another process has written to a store with `messages.encode`.
+    """Return the message of the type `kind` that another process has written to a store with
+    `messages.encode`.
 
     Args:
         text: the message.
@@ -215,7 +253,9 @@ def read_message(text: str | bytes, kind: type[T], what: str) -> T:
     try:
         return messages.decode(text, kind)
     except ValueError as error:
-        raise TransportError(f"{what}: the message in the job's store is damaged: {error}") from None
+        raise TransportError(
+            f"{what}: the message in the job's store is damaged: {error}"
+        ) from None
 
 
 def to_ranges(ranks: Iterable[int]) -> Ranges:
@@ -243,7 +283,9 @@ def from_ranges(ranges: Iterable[tuple[int, int]], size: int) -> list[int]:
     for start, stop in ranges:
         if not 0 <= start < stop <= size:
             expected = f"expected ranges of ranks from 0 to {size - 1}"
-            raise TransportError(f"{expected}, got [{start}, {stop}]: the message in the job's store is damaged")
+            raise TransportError(
+                f"{expected}, got [{start}, {stop}]: the message in the job's store is damaged"
+            )
         ranks += range(start, stop)
     return ranks
 
@@ -280,7 +322,9 @@ def _read_combined(store: Store, keys: Mapping[int, str], combine: Combine) -> s
 
 
 def _missing(store: Store, keys: Mapping[int, str]) -> list[int]:
-    """Find the numbers whose keys do not exist, by bisection: `check` only tells whether all of several keys exist."""
+    """Find the numbers whose keys do not exist, by bisection: `check` only tells whether all of
+    several keys exist.
+    """
     numbers = list(keys)
     if not numbers or store.check([keys[number] for number in numbers]):
         return []

@@ -20,7 +20,9 @@ from .flight_recorder import Record
 __all__ = ["RankTime", "write_trace"]
 
 _RECORDS = "rank-*.records"
-_MAX_TRACKS = 8  # for collectives in flight at the same time; further ones are drawn as instant events
+_MAX_TRACKS = (
+    8  # for collectives in flight at the same time; further ones are drawn as instant events
+)
 
 _FIRST = {
     "name": "process_sort_index",
@@ -30,7 +32,9 @@ _FIRST = {
 }  # further events begin with a comma
 
 _Key = tuple[str, int, str, int]
-"""Identifies a collective on all ranks: group, sequence number, signature, and how often these occurred before."""
+"""Identifies a collective on all ranks: group, sequence number, signature, and how often these
+occurred before.
+"""
 
 
 @dataclass
@@ -43,7 +47,8 @@ class RankTime:
         collectives: number of collectives and point-to-point messages.
         seconds: from the start of the first to the end of the last.
         inside_s: seconds with a collective in flight.
-        waiting_s: seconds of these in which another member of the group had not yet entered the collective.
+        waiting_s: seconds of these in which another member of the group had not yet entered the
+            collective.
         last: number of collectives that this rank entered last.
     """
 
@@ -58,7 +63,9 @@ class RankTime:
 
 @dataclass
 class _Source:
-    """The records of one rank. Attributes: offset, from their clock to Unix time; read, returns them oldest first."""
+    """The records of one rank. Attributes: offset, from their clock to Unix time; read, returns
+    them oldest first.
+    """
 
     rank: int
     size: int
@@ -73,7 +80,8 @@ class _Arrivals:
 
     Attributes:
         first, last: Unix times.
-        of: collective → (when its last member entered it, that member's rank, number of members that entered it).
+        of: collective → (when its last member entered it, that member's rank, number of members
+            that entered it).
     """
 
     first: float = math.inf
@@ -82,17 +90,19 @@ class _Arrivals:
 
 
 def write_trace(folder: Path, path: Path) -> list[RankTime]:
-    """Write the trace of the run whose records are in `folder` to `path`, compressed if that ends in ".gz".
+    """Write the trace of the run whose records are in `folder` to `path`, compressed if that ends
+    in ".gz".
 
-    Each rank has a track with its computation, every collective, and within that the time until the last member of the
-    group entered it; collectives in flight at the same time have further tracks below. The ranks of one host share a
-    clock; between hosts, times are as exact as their clocks agree.
+    Each rank has a track with its computation, every collective, and within that the time until the
+    last member of the group entered it; collectives in flight at the same time have further tracks
+    below. The ranks of one host share a clock; between hosts, times are as exact as their clocks
+    agree.
 
     Experimental: may change in any release.
 
     Args:
-        folder: the folder given to ``lockstep run --timeline``, or the folder with the flight records of a running job,
-            which hold the last few hundred collectives.
+        folder: the folder given to ``lockstep run --timeline``, or the folder with the flight
+            records of a running job, which hold the last few hundred collectives.
         path: the output file; it is written atomically.
 
     Returns:
@@ -109,7 +119,10 @@ def write_trace(folder: Path, path: Path) -> list[RankTime]:
     try:
         arrivals = _find_arrivals(sources)
         if arrivals.last < arrivals.first:
-            raise DataError(f"{folder} contains the files of {counted(len(sources), 'rank')}, without any collective")
+            raise DataError(
+                f"{folder} contains the files of {counted(len(sources), 'rank')}, without any "
+                "collective"
+            )
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with _open(draft, path.suffix == ".gz") as file:
@@ -125,19 +138,28 @@ def write_trace(folder: Path, path: Path) -> list[RankTime]:
 
 
 def _open(path: Path, compressed: bool) -> IO[str]:
-    return gzip.open(path, "wt", encoding="utf-8") if compressed else path.open("w", encoding="utf-8")
+    return (
+        gzip.open(path, "wt", encoding="utf-8") if compressed else path.open("w", encoding="utf-8")
+    )
 
 
 def _sources(folder: Path) -> list[_Source]:
     sources = _sources_of_logs(folder) or _sources_of_job(folder)
     if not sources:
         hint = "`lockstep run --timeline DIR` or LOCKSTEP_TIMELINE=DIR writes them."
-        raise DataError(f"{folder}: expected a folder with records of ranks, {_RECORDS}, got one without. {hint}")
+        raise DataError(
+            f"{folder}: expected a folder with records of ranks, {_RECORDS}, got one without. "
+            f"{hint}"
+        )
     if len({source.size for source in sources}) > 1:
         hint = "Remove it, and let the next run write to an empty one."
-        raise DataError(f"{folder} contains records of several runs, with different numbers of ranks. {hint}")
+        raise DataError(
+            f"{folder} contains records of several runs, with different numbers of ranks. {hint}"
+        )
     offsets: dict[str, float] = {}
-    for source in sources:  # the ranks of one host share a clock, but measured its offset at different times
+    for (
+        source
+    ) in sources:  # the ranks of one host share a clock, but measured its offset at different times
         source.offset = offsets.setdefault(source.host, source.offset)
     return sorted(sources, key=lambda source: source.rank)
 
@@ -155,7 +177,9 @@ def _sources_of_logs(folder: Path) -> list[_Source]:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged: {error}") from None
-        sources.append(_Source(rank, size, host, offset, functools.partial(flight_recorder.read_log, path)))
+        sources.append(
+            _Source(rank, size, host, offset, functools.partial(flight_recorder.read_log, path))
+        )
     return sources
 
 
@@ -163,12 +187,15 @@ def _sources_of_job(folder: Path) -> list[_Source]:
     sources = []
     for rank, reader in flight_recorder.open_job(folder).items():
         records = reader.records()
-        sources.append(_Source(rank, reader.world_size, reader.host, reader.unix_offset, records.copy))
+        sources.append(
+            _Source(rank, reader.world_size, reader.host, reader.unix_offset, records.copy)
+        )
         reader.close()
     return sources
 
 
-# --- First pass: the last arrival at each collective ------------------------------------------------------------------
+# --- First pass: the last arrival at each collective
+# ------------------------------------------------------------------
 
 
 def _find_arrivals(sources: Iterable[_Source]) -> _Arrivals:
@@ -187,12 +214,18 @@ def _find_arrivals(sources: Iterable[_Source]) -> _Arrivals:
 
 
 def _keyed_records(source: _Source) -> Iterator[tuple[Record, _Key]]:
-    """Yield the records with their keys; a program may create several groups of the same name, one after the other."""
+    """Yield the records with their keys; a program may create several groups of the same name, one
+    after the other.
+    """
     seen: Counter[tuple[str, int, str]] = Counter()
     for record in source.read():
         if not (_is_time(record.entered) and (record.left is None or _is_time(record.left))):
             raise ValueError(f"invalid times in record {record.number} of rank {source.rank}")
-        name = (record.group, record.sequence, record.what if record.sequence else f"{source.rank} {record.number}")
+        name = (
+            record.group,
+            record.sequence,
+            record.what if record.sequence else f"{source.rank} {record.number}",
+        )
         yield record, (*name, seen[name])
         seen[name] += record.sequence > 0
 
@@ -201,7 +234,8 @@ def _is_time(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# --- Second pass: writing the events ----------------------------------------------------------------------------------
+# --- Second pass: writing the events
+# ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -212,16 +246,31 @@ class _EventWriter:
     rank: int
     zero: float
 
-    def write_slice(self, track: int, name: str, category: str, start: float, end: float, **details: Any) -> None:
+    def write_slice(
+        self, track: int, name: str, category: str, start: float, end: float, **details: Any
+    ) -> None:
         first = self._nanoseconds(start)
         last = self._nanoseconds(end)
-        # Perfetto rounds both down to whole nanoseconds, and drops a slice that overlaps with the next one
+        # Perfetto rounds both down to whole nanoseconds, and drops a slice that overlaps with the
+        # next one
         times = {"ts": first / 1e3, "dur": max(0, last - first - 1) / 1e3}
-        self._write({"name": name, "cat": category, "ph": "X", "tid": track, **times, "args": details})
+        self._write(
+            {"name": name, "cat": category, "ph": "X", "tid": track, **times, "args": details}
+        )
 
     def write_instant(self, name: str, time: float, **details: Any) -> None:
         ts = self._nanoseconds(time) / 1e3
-        self._write({"name": name, "cat": "collective", "ph": "i", "s": "t", "tid": 1, "ts": ts, "args": details})
+        self._write(
+            {
+                "name": name,
+                "cat": "collective",
+                "ph": "i",
+                "s": "t",
+                "tid": 1,
+                "ts": ts,
+                "args": details,
+            }
+        )
 
     def write_metadata(self, key: str, track: int = 0, **values: Any) -> None:
         self._write({"name": key, "ph": "M", "tid": track, "args": values})
@@ -236,7 +285,9 @@ class _EventWriter:
 def _write_rank(file: IO[str], source: _Source, arrivals: _Arrivals) -> RankTime:
     writer = _EventWriter(file, source.rank, arrivals.first)
     time = RankTime(source.rank, source.host)
-    writer.write_metadata("process_name", name=f"rank {source.rank}" + (f" on {source.host}" if source.host else ""))
+    writer.write_metadata(
+        "process_name", name=f"rank {source.rank}" + (f" on {source.host}" if source.host else "")
+    )
     writer.write_metadata("process_sort_index", sort_index=source.rank)
     writer.write_metadata("thread_name", 0, name="batches")
     writer.write_metadata("thread_name", 1, name=f"rank {source.rank}")
@@ -263,15 +314,25 @@ def _write_rank(file: IO[str], source: _Source, arrivals: _Arrivals) -> RankTime
     return time
 
 
-def _records_with_ends(source: _Source, arrivals: _Arrivals) -> Iterator[tuple[Record, _Key, float | None]]:
-    """Yield the records with their ends; the last record of a rank, if unfinished, lasts to the end of the trace."""
+def _records_with_ends(
+    source: _Source, arrivals: _Arrivals
+) -> Iterator[tuple[Record, _Key, float | None]]:
+    """Yield the records with their ends; the last record of a rank, if unfinished, lasts to the end
+    of the trace.
+    """
     previous: tuple[Record, _Key] | None = None
     for record, key in _keyed_records(source):
         if previous is not None:
-            yield (*previous, None if previous[0].left is None else previous[0].left + source.offset)
+            yield (
+                *previous,
+                None if previous[0].left is None else previous[0].left + source.offset,
+            )
         previous = record, key
     if previous is not None:
-        yield (*previous, arrivals.last if previous[0].left is None else previous[0].left + source.offset)
+        yield (
+            *previous,
+            arrivals.last if previous[0].left is None else previous[0].left + source.offset,
+        )
 
 
 def _write_collective(

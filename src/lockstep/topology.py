@@ -19,7 +19,8 @@ class World:
         node: 0 ≤ node < nodes, the number of this host.
         nodes: number of hosts in the job.
         source: the launcher from whose variables it was read ("alone", "torchrun", "lockstep", …).
-        device: the device on which this worker computes, e.g. "cpu" or "cuda:3"; `lockstep.init()` sets it.
+        device: the device on which this worker computes, e.g. "cpu" or "cuda:3"; `lockstep.init()`
+            sets it.
     """
 
     rank: int = 0
@@ -40,7 +41,9 @@ class World:
             i = getattr(self, index)
             n = getattr(self, size)
             if n < 1 or not 0 <= i < n:
-                raise ValueError(f"{index}: expected 0 <= {index} < {size} = {n}, got {i} (from {self.source})")
+                raise ValueError(
+                    f"{index}: expected 0 <= {index} < {size} = {n}, got {i} (from {self.source})"
+                )
 
     @property
     def is_first(self) -> bool:

@@ -6,8 +6,9 @@ import re
 
 __all__ = ["NEWEST_TORCH", "OLDEST_TORCH", "about_untried_torch", "release_of"]
 
-# The tests have been run with both, and with some between: docs/first-ten-minutes.md has the list. pyproject.toml asks
-# for the oldest. A newer torch is not refused: nearly all of Lockstep works with it, as a rule.
+# The tests have been run with both, and with some between: docs/first-ten-minutes.md has the list.
+# pyproject.toml asks for the oldest. A newer torch is not refused: nearly all of Lockstep works
+# with it, as a rule.
 OLDEST_TORCH = (2, 10)
 NEWEST_TORCH = (2, 15)
 
@@ -26,7 +27,9 @@ def about_untried_torch(torch_version: str) -> str | None:
     release = release_of(torch_version)
     if OLDEST_TORCH <= release <= NEWEST_TORCH:
         return None
-    found, oldest, newest = (".".join(map(str, numbers)) for numbers in (release, OLDEST_TORCH, NEWEST_TORCH))
+    found, oldest, newest = (
+        ".".join(map(str, numbers)) for numbers in (release, OLDEST_TORCH, NEWEST_TORCH)
+    )
     return (
         f"torch {found} has not been tried with {_own_name()} ({oldest} to {newest} have): "
         f"if something fails, install torch {newest}, or a newer Lockstep"
@@ -34,7 +37,10 @@ def about_untried_torch(torch_version: str) -> str | None:
 
 
 def _own_name() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # as slow as all of `import lockstep`
+    from importlib.metadata import (
+        PackageNotFoundError,
+        version,
+    )  # as slow as all of `import lockstep`
 
     try:
         return "Lockstep " + ".".join(map(str, release_of(version("lockstep-train"))))

@@ -1,4 +1,6 @@
-"""What tests of the command share: the command in this process, and an empty folder with a module of the user's own."""
+"""What tests of the command share: the command in this process, and an empty folder with a module
+of the user's own.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def stream(): return Stream()
 
 @pytest.fixture(scope="session", autouse=True)
 def _server(warm: None) -> None:
-    """Whoever launches workers first starts the fork server, and decides what all later ones find imported."""
+    """Whoever launches workers first starts the fork server, and decides what all later ones find
+    imported.
+    """
     start_server()
 
 

@@ -1,4 +1,6 @@
-"""`lockstep bench`, and `lockstep run --network`: what they write and show, and what they refuse."""
+"""`lockstep bench`, and `lockstep run --network`: what they write and show, and what they
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_a_measurement_has_every_curve_and_is_drawn(
     assert ("Not a result: " in ended.stderr) == (not found.is_result)
     assert {"shm", "gloo"} <= {*found.transports} and found.workers == 2
     for measured in found.transports.values():
-        assert len(measured.collectives) == 6 and [pair.ranks for pair in measured.pairs] == [(0, 1)]
+        assert len(measured.collectives) == 6 and [pair.ranks for pair in measured.pairs] == [
+            (0, 1)
+        ]
         assert all(curve.computing is not None for curve in measured.collectives.values())
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "all_reduce" in ended.stdout and "copy in memory" in ended.stdout
@@ -54,15 +58,18 @@ def test_bad_options_of_bench_get_one_line(here: Here, words: tuple[str, ...], t
 def test_a_program_runs_on_virtual_hosts(here: Here, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, lockstep, torch\n"
-        "comm = lockstep.init()\n"
-        "total = comm.allreduce(torch.ones(1)).item()\n"
-        "names = ('LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK')\n"
-        "print(total, type(comm.group).__name__, *(os.environ[name] for name in names), flush=True)\n"
+        "import os, lockstep, torch\ncomm = lockstep.init()\ntotal = "
+        "comm.allreduce(torch.ones(1)).item()\nnames = ('LOCAL_RANK', 'LOCAL_WORLD_SIZE', "
+        "'GROUP_RANK')\nprint(total, type(comm.group).__name__, *(os.environ[name] for name in "
+        "names), flush=True)\n"
     )
     ended = here("run", "-np", 3, "--network", "2 hosts, 1Gbit, 100us, dilation 2", program)
     assert ended.returncode == 0, ended.stderr
-    expected = ["[0] 3.0 HierarchicalGroup 0 2 0", "[1] 3.0 HierarchicalGroup 1 2 0", "[2] 3.0 HierarchicalGroup 0 1 1"]
+    expected = [
+        "[0] 3.0 HierarchicalGroup 0 2 0",
+        "[1] 3.0 HierarchicalGroup 1 2 0",
+        "[2] 3.0 HierarchicalGroup 0 1 1",
+    ]
     assert sorted(ended.stdout.splitlines()) == expected
     assert "lockstep run: emulated network: " in ended.stderr
     assert re.search(r"time dilation 2: \S+ s here are \S+ s on the emulated hosts", ended.stderr)
@@ -74,15 +81,25 @@ def test_a_program_runs_on_virtual_hosts(here: Here, tmp_path: Path) -> None:
         (("--network", "fast"), "--network: expected hosts, a bandwidth"),
         (("--network", "2 hosts, 0Gbit"), "--network: expected a bandwidth above 0"),
         (("--network", "4 hosts, 1Gbit", "-np", "2"), "--network: expected at most 2 hosts"),
-        (("--network", "2 hosts, 1Gbit", "-H", "a:2,b:2"), "-H: expected not to be given with --network"),
-        (("--network", "2 hosts, 1Gbit", "--elastic", "1:2"), "--elastic: expected not to be given with --network"),
+        (
+            ("--network", "2 hosts, 1Gbit", "-H", "a:2,b:2"),
+            "-H: expected not to be given with --network",
+        ),
+        (
+            ("--network", "2 hosts, 1Gbit", "--elastic", "1:2"),
+            "--elastic: expected not to be given with --network",
+        ),
     ],
 )
-def test_bad_networks_get_one_line(here: Here, tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+def test_bad_networks_get_one_line(
+    here: Here, tmp_path: Path, words: tuple[str, ...], told: str
+) -> None:
     program = tmp_path / "program.py"
     program.write_text("")
     ended = here("run", *words, program)
-    assert ended.returncode == 2 and told in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.returncode == 2 and told in ended.stderr and ended.stderr.count("\n") == 1, (
+        ended.stderr
+    )
 
 
 def test_launch_takes_a_network() -> None:
@@ -92,6 +109,10 @@ def test_launch_takes_a_network() -> None:
         total = lockstep.init().allreduce(torch.ones(1)).item()
         return total, os.environ["GROUP_WORLD_SIZE"], dilation()
 
-    assert lockstep.launch(job, workers=2, network="2 hosts, 1Gbit, 10us, dilation 3") == (2.0, "2", 3.0)
+    assert lockstep.launch(job, workers=2, network="2 hosts, 1Gbit, 10us, dilation 3") == (
+        2.0,
+        "2",
+        3.0,
+    )
     with pytest.raises(ConfigError, match=r"network: expected at most 2 hosts"):
         lockstep.launch(job, workers=2, network="3 hosts, 1Gbit")

@@ -105,17 +105,27 @@ def test_every_option_is_tried_here() -> None:
 
 
 def test_flags_become_options(started: list[Any]) -> None:
-    flags = [text for name, (typed, _) in TYPED.items() for text in ("--" + name.replace("_", "-"), typed) if text]
+    flags = [
+        text
+        for name, (typed, _) in TYPED.items()
+        for text in ("--" + name.replace("_", "-"), typed)
+        if text
+    ]
     assert main(["train", *flags]) == 0
     ((workers, options),) = started
     assert workers == 3
-    assert {name: getattr(options, name) for name in TYPED} == {name: value for name, (_, value) in TYPED.items()}
+    assert {name: getattr(options, name) for name in TYPED} == {
+        name: value for name, (_, value) in TYPED.items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected"), [("--virtual-workers 12 --threads 3", (12, 3)), ("--virtual-workers 8", (8, None))]
+    ("typed", "expected"),
+    [("--virtual-workers 12 --threads 3", (12, 3)), ("--virtual-workers 8", (8, None))],
 )
-def test_virtual_workers_and_their_threads(started: list[Any], typed: str, expected: tuple[int, int | None]) -> None:
+def test_virtual_workers_and_their_threads(
+    started: list[Any], typed: str, expected: tuple[int, int | None]
+) -> None:
     assert main(["train", "--workers", "1", "--quiet", *typed.split()]) == 0
     assert (started[0].virtual_workers, started[0].threads) == expected
 
@@ -130,7 +140,9 @@ def test_language_models(started: list[Any], empty_folder: Path) -> None:
     words = ["--model", "gpt", "--data", "text:book.txt", "--workers", "1", "--quiet"]
     assert main(["train", *words, *flags]) == 0
     (options,) = started
-    assert {name: getattr(options, name) for name in WITH_TEXT} == {n: value for n, (_, value) in WITH_TEXT.items()}
+    assert {name: getattr(options, name) for name in WITH_TEXT} == {
+        n: value for n, (_, value) in WITH_TEXT.items()
+    }
     assert "-gpt-book-" in Path(options.run_dir).name
 
 
@@ -139,7 +151,9 @@ def test_keys_of_a_file_become_options(started: list[Any], empty_folder: Path) -
     (empty_folder / "a.yaml").write_text("\n".join(lines))
     assert main(["train", "--config", "a.yaml"]) == 0
     ((_, options),) = started
-    assert {name: getattr(options, name) for name in TYPED} == {name: value for name, (_, value) in TYPED.items()}
+    assert {name: getattr(options, name) for name in TYPED} == {
+        name: value for name, (_, value) in TYPED.items()
+    }
 
 
 def test_defaults(started: list[Any]) -> None:
@@ -158,24 +172,56 @@ def test_defaults(started: list[Any]) -> None:
             "trian",
             "lockstep: error: command: expected one of .*train.*, got 'trian'. Did you mean train?",
         ),
-        ("--versoin", "lockstep: error: command: expected .*got '--versoin'. Did you mean --version?"),
+        (
+            "--versoin",
+            "lockstep: error: command: expected .*got '--versoin'. Did you mean --version?",
+        ),
         ("--quiet train", "lockstep: error: command: expected .*got '--quiet'"),
         ("train --epochs", "lockstep train: error: --epochs: expected a value, got none"),
-        ("train --lr -1e-3", r"lockstep train: error: --lr: expected a value.* written --lr=VALUE\)"),
-        ("train --lr=-1e-3", "lockstep train: error: --lr: expected a finite number above 0, got '-1e-3'"),
-        ("train --compile=yes", "lockstep train: error: --compile/--no-compile: ignored explicit argument 'yes'"),
-        ("train --epoch 3", "lockstep train: error: option: .*got '--epoch'. Did you mean --epochs"),
+        (
+            "train --lr -1e-3",
+            r"lockstep train: error: --lr: expected a value.* written --lr=VALUE\)",
+        ),
+        (
+            "train --lr=-1e-3",
+            "lockstep train: error: --lr: expected a finite number above 0, got '-1e-3'",
+        ),
+        (
+            "train --compile=yes",
+            "lockstep train: error: --compile/--no-compile: ignored explicit argument 'yes'",
+        ),
+        (
+            "train --epoch 3",
+            "lockstep train: error: option: .*got '--epoch'. Did you mean --epochs",
+        ),
         (
             "train --global-bach=3",
-            "lockstep train: error: option: .*got '--global-bach'. Did you mean --global-batch-size?",
+            "lockstep train: error: option: .*got '--global-bach'. Did you mean "
+            "--global-batch-size?",
         ),
-        ("train -epochs 3", "lockstep train: error: option: .*got '-epochs'. Did you mean --epochs"),
+        (
+            "train -epochs 3",
+            "lockstep train: error: option: .*got '-epochs'. Did you mean --epochs",
+        ),
         ("train --no-compil", "lockstep train: error: option: .*Did you mean --no-compile"),
-        ("train lenet", "lockstep train: error: option: expected one that `lockstep train --help` lists, got 'lenet'"),
-        ("train --seed 18446744073709551616", "lockstep train: error: --seed: expected a whole number from 0 to"),
+        (
+            "train lenet",
+            "lockstep train: error: option: expected one that `lockstep train --help` lists, got "
+            "'lenet'",
+        ),
+        (
+            "train --seed 18446744073709551616",
+            "lockstep train: error: --seed: expected a whole number from 0 to",
+        ),
         ("train --run-dir=", "lockstep train: error: --run-dir: expected a text, got ''"),
-        ("train --run-dir " + "a" * 300, "lockstep train: error: --run-dir: expected a folder that can be written"),
-        ("train --resume " + "a" * 300, "lockstep train: error: --resume: expected a folder that can be read"),
+        (
+            "train --run-dir " + "a" * 300,
+            "lockstep train: error: --run-dir: expected a folder that can be written",
+        ),
+        (
+            "train --resume " + "a" * 300,
+            "lockstep train: error: --resume: expected a folder that can be read",
+        ),
     ],
 )
 def test_what_cannot_be_taken_apart_gets_one_line(
@@ -189,7 +235,9 @@ def test_what_cannot_be_taken_apart_gets_one_line(
     assert started == []
 
 
-def test_line_breaks_in_what_was_typed_do_not_break_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_breaks_in_what_was_typed_do_not_break_the_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["train", "--model", "a\nb"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -228,23 +276,40 @@ def test_help_is_grouped_and_shows_examples(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = capsys.readouterr().out
-    titles = ("what to train", "workers", "the step", "the run", "files and display", "examples", "exit codes")
+    titles = (
+        "what to train",
+        "workers",
+        "the step",
+        "the run",
+        "files and display",
+        "examples",
+        "exit codes",
+    )
     positions = [text.index(f"\n{title}:") for title in titles]
     assert positions == sorted(positions)
-    assert all(f"--{name.replace('_', '-')}" in text for name in [*TYPED, "resume", "config", "debug"])
+    assert all(
+        f"--{name.replace('_', '-')}" in text for name in [*TYPED, "resume", "config", "debug"]
+    )
 
 
 def test_examples_of_the_help_can_be_taken_apart(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    examples = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  lockstep train")]
+    examples = [
+        line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("  lockstep train")
+    ]
     assert len(examples) > 5
     for example in examples:
         assert _parser().parse_known_args(example[1:])[1] == []
 
 
 def test_help_does_not_load_torch() -> None:
-    code = "import sys; from lockstep.cli.main import _parser; _parser(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from lockstep.cli.main import _parser; _parser(); sys.exit('torch' in "
+        "sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -254,7 +319,13 @@ def test_the_summary_shows_paths_as_they_are(
     monkeypatch.chdir(tmp_path)
     folder = Path("a [/b] :cat: " + "long" * 30)
     folder.mkdir(parents=True)
-    result = {"val_accuracy": 0.987, "epochs": 1, "workers": 2, "devices": ["CPU"] * 2, "samples_per_second": 1234.5}
+    result = {
+        "val_accuracy": 0.987,
+        "epochs": 1,
+        "workers": 2,
+        "devices": ["CPU"] * 2,
+        "samples_per_second": 1234.5,
+    }
     train._print_summary(folder, result)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "accuracy       98.70% of the test set, after 1 epoch"
@@ -296,7 +367,9 @@ def test_a_launcher_sets_the_number_of_workers(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WORLD_SIZE", "33")
     assert train.choose_workers(TrainOptions()) == 33
     assert train.choose_workers(TrainOptions(workers="33")) == 33
-    with pytest.raises(ConfigError, match="workers: expected auto or 33, as the launcher started, got '3'"):
+    with pytest.raises(
+        ConfigError, match="workers: expected auto or 33, as the launcher started, got '3'"
+    ):
         train.choose_workers(TrainOptions(workers="3"))
 
 
@@ -310,13 +383,21 @@ def test_launched_workers_run_here(monkeypatch: pytest.MonkeyPatch, started: lis
 @pytest.mark.parametrize(
     ("kind", "reason", "said"),
     [
-        ("ConfigError", "global_batch_size: expected more", "--global-batch-size: expected more [rank 1]\n"),
+        (
+            "ConfigError",
+            "global_batch_size: expected more",
+            "--global-batch-size: expected more [rank 1]\n",
+        ),
         ("DataError", "x.npy: damaged", "x.npy: damaged [rank 1]\n"),
         ("KeyError", "'x'", "rank 1: KeyError: 'x'\n\nits traceback\n"),
     ],
 )
 def test_errors_of_workers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, reason: str, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    reason: str,
+    said: str,
 ) -> None:
     def launch(*_: Any, **__: Any) -> None:
         raise WorkerError(1, kind, reason, "its traceback", 2)

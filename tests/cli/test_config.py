@@ -15,7 +15,10 @@ from lockstep.cli.train_options import resolve
 from lockstep.training.options import TrainOptions
 
 SMALL = ["--data", "synthetic", "--model", "mlp", "--workers", "1", "--epochs", "1", "--quiet"]
-pytestmark = [pytest.mark.usefixtures("folder"), pytest.mark.leaks("matplotlib keeps its fonts open")]
+pytestmark = [
+    pytest.mark.usefixtures("folder"),
+    pytest.mark.leaks("matplotlib keeps its fonts open"),
+]
 
 
 def run(*arguments: str) -> int:
@@ -43,7 +46,11 @@ def resolved(*arguments: str) -> TrainOptions:
         ("a.toml", "lr = ", "to be YAML, or TOML or JSON with the ending"),
         ("a.yaml", "!!python/object/apply:os.mkdir [hacked]", "to be YAML"),
         ("a.yaml", "compile: maybe", "a.yaml: compile: expected true or false, got 'maybe'"),
-        ("a.toml", "max-grad-norm = 'big'", "a.toml: max-grad-norm: expected a finite number above 0, got 'big'"),
+        (
+            "a.toml",
+            "max-grad-norm = 'big'",
+            "a.toml: max-grad-norm: expected a finite number above 0, got 'big'",
+        ),
         # of the right kind, but not to be used
         ("a.yaml", "lr: -1", "a.yaml: lr: expected a finite number above 0, got -1"),
         (
@@ -52,13 +59,31 @@ def resolved(*arguments: str) -> TrainOptions:
             "a.yaml: optimizer: expected sgd, adam, adamw, lars or lamb, got 'adamm'. Did you",
         ),
         ("a.yaml", "momentum: .nan", "a.yaml: momentum: expected a finite number"),
-        ("a.yaml", "warmup-epochs: 2", "a.yaml: warmup-epochs: expected less than the 1 epoch of the run"),
-        ("a.yaml", "resume: nowhere", "a.yaml: resume: expected a checkpoint, a run directory, or latest, got nowhere"),
-        ("a.yaml", "run_dir: mine.py/run", "a.yaml: run_dir: expected a folder that can be written"),
-        ("a.yaml", "data_dir: here", "a.yaml: data_dir: expected nothing, as synthetic reads no files"),
+        (
+            "a.yaml",
+            "warmup-epochs: 2",
+            "a.yaml: warmup-epochs: expected less than the 1 epoch of the run",
+        ),
+        (
+            "a.yaml",
+            "resume: nowhere",
+            "a.yaml: resume: expected a checkpoint, a run directory, or latest, got nowhere",
+        ),
+        (
+            "a.yaml",
+            "run_dir: mine.py/run",
+            "a.yaml: run_dir: expected a folder that can be written",
+        ),
+        (
+            "a.yaml",
+            "data_dir: here",
+            "a.yaml: data_dir: expected nothing, as synthetic reads no files",
+        ),
     ],
 )
-def test_bad_config_files(folder: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str) -> None:
+def test_bad_config_files(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, said: str
+) -> None:
     (folder / name).write_text(text)
     assert run("--config", name) == 2
     error = capsys.readouterr().err
@@ -68,7 +93,9 @@ def test_bad_config_files(folder: Path, capsys: pytest.CaptureFixture[str], name
     assert {path.name for path in folder.iterdir()} - {"mine.py", "__pycache__"} == {name}
 
 
-def test_a_flag_in_place_of_a_bad_key_is_what_an_error_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_in_place_of_a_bad_key_is_what_an_error_names(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "a.yaml").write_text("lr: -1")
     assert run("--config", "a.yaml", "--lr", "0") == 2
     assert "error: --lr: expected a finite number above 0, got '0'" in capsys.readouterr().err
@@ -78,7 +105,9 @@ def test_a_file_that_is_no_text(folder: Path, capsys: pytest.CaptureFixture[str]
     (folder / "a.yaml").write_bytes(b"\xff\xfe")
     assert run("--config", "a.yaml") == 2
     said = capsys.readouterr().err
-    assert "--config: expected a YAML, TOML or JSON file that can be read, got a.yaml ('utf-8'" in said
+    assert (
+        "--config: expected a YAML, TOML or JSON file that can be read, got a.yaml ('utf-8'" in said
+    )
 
 
 def test_numbers_as_yaml_1_1_reads_them(folder: Path) -> None:
@@ -109,7 +138,9 @@ def test_home_is_found_in_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         ("a.toml", "global_batch_size = 100\nlr = 0.25\nrun_dir = 'done'\n"),
     ],
 )
-def test_flags_win_over_a_config_file_and_all_is_written_down(folder: Path, name: str, text: str) -> None:
+def test_flags_win_over_a_config_file_and_all_is_written_down(
+    folder: Path, name: str, text: str
+) -> None:
     (folder / name).write_text(text)
     assert run("--config", name, "--lr", "0.01") == 0
     config = json.loads((folder / "done/config.json").read_text())
@@ -119,10 +150,18 @@ def test_flags_win_over_a_config_file_and_all_is_written_down(folder: Path, name
         "allow_different_hardware",
         "quiet",
     }
-    expected: dict[str, Any] = {"global_batch_size": 100, "lr": 0.01, "workers": "1", "device": "cpu"}
+    expected: dict[str, Any] = {
+        "global_batch_size": 100,
+        "lr": 0.01,
+        "workers": "1",
+        "device": "cpu",
+    }
     assert {key: config[key] for key in expected} == expected
     # and the file is itself a config file, for a run in another folder
     assert main(["train", "--config", "done/config.json"]) == 0
     (again,) = (folder / "runs").iterdir()
-    fingerprints = [json.loads((run / "result.json").read_text())["fingerprint"] for run in (folder / "done", again)]
+    fingerprints = [
+        json.loads((run / "result.json").read_text())["fingerprint"]
+        for run in (folder / "done", again)
+    ]
     assert fingerprints[0] == fingerprints[1]

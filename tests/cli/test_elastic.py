@@ -32,7 +32,9 @@ def write(folder: Path, epochs: int) -> Path:
     return write_program(folder, epochs, folder / "run", samples=96, virtual_workers=4)
 
 
-def test_the_example_gives_the_same_bits_when_a_worker_is_killed(pool: Pool, tmp_path: Path) -> None:
+def test_the_example_gives_the_same_bits_when_a_worker_is_killed(
+    pool: Pool, tmp_path: Path
+) -> None:
     with start(tmp_path, "1:4", "-np", 3, EXAMPLES / "elastic.py", 3) as job:
         end = time.monotonic() + DEADLINE
         while not (pids := training_ranks(job.pid)) and time.monotonic() < end:
@@ -56,7 +58,9 @@ def training_ranks(launcher: int) -> list[int]:
 
 
 @pytest.mark.parametrize("lost", ["rank 0", "rank 1"])
-def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_are_lost_replaced_and_added(
+    lost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = write(tmp_path, 1000)
     with start(tmp_path, "1:4", "-np", 2, program) as job:
         seen = job.read_until(r"step 9 of 2")
@@ -82,7 +86,9 @@ def test_workers_are_lost_replaced_and_added(lost: str, tmp_path: Path, capsys: 
     assert rows(tmp_path / "run") == rows(alone_ / "run")
 
 
-def test_the_first_replacement_joins_where_there_are_as_many_workers_as_virtual_ones(tmp_path: Path) -> None:
+def test_the_first_replacement_joins_where_there_are_as_many_workers_as_virtual_ones(
+    tmp_path: Path,
+) -> None:
     program = write_program(tmp_path, 1000, tmp_path / "run", virtual_workers=2)
     with start(tmp_path, "1:2", "-np", 2, program) as job:
         seen = job.read_until(r"step 3 of 2")
@@ -97,7 +103,10 @@ def test_the_first_replacement_joins_where_there_are_as_many_workers_as_virtual_
 
 def test_losses_leave_nothing_behind(tmp_path: Path) -> None:
     program = write(tmp_path, 1000)
-    count = 'gc.collect(); print("hooks", sum(type(each).__name__ == "ExitHooks" for each in gc.get_objects()))'
+    count = (
+        'gc.collect(); print("hooks", sum(type(each).__name__ == "ExitHooks" for each in '
+        "gc.get_objects()))"
+    )
     program.write_text(f"import gc\n{program.read_text()}    {count}\n")
     with start(tmp_path, "1:2", "-np", 2, program) as job:
         seen = job.read_until(r"step 3 of 2")
@@ -141,7 +150,9 @@ def test_a_worker_leaves_and_the_job_is_interrupted_and_resumed(tmp_path: Path) 
     assert fingerprint(out) == fingerprint(done.stdout)
 
 
-def test_a_strategy_whose_state_is_in_parts_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_strategy_whose_state_is_in_parts_starts_again_from_the_newest_checkpoint(
+    tmp_path: Path,
+) -> None:
     program = write(tmp_path, 1000)
     text = program.read_text().replace("virtual_workers=4,", 'strategy="sharded",')
     text = text.replace("Checkpoints()", 'Checkpoints("2steps")')
@@ -154,7 +165,9 @@ def test_a_strategy_whose_state_is_in_parts_starts_again_from_the_newest_checkpo
         (tmp_path / "enough").touch()
         _, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
-    assert err.count("the loss of a worker starts all workers again, from the newest checkpoint") == 2, err
+    assert (
+        err.count("the loss of a worker starts all workers again, from the newest checkpoint") == 2
+    ), err
     assert err.count("all workers are started again, from the checkpoint") == 1, err
 
 
@@ -170,7 +183,9 @@ checkpoint_manager.note_checkpoint = killed_at
 comm = lockstep.init"""
 
 
-def test_a_checkpoint_is_resumed_from_that_was_complete_when_its_writer_was_lost(tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_from_that_was_complete_when_its_writer_was_lost(
+    tmp_path: Path,
+) -> None:
     program = write(tmp_path, 1)
     text = program.read_text().replace("Checkpoints()", 'Checkpoints("2steps")')
     program.write_text(text.replace("\ncomm = lockstep.init", KILLED_AT_A_CHECKPOINT, 1))
@@ -251,7 +266,9 @@ if comm.rank == 0:
 
 
 @pytest.mark.parametrize("text", [OWN_LOOP, PREPARED], ids=["steps", "prepare"])
-def test_a_loop_of_ones_own_goes_on_without_and_with_other_workers(tmp_path: Path, text: str) -> None:
+def test_a_loop_of_ones_own_goes_on_without_and_with_other_workers(
+    tmp_path: Path, text: str
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(text.replace("EPOCHS", "1000"))
     with start(tmp_path, "1:4", "-np", 3, program) as job:
@@ -266,7 +283,10 @@ def test_a_loop_of_ones_own_goes_on_without_and_with_other_workers(tmp_path: Pat
         (tmp_path / "enough").touch()
         out, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
-    assert "rank 0 was lost (killed by SIGKILL); 2 workers go on" in err and "has left; 2 workers go on" in err
+    assert (
+        "rank 0 was lost (killed by SIGKILL); 2 workers go on" in err
+        and "has left; 2 workers go on" in err
+    )
     assert "started again" not in err and "in an elastic job, with" not in err
     values = re.findall(r"seen (\d+) (.*)", seen + out)
     program.write_text(text.replace("EPOCHS", values[0][0]))
@@ -277,17 +297,25 @@ def test_a_loop_of_ones_own_goes_on_without_and_with_other_workers(tmp_path: Pat
 
 
 SECOND_OPTIMIZER = "loader, v", "loader, torch.optim.SGD(model.parameters(), 0.1), v"
-COLLECTIVE = "        scheduler.step()", "        scheduler.step()\n        comm.allreduce(loss.detach())"
+COLLECTIVE = (
+    "        scheduler.step()",
+    "        scheduler.step()\n        comm.allreduce(loss.detach())",
+)
 
 
 @pytest.mark.parametrize(
-    ("change", "why"), [(SECOND_OPTIMIZER, "2 optimizers"), (COLLECTIVE, "collectives in its bodies")]
+    ("change", "why"),
+    [(SECOND_OPTIMIZER, "2 optimizers"), (COLLECTIVE, "collectives in its bodies")],
 )
 def test_a_prepared_loop_that_cannot_be_repeated_starts_again_and_says_so(
     change: tuple[str, str], why: str, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
-    text = PREPARED.replace("EPOCHS", "1").replace("virtual_workers=4", "virtual_workers=2").replace(*change)
+    text = (
+        PREPARED.replace("EPOCHS", "1")
+        .replace("virtual_workers=4", "virtual_workers=2")
+        .replace(*change)
+    )
     program.write_text(text.replace("scheduler, loader =", "scheduler, loader, *_ ="))
     with start(tmp_path, "2:2", "-np", 2, program) as job:
         seen = job.read_until(r"step 9 of 2")
@@ -295,7 +323,10 @@ def test_a_prepared_loop_that_cannot_be_repeated_starts_again_and_says_so(
         os.kill(pids[1], signal.SIGKILL)
         out, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
-    assert f"with {why}: no worker can join or leave, and the loss of a worker starts all workers again" in err
+    assert (
+        f"with {why}: no worker can join or leave, and the loss of a worker starts all workers "
+        "again" in err
+    )
     assert err.count("all workers are started again, from the beginning") == 1
     assert "step 0 of 2" in out and "step 99 of 2" in out
 
@@ -312,8 +343,12 @@ def test_a_signal_to_the_launcher_ends_a_loop_of_ones_own(loop: str, tmp_path: P
     assert "stopped by SIGTERM after step" in err
 
 
-def test_a_worker_that_is_stopped_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_STALL_WARNING", "2")  # in other jobs it is an error after one second
+def test_a_worker_that_is_stopped_for_a_while_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "LOCKSTEP_STALL_WARNING", "2"
+    )  # in other jobs it is an error after one second
     program = write(tmp_path, 1000)
     # between two steps: one that is stopped within a collective has reached it
     stops = f"if comm.rank == 1 and result.step == 3: os.kill(os.getpid(), {int(signal.SIGSTOP)})"
@@ -375,7 +410,9 @@ else:
 """
 
 
-def test_a_crash_at_exit_ends_the_job_with_its_code_and_trains_nothing_again(tmp_path: Path) -> None:
+def test_a_crash_at_exit_ends_the_job_with_its_code_and_trains_nothing_again(
+    tmp_path: Path,
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(ABORTS_AT_EXIT)
     with start(tmp_path, "1:2", "-np", 2, program) as job:
@@ -403,7 +440,9 @@ def test_an_error_of_the_program_ends_the_job(tmp_path: Path) -> None:
     assert "rank 1: ValueError: of the program" in err
 
 
-def test_workers_that_are_lost_before_the_training_again_and_again_end_the_job(tmp_path: Path) -> None:
+def test_workers_that_are_lost_before_the_training_again_and_again_end_the_job(
+    tmp_path: Path,
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(FAILS.replace("BODY", "os.kill(os.getpid(), signal.SIGKILL)"))
     with start(tmp_path, "1:4", "-np", 2, program) as job:
@@ -413,7 +452,9 @@ def test_workers_that_are_lost_before_the_training_again_and_again_end_the_job(t
     assert "without any progress" in err
 
 
-def test_workers_that_are_all_lost_before_the_first_checkpoint_begin_again_in_the_same_folder(tmp_path: Path) -> None:
+def test_workers_that_are_all_lost_before_the_first_checkpoint_begin_again_in_the_same_folder(
+    tmp_path: Path,
+) -> None:
     program = write(tmp_path, 2)
     with start(tmp_path, "1:2", "-np", 2, program) as job:
         seen = job.read_until(r"step 2 of 2")
@@ -480,9 +521,18 @@ def test_messages_over_gloo_may_be_late_and_are_interrupted_by_a_loss(tmp_path: 
     [
         (["--elastic", "3:2", "x.py"], "--elastic: expected MIN:MAX with MIN at most MAX"),
         (["--elastic", "0:2", "x.py"], "--elastic: expected a whole number from 1 to 120"),
-        (["--elastic", "1:2", "-np", "3", "x.py"], "-np: expected a number from 1 to 2, as --elastic 1:2"),
-        (["--elastic", "1:2", "--restarts", "2", "x.py"], "--restarts: expected not to be given with --elastic"),
-        (["--elastic", "1:2", "--no-watchdog", "x.py"], "--no-watchdog: expected not to be given with --elastic"),
+        (
+            ["--elastic", "1:2", "-np", "3", "x.py"],
+            "-np: expected a number from 1 to 2, as --elastic 1:2",
+        ),
+        (
+            ["--elastic", "1:2", "--restarts", "2", "x.py"],
+            "--restarts: expected not to be given with --elastic",
+        ),
+        (
+            ["--elastic", "1:2", "--no-watchdog", "x.py"],
+            "--no-watchdog: expected not to be given with --elastic",
+        ),
     ],
 )
 def test_bad_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

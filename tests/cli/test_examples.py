@@ -51,7 +51,9 @@ def test_a_gan_trains_the_same_on_three_workers(pool: Pool, here: Here) -> None:
     assert ended.stdout.replace("[0] ", "") == alone(pool, "gan.py", "1")
 
 
-def test_a_gpt_of_ones_own_learns_the_same_on_two_workers(pool: Pool, here: Here, tmp_path: Path) -> None:
+def test_a_gpt_of_ones_own_learns_the_same_on_two_workers(
+    pool: Pool, here: Here, tmp_path: Path
+) -> None:
     story = tmp_path / "story.txt"
     story.write_text("One ship sails east. Two ships sail west.\n" * 200)
     ended = here("run", "-np", 2, "--threads", 1, EXAMPLES / "gpt.py", story, 30)
@@ -66,7 +68,14 @@ def test_tracking_leaves_what_it_says(tmp_path: Path) -> None:
     shown = run(str(EXAMPLES / "tracking.py"), str(tmp_path / "run"), cwd=tmp_path)
     assert float(shown.partition("accuracy ")[2][:5]) > 0.9
     found = {path.name for path in (tmp_path / "run").iterdir()}
-    assert found >= {"averaged.safetensors", "checkpoints", "curve.png", "metrics.csv", "profile", "tensorboard"}
+    assert found >= {
+        "averaged.safetensors",
+        "checkpoints",
+        "curve.png",
+        "metrics.csv",
+        "profile",
+        "tensorboard",
+    }
     assert all(f"{tmp_path}/run/{name}" in shown for name in found)
     header = (tmp_path / "run" / "metrics.csv").read_text().split("\n")[0].split(",")
     assert {"val_averaged_accuracy", "lr_biases", "momentum_weights"} <= set(header)
@@ -76,7 +85,9 @@ def test_notebook(tmp_path: Path) -> None:
     assert last_accuracy(run(str(EXAMPLES / "notebook.py"), cwd=tmp_path)) > 90
 
 
-def test_ddp_runs_as_it_is_under_lockstep_run(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_runs_as_it_is_under_lockstep_run(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     ended = here("run", "-np", 2, "--threads", 1, EXAMPLES / "ddp.py", 2)
     assert ended.returncode == 0, ended.stderr
@@ -96,26 +107,40 @@ def test_the_bits_are_those_of_one_worker(
     monkeypatch.chdir(tmp_path)
     ended = here("run", "-np", 2, "--threads", 1, EXAMPLES / f"{name}.py")
     assert ended.returncode == 0, ended.stderr
-    assert fingerprints(ended.stdout) == fingerprints(run(str(EXAMPLES / f"{name}.py"), cwd=tmp_path)) != []
+    assert (
+        fingerprints(ended.stdout)
+        == fingerprints(run(str(EXAMPLES / f"{name}.py"), cwd=tmp_path))
+        != []
+    )
 
 
 def fingerprints(shown: str) -> list[str]:
     return re.findall(r"\b[0-9a-f]{64}\b", shown)
 
 
-@pytest.mark.parametrize(("name", "line"), [("sharded", "epoch 2: train loss"), ("pipeline", "step 60: loss")])
-def test_model_parallel_loses_as_one_worker_does(pool: Pool, here: Here, name: str, line: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "line"), [("sharded", "epoch 2: train loss"), ("pipeline", "step 60: loss")]
+)
+def test_model_parallel_loses_as_one_worker_does(
+    pool: Pool, here: Here, name: str, line: str
+) -> None:
     ended = here("run", "-np", 2, "--threads", 1, EXAMPLES / f"{name}.py")
     assert ended.returncode == 0, ended.stderr
-    assert loss_after(line, ended.stdout) == pytest.approx(loss_after(line, alone(pool, f"{name}.py")), rel=1e-3)
+    assert loss_after(line, ended.stdout) == pytest.approx(
+        loss_after(line, alone(pool, f"{name}.py")), rel=1e-3
+    )
 
 
-def test_parquet_files_train_the_same_on_two_workers(pool: Pool, here: Here, tmp_path: Path) -> None:
+def test_parquet_files_train_the_same_on_two_workers(
+    pool: Pool, here: Here, tmp_path: Path
+) -> None:
     ended = here("run", "-np", 2, "--threads", 1, EXAMPLES / "stream_parquet.py", tmp_path / "two")
     assert ended.returncode == 0, ended.stderr
     shown = alone(pool, "stream_parquet.py", str(tmp_path / "one"))
     assert last_accuracy(shown) > 95
-    assert loss_after("3000 samples, loss", ended.stdout) == pytest.approx(loss_after("samples, loss", shown), rel=1e-2)
+    assert loss_after("3000 samples, loss", ended.stdout) == pytest.approx(
+        loss_after("samples, loss", shown), rel=1e-2
+    )
 
 
 def loss_after(line: str, shown: str) -> float:

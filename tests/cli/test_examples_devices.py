@@ -21,10 +21,16 @@ def load(name: str) -> dict[str, Any]:
 
 
 def accuracies(output: str) -> list[float]:
-    return [float(line.split()[-1].removesuffix("%")) for line in output.splitlines() if "test acc" in line]
+    return [
+        float(line.split()[-1].removesuffix("%"))
+        for line in output.splitlines()
+        if "test acc" in line
+    ]
 
 
-def test_from_scratch_learns_the_same_on_any_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_scratch_learns_the_same_on_any_number_of_devices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     train = load("devices_from_scratch.py")["train"]
     reached = []
     for devices in (["cpu"], TWO):
@@ -43,17 +49,24 @@ def test_input_splitting(capsys: pytest.CaptureFixture[str]) -> None:
     load("input_splitting.py")["main"]()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "outside: [17, 2] and [15, 3]"
-    assert sorted(lines[1:3]) == ["in the model: [8, 2] and [7, 3]", "in the model: [9, 2] and [8, 3]"]
+    assert sorted(lines[1:3]) == [
+        "in the model: [8, 2] and [7, 3]",
+        "in the model: [9, 2] and [8, 3]",
+    ]
     assert lines[3] == "back: [17, 2] and [15, 3], the same: True"
 
 
 def test_balanced_loss(capsys: pytest.CaptureFixture[str]) -> None:
     load("balanced_loss.py")["main"]()
-    off = {line[:13].strip(): float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()}
+    off = {
+        line[:13].strip(): float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()
+    }
     assert max(off["gathered"], off["on each"]) < 1e-5 < off["mean of means"]
 
 
-def test_cnn_with_adam_is_saved_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cnn_with_adam_is_saved_on_the_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = load("cnn_adam.py")
     program["train"](TWO, tmp_path / "model.safetensors", epochs=1)
     assert accuracies(capsys.readouterr().out)[-1] > 70
@@ -62,7 +75,9 @@ def test_cnn_with_adam_is_saved_on_the_cpu(tmp_path: Path, capsys: pytest.Captur
     assert {value.device.type for value in model.state_dict().values()} == {"cpu"}
 
 
-def test_hybrid_against_imperative(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hybrid_against_imperative(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compilation, "_ONNX", ("no_such_package",))  # ONNX has a test of its own
     torch.compiler.reset()
     load("hybrid_against_imperative.py")["main"]("eager")
@@ -81,7 +96,9 @@ def test_synchronous_against_asynchronous(capsys: pytest.CaptureFixture[str]) ->
     batch = 512 * 512 * 4 + 512 * 4
     found = [program["train"](6, in_flight) for in_flight in (1, 3, 7)]
     assert len({loss for loss, _ in found}) == 1
-    assert [peak <= most * batch for (_, peak), most in zip(found, (1, 3, 6), strict=True)] == [True] * 3
+    assert [peak <= most * batch for (_, peak), most in zip(found, (1, 3, 6), strict=True)] == [
+        True
+    ] * 3
     program["main"](2)
     assert [line.split("  ")[0].strip() for line in capsys.readouterr().out.splitlines()] == [
         "each waited for",

@@ -13,7 +13,9 @@ from lockstep.watchdog.report import RankStatus, Report, write_once
 
 def write(folder: Path, sentence: str) -> Path:
     folder.mkdir(parents=True)
-    assert write_once(folder, Report("lost", sentence, (RankStatus(0, "died", "a \x1b[31mred\x1b[0m end"),)))
+    assert write_once(
+        folder, Report("lost", sentence, (RankStatus(0, "died", "a \x1b[31mred\x1b[0m end"),))
+    )
     return folder / "report.json"
 
 
@@ -21,7 +23,10 @@ def test_a_file_a_folder_or_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    old, new = write(tmp_path / "runs" / "b", "The old."), write(tmp_path / "runs" / "a", "The new.")
+    old, new = (
+        write(tmp_path / "runs" / "b", "The old."),
+        write(tmp_path / "runs" / "a", "The new."),
+    )
     os.utime(old, (1, 1))
     for words, said in [([str(old)], "The old."), (["runs/b"], "The old."), ([], "The new.")]:
         assert main(["explain", *words]) == 0
@@ -32,15 +37,26 @@ def test_a_file_a_folder_or_the_newest(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "FILE: expected a report in reports/ or runs/, got none. Name one: lockstep explain FILE."),
+        (
+            [],
+            "FILE: expected a report in reports/ or runs/, got none. Name one: lockstep explain "
+            "FILE.",
+        ),
         (["gone.json"], "FILE: expected an existing report, got 'gone.json'"),
-        (["folder"], "FILE: expected a report, or a folder with report.json, got folder (it has none)"),
+        (
+            ["folder"],
+            "FILE: expected a report, or a folder with report.json, got folder (it has none)",
+        ),
         (["damaged.json"], "damaged.json is damaged, or no report of Lockstep's: "),
         (["damaged.json", "--hlep"], "--help"),
     ],
 )
 def test_what_is_no_report(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()

@@ -1,4 +1,6 @@
-"""A terminal that is closed, and Ctrl-backslash: the run is saved as after SIGTERM. A job under nohup goes on."""
+"""A terminal that is closed, and Ctrl-backslash: the run is saved as after SIGTERM. A job under
+nohup goes on.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,17 @@ RUN = [sys.executable, "-m", "lockstep", "run", "--quiet", "--no-prefix", "-np",
 ELASTIC = [*RUN, "--elastic", "1:2"]
 
 
-def start(folder: Path, command: list[str], epochs: int, before: Callable[[], object] | None = None) -> tuple[int, int]:
+def start(
+    folder: Path, command: list[str], epochs: int, before: Callable[[], object] | None = None
+) -> tuple[int, int]:
     """Start the program in a terminal of its own; returns (process, the terminal's other end)."""
     (folder / "train.py").write_text(PROGRAM)
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # which is ignored where a shell runs the tests in the background
+        signal.signal(
+            signal.SIGQUIT, signal.SIG_DFL
+        )  # which is ignored where a shell runs the tests in the background
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_PROGRESS": "off"}
         if before is not None:
             before()
@@ -81,9 +87,13 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("command", "code"), [(PYTHON, 129), (RUN, 143), (ELASTIC, 143)], ids=["python", "run", "elastic"]
+    ("command", "code"),
+    [(PYTHON, 129), (RUN, 143), (ELASTIC, 143)],
+    ids=["python", "run", "elastic"],
 )
-def test_a_run_whose_terminal_is_closed_is_saved(tmp_path: Path, command: list[str], code: int) -> None:
+def test_a_run_whose_terminal_is_closed_is_saved(
+    tmp_path: Path, command: list[str], code: int
+) -> None:
     process, terminal = start(tmp_path, command, 1000)
     shown = read_until(terminal, b"step 3")
     os.close(terminal)

@@ -1,4 +1,6 @@
-"""`lockstep horovodrun` and `lockstep run --as-horovod`: Horovod's programs as they are, with Horovod's options."""
+"""`lockstep horovodrun` and `lockstep run --as-horovod`: Horovod's programs as they are, with
+Horovod's options.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,16 @@ ANY = "lockstep.cli.any_command"
 
 
 def lockstep(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_NUM", "HOROVOD_"))}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMP_NUM", "HOROVOD_"))
+    }
     return warm_python.run(["-m", "lockstep", *words], cwd, own | env, timeout=DEADLINE)
 
 
-# --- what is made of the options ----------------------------------------------------------------------------
+# --- what is made of the options
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -51,12 +58,20 @@ def lockstep(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProce
         ("/other/bin/python train.py", ANY, ["/other/bin/python", "train.py"], True),
     ],
 )
-def test_the_program_of_a_command(command: str, script: str, arguments: list[str], is_module: bool) -> None:
+def test_the_program_of_a_command(
+    command: str, script: str, arguments: list[str], is_module: bool
+) -> None:
     found = program_of(command.split())
-    assert (found["script"], found["arguments"], found.get("module", False)) == (script, arguments, is_module)
+    assert (found["script"], found["arguments"], found.get("module", False)) == (
+        script,
+        arguments,
+        is_module,
+    )
 
 
-def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_ranks_learn_from_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def learnt(variables: dict[str, str], **own: Any) -> dict[str, str]:
         return child_variables(HorovodOptions(**own), variables)
 
@@ -80,8 +95,14 @@ def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest
         ("-np 2", "command: expected a command"),
         ("-np two python x.py", "-np: expected a whole number"),
         ("-np 2 --max-np 1 python x.py", "--max-np: expected at least 2"),
-        ("-np 2 -H a:2 --host-discovery-script s python x.py", "--host-discovery-script: expected either this option"),
-        ("-np 2 --stall-check-warning-time-seconds 0 python x.py", "--stall-check-warning-time-seconds: expected"),
+        (
+            "-np 2 -H a:2 --host-discovery-script s python x.py",
+            "--host-discovery-script: expected either this option",
+        ),
+        (
+            "-np 2 --stall-check-warning-time-seconds 0 python x.py",
+            "--stall-check-warning-time-seconds: expected",
+        ),
         ("-np 2 --slot-per-host 3 python x.py", "Did you mean --slots-per-host"),
         ("-np 2 --slots none python x.py", "--slots: expected a whole number"),
         ("-np 2 python not-there.py", "script: expected an existing Python file"),
@@ -89,13 +110,20 @@ def test_what_the_ranks_learn_from_variables(tmp_path: Path, monkeypatch: pytest
         ("-np 2 --mpi-args --oversubscribe python x.py", "error: --mpi-args: expected 1 argument"),
     ],
 )
-def test_bad_options_are_named(words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_named(
+    words: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["horovodrun", *words.split()]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_ignored_options_are_reported_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "-np 2 --autotune --fusion-threshold-mb 32 --blacklist-cooldown-range 1 2 --mpi-args=-x --gloo --verbose"
+def test_ignored_options_are_reported_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "-np 2 --autotune --fusion-threshold-mb 32 --blacklist-cooldown-range 1 2 --mpi-args=-x "
+        "--gloo --verbose"
+    )
     assert main(["horovodrun", *words.split(), "python", "not-there.py", "--autotune"]) == 2
     ignored, run, _ = capsys.readouterr().err.splitlines()
     assert ignored.endswith(
@@ -134,7 +162,9 @@ def test_hosts_are_found_by_a_script_and_keep_their_order(tmp_path: Path) -> Non
         ("echo a:1,b:1", "one host per line"),
     ],
 )
-def test_a_script_that_does_not_print_enough_hosts_is_an_error(tmp_path: Path, body: str, said: str) -> None:
+def test_a_script_that_does_not_print_enough_hosts_is_an_error(
+    tmp_path: Path, body: str, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         discovery(tmp_path, body, needed=2, timeout=0.0).find()
 
@@ -152,7 +182,16 @@ def test_the_number_of_workers_follows_the_script(tmp_path: Path) -> None:
     found = discovery(tmp_path, f"cat {tmp_path}/hosts")
     hosts = [Host("localhost", 2)]
     follower = Follower(found, hosts, OwnJob(2, 2, 4, resize).follow, said.append)
-    for text in ("localhost:2", "localhost:3", "localhost:3", "localhost:3", "localhost:9", "", "other:3", "other:3"):
+    for text in (
+        "localhost:2",
+        "localhost:3",
+        "localhost:3",
+        "localhost:3",
+        "localhost:9",
+        "",
+        "other:3",
+        "other:3",
+    ):
         (tmp_path / "hosts").write_text(text)
         follower.check()
     assert asked == [3, 3, 4, 2]
@@ -180,7 +219,20 @@ def test_hosts_of_a_script_that_others_reach_by_their_names_may_change(
         return 0
 
     monkeypatch.setattr(run_module, "run_command", follow)
-    assert main(["horovodrun", "--min-np", "1", "--host-discovery-script", str(script), "python", "train.py"]) == 0
+    assert (
+        main(
+            [
+                "horovodrun",
+                "--min-np",
+                "1",
+                "--host-discovery-script",
+                str(script),
+                "python",
+                "train.py",
+            ]
+        )
+        == 0
+    )
     assert seen == [("a:2,b:1", "1:120", "3", [Host("a", 2), Host("b", 1)]), [Host("b", 4)]]
 
 
@@ -197,9 +249,13 @@ def test_hosts_of_a_script_that_others_reach_by_their_names_may_change(
         ("-np 2", "-np 2"),
     ],
 )
-def test_elastic_options(words: str, run: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_options(
+    words: str, run: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen: list[Any] = []
-    monkeypatch.setattr(run_module, "run_command", lambda arguments, listed: chosen.append(vars(arguments)) or 0)
+    monkeypatch.setattr(
+        run_module, "run_command", lambda arguments, listed: chosen.append(vars(arguments)) or 0
+    )
     assert main(["horovodrun", *words.split(), "python", "train.py"]) == 0
     (values,) = chosen
     names = {"elastic": "--elastic", "workers": "-np", "hosts": "-H", "output_dir": "--output-dir"}
@@ -207,7 +263,8 @@ def test_elastic_options(words: str, run: str, folder: Path, monkeypatch: pytest
     assert " ".join(found) == run
 
 
-# --- programs -----------------------------------------------------------------------------------------------
+# --- programs
+# -----------------------------------------------------------------------------------------------
 
 
 def endings(text: str, pattern: str) -> list[str]:
@@ -218,7 +275,16 @@ def endings(text: str, pattern: str) -> list[str]:
 
 
 def test_a_training_runs_unchanged(tmp_path: Path) -> None:
-    ended = lockstep("horovodrun", "-np", 2, "--output-filename", "out", "python", SCRIPTS / "mnist.py", cwd=tmp_path)
+    ended = lockstep(
+        "horovodrun",
+        "-np",
+        2,
+        "--output-filename",
+        "out",
+        "python",
+        SCRIPTS / "mnist.py",
+        cwd=tmp_path,
+    )
     assert ended.returncode == 0, ended.stderr
     weights = endings(ended.stdout, r"rank \d of 2: weights (.*)")
     assert weights[0] == weights[1]
@@ -232,7 +298,9 @@ def test_a_training_runs_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_training_with_checkpoints_runs_unchanged_and_resumes(tmp_path: Path) -> None:
-    ended = lockstep("run", "-np", 2, "--as-horovod", SCRIPTS / "imagenet.py", "--fp16-allreduce", cwd=tmp_path)
+    ended = lockstep(
+        "run", "-np", 2, "--as-horovod", SCRIPTS / "imagenet.py", "--fp16-allreduce", cwd=tmp_path
+    )
     assert ended.returncode == 0, ended.stderr
     losses = [endings(ended.stdout, rf"epoch {epoch} from 0: (.*)") for epoch in (0, 1)]
     assert all(one == other for one, other in losses)
@@ -252,7 +320,8 @@ def test_an_elastic_training_resumes_from_its_last_commit(tmp_path: Path) -> Non
     assert ended.returncode == 0, ended.stderr
     assert "joined" not in ended.stderr  # max-np
     assert endings(ended.stdout, "reset at (.*)") == ["epoch 1, batch 2, with 2 ranks"] * 2
-    # six batches in the first epoch, three up to the failure, and the four that were not done before the commit
+    # six batches in the first epoch, three up to the failure, and the four that were not done
+    # before the commit
     weights = endings(ended.stdout, "ended with 1 failure, 13 batches, weights (.*)")
     assert weights[0] == weights[1]
 
@@ -297,14 +366,29 @@ print(f"done: {state.epoch} epochs, {total:g} ranks, weights {[p.tolist() for p 
 """
 
 
-def test_after_the_loss_of_a_rank_the_others_go_on_and_the_script_adds_ranks(tmp_path: Path) -> None:
+def test_after_the_loss_of_a_rank_the_others_go_on_and_the_script_adds_ranks(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train.py").write_text(ELASTIC)
     (tmp_path / "slots").write_text("2")
     script = tmp_path / "discover.sh"
     script.write_text(f"#!/bin/sh\necho localhost:$(cat {tmp_path}/slots)\n")
     script.chmod(0o700)
-    words = ["-np", 2, "--min-np", 1, "--max-np", 3, "--host-discovery-script", script, "python", "train.py"]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    words = [
+        "-np",
+        2,
+        "--min-np",
+        1,
+        "--max-np",
+        3,
+        "--host-discovery-script",
+        script,
+        "python",
+        "train.py",
+    ]
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")
+    }
     with warm_python.popen(["-m", "lockstep", "horovodrun", *words], tmp_path, variables) as job:
         seen = job.read_until(r"batch 9 of 2")
         pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", seen)}
@@ -318,8 +402,11 @@ def test_after_the_loss_of_a_rank_the_others_go_on_and_the_script_adds_ranks(tmp
         out, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
     seen += out
-    assert "rank 0 was lost (killed by SIGKILL); 1 worker goes on" in err and "3 workers go on" in err
-    # the one that is left goes back to its last commit, of an even number of batches, and others begin there
+    assert (
+        "rank 0 was lost (killed by SIGKILL); 1 worker goes on" in err and "3 workers go on" in err
+    )
+    # the one that is left goes back to its last commit, of an even number of batches, and others
+    # begin there
     assert re.search(r"begin at \d+\.\d*[02468] as 0 of [12]: ", seen[before:]), seen
     assert re.search(r"reset with [12]\n", seen[before:]), seen
     assert len(set(re.findall(r"pid (\d+)", seen))) == 4
@@ -340,13 +427,11 @@ def test_a_signal_to_the_launcher_ends_an_elastic_training_at_a_commit(tmp_path:
 
 def test_other_commands_and_their_children_find_horovods_modules(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(
-        "import horovod, horovod.torch as hvd, lockstep.compat.horovod.torch as own, importlib.util, torch, sys\n"
-        "assert hvd is own and hvd.__spec__.name == own.__name__, hvd.__spec__\n"
-        "assert importlib.util.find_spec('horovod.tensorflow') is None\n"
-        "from horovod.runner.util.threads import in_thread\n"
-        "hvd.init()\n"
-        "print('sum', hvd.allreduce(torch.ones(1), op=hvd.Sum, name='ones').item())\n"
-        "sys.exit(hvd.rank() * 7)\n"
+        "import horovod, horovod.torch as hvd, lockstep.compat.horovod.torch as own, "
+        "importlib.util, torch, sys\nassert hvd is own and hvd.__spec__.name == own.__name__, "
+        "hvd.__spec__\nassert importlib.util.find_spec('horovod.tensorflow') is None\nfrom "
+        "horovod.runner.util.threads import in_thread\nhvd.init()\nprint('sum', "
+        "hvd.allreduce(torch.ones(1), op=hvd.Sum, name='ones').item())\nsys.exit(hvd.rank() * 7)\n"
     )
     command = f"exec {sys.executable} -W error work.py"
     trace = tmp_path / "trace.json"
@@ -355,11 +440,16 @@ def test_other_commands_and_their_children_find_horovods_modules(tmp_path: Path)
     assert ended.returncode == 7, ended.stderr
     assert endings(ended.stdout, "sum (.*)") == ["2.0", "2.0"]
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {event["pid"] for event in events if event["name"].startswith("allreduce ones")} == {0, 1}
+    assert {event["pid"] for event in events if event["name"].startswith("allreduce ones")} == {
+        0,
+        1,
+    }
     assert [path.name for path in tmp_path.iterdir() if "records" in path.name] == []
 
 
-def test_a_command_that_cannot_be_run_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_cannot_be_run_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "text").touch()
     assert any_command.main(["no-such-command"]) == 127
     assert any_command.main([str(tmp_path / "text")]) == 126

@@ -1,4 +1,6 @@
-"""A program without a file, as a notebook is one, that trains on launched workers and gets Ctrl-C."""
+"""A program without a file, as a notebook is one, that trains on launched workers and gets
+Ctrl-C.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`launch`: a function in worker processes, its result, its failures, its interruption, and no trace of it."""
+"""`launch`: a function in worker processes, its result, its failures, its interruption, and no
+trace of it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def _private_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Every test checks that nothing is left among the temporary files."""
     folder = tmp_path / "temporary"
     folder.mkdir()
-    # multiprocessing keeps the fork server's socket in a folder of its own: it goes to the usual place
+    # multiprocessing keeps the fork server's socket in a folder of its own: it goes to the usual
+    # place
     multiprocessing.util.get_temp_dir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
@@ -71,7 +74,8 @@ def join_group() -> None:
     dist.barrier()
 
 
-# --- what a worker is ---------------------------------------------------------------------------------------
+# --- what a worker is
+# ---------------------------------------------------------------------------------------
 
 
 def test_rank_0_returns_and_every_worker_has_its_rank(tmp_path: Path) -> None:
@@ -83,7 +87,12 @@ def test_rank_0_returns_and_every_worker_has_its_rank(tmp_path: Path) -> None:
     for number in range(3):
         variables = json.loads((tmp_path / f"{number}.json").read_text())
         world = environment.find_world(variables)
-        assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (number, 3, number, 3)
+        assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (
+            number,
+            3,
+            number,
+            3,
+        )
         assert (world.node, world.nodes, world.source) == (0, 1, "lockstep")
         assert variables["MASTER_ADDR"] == "127.0.0.1"
         assert int(variables["MASTER_PORT"]) > 0
@@ -173,7 +182,8 @@ def test_threads_is_the_number_of_threads_within_an_operation(threads: int) -> N
 
     number, variable, running = launch(work, workers=1, threads=threads)
     assert (number, variable) == (threads, str(threads))
-    # beside the main thread, one waits for the end of the launcher; the fork server has handed down none
+    # beside the main thread, one waits for the end of the launcher; the fork server has handed down
+    # none
     assert (running > 2) == (threads > 1)
 
 
@@ -201,7 +211,9 @@ def output_in(path: Path) -> Iterator[None]:
 def test_output_goes_where_it_goes_at_the_time_of_the_call(tmp_path: Path) -> None:
     def work(word: str) -> None:
         for stream in (sys.stdout, sys.stderr):
-            stream.write(f"{word}\n")  # at once: print() may write the line and its end apart, when unbuffered
+            stream.write(
+                f"{word}\n"
+            )  # at once: print() may write the line and its end apart, when unbuffered
 
     for word in ("first", "second"):  # the fork server knows at most one of the files
         with output_in(tmp_path / word):
@@ -220,10 +232,13 @@ def test_closed_output_is_refused() -> None:
         os.close(kept)
 
 
-# --- failures -----------------------------------------------------------------------------------------------
+# --- failures
+# -----------------------------------------------------------------------------------------------
 
 
-def test_an_exception_is_raised_here_with_its_rank_and_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_is_raised_here_with_its_rank_and_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     def divide(a: int) -> float:
         return a / 0
 
@@ -236,14 +251,21 @@ def test_an_exception_is_raised_here_with_its_rank_and_traceback(capfd: pytest.C
     with pytest.raises(WorkerError) as caught:
         launch(work)
     error = caught.value
-    assert (error.rank, error.kind, error.reason, error.exit_code) == (1, "ZeroDivisionError", "division by zero", 1)
+    assert (error.rank, error.kind, error.reason, error.exit_code) == (
+        1,
+        "ZeroDivisionError",
+        "division by zero",
+        1,
+    )
     assert "in divide" in error.worker_traceback
     assert "lockstep/launchers" not in error.worker_traceback
     assert error.__suppress_context__ or error.__context__ is None
     assert capfd.readouterr() == ("", "")
 
 
-def turn_late(job: HostJob, seconds: float, turn: Callable[[HostJob, float], None] = HostJob.turn) -> None:
+def turn_late(
+    job: HostJob, seconds: float, turn: Callable[[HostJob, float], None] = HostJob.turn
+) -> None:
     time.sleep(0.5)
     turn(job, seconds)
 
@@ -276,20 +298,27 @@ def test_a_death_is_named_before_the_failures_that_follow_from_it(
     assert reason in caught.value.reason
     assert caught.value.worker_traceback == ""
     out, err = capfd.readouterr()
-    assert (out, [line for line in err.splitlines() if "[c10d]" not in line]) == ("", [])  # torch tells of lost peers
+    assert (out, [line for line in err.splitlines() if "[c10d]" not in line]) == (
+        "",
+        [],
+    )  # torch tells of lost peers
 
 
 def test_a_worker_that_vanishes_with_exit_code_0_does_not_leave_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "FAILURE_GRACE", 0.2)
-    with pytest.raises(WorkerError, match="rank 1: exit: ended with exit code 0 before its work was done"):
+    with pytest.raises(
+        WorkerError, match="rank 1: exit: ended with exit code 0 before its work was done"
+    ):
         launch(lambda: os._exit(0) if rank() == 1 else signal.pause())
     with pytest.raises(WorkerError, match="rank 0: exit: ended with exit code 0"):
         launch(os._exit, 0, workers=1)  # nobody is left to be waited for
 
 
-def test_workers_that_do_not_end_after_a_failure_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_do_not_end_after_a_failure_are_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def work() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         join_group()
@@ -324,7 +353,9 @@ def test_the_others_have_a_moment_to_raise_the_same() -> None:
         worker.SAME_ERROR_WAIT_SECONDS = 60.0
         join_group()
         if rank() == 1:
-            time.sleep(0.5)  # enough for the launcher to see that the other has ended, had it not waited
+            time.sleep(
+                0.5
+            )  # enough for the launcher to see that the other has ended, had it not waited
         raise DataError("images: expected 10 bytes, got 7")
 
     with pytest.raises(DataError):
@@ -338,7 +369,9 @@ def test_an_error_of_one_worker_names_it_and_keeps_its_exit_code() -> None:
             raise DataError("images: expected 10 bytes, got 7")
         dist.barrier()
 
-    with pytest.raises(WorkerError, match=r"rank 1: DataError: images: expected 10 bytes, got 7") as caught:
+    with pytest.raises(
+        WorkerError, match=r"rank 1: DataError: images: expected 10 bytes, got 7"
+    ) as caught:
         launch(work)
     assert caught.value.exit_code == 2
 
@@ -351,11 +384,17 @@ def test_an_error_that_cannot_be_pickled_is_sent_as_text() -> None:
         launch(work, workers=1)
 
 
-@pytest.mark.parametrize(("argument", "reason", "code"), [("no data", "no data", 1), (7, "ended with exit code 7", 7)])
+@pytest.mark.parametrize(
+    ("argument", "reason", "code"), [("no data", "no data", 1), (7, "ended with exit code 7", 7)]
+)
 def test_sys_exit_is_a_failure(argument: object, reason: str, code: int) -> None:
     with pytest.raises(WorkerError) as caught:
         launch(sys.exit, argument, workers=1)
-    assert (caught.value.kind, caught.value.reason, caught.value.exit_code) == ("SystemExit", reason, code)
+    assert (caught.value.kind, caught.value.reason, caught.value.exit_code) == (
+        "SystemExit",
+        reason,
+        code,
+    )
 
 
 def test_sys_exit_with_0_is_a_way_to_return() -> None:
@@ -370,12 +409,16 @@ def test_an_exception_whose_message_fails_is_reported_all_the_same() -> None:
     def work() -> None:
         raise OddError
 
-    with pytest.raises(WorkerError, match=r"OddError: \(its message cannot be shown: RuntimeError\)"):
+    with pytest.raises(
+        WorkerError, match=r"OddError: \(its message cannot be shown: RuntimeError\)"
+    ):
         launch(work, workers=1)
 
 
 def test_a_result_that_cannot_be_sent_is_the_workers_failure() -> None:
-    with pytest.raises(WorkerError, match=r"rank 0: TypeError: cannot pickle '_thread\.lock' object"):
+    with pytest.raises(
+        WorkerError, match=r"rank 0: TypeError: cannot pickle '_thread\.lock' object"
+    ):
         launch(threading.Lock, workers=1)
     assert launch(lambda: threading.Lock() if rank() else 5) == 5  # only rank 0's is sent
 
@@ -388,7 +431,8 @@ def test_a_worker_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(rank)
 
 
-# --- bad input ----------------------------------------------------------------------------------------------
+# --- bad input
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -420,11 +464,14 @@ def test_what_cannot_be_sent_is_named() -> None:
         launch(lambda: lock)
 
 
-# --- signals ------------------------------------------------------------------------------------------------
+# --- signals
+# ------------------------------------------------------------------------------------------------
 
 
 def stop_in_good_order(launcher: int, number: int, folder: Path) -> None:
-    """Wait for the signal, as a training loop does, then take a while to save; rank 0 takes longer."""
+    """Wait for the signal, as a training loop does, then take a while to save; rank 0 takes
+    longer.
+    """
     received: list[int] = []
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda n, _: received.append(n))
@@ -462,7 +509,9 @@ def call_launcher(launcher: int, numbers: list[int], ignore: bool = False) -> No
         signal.pause()
 
 
-def test_ctrl_c_without_more_from_the_workers_is_a_keyboard_interrupt(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_without_more_from_the_workers_is_a_keyboard_interrupt(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(KeyboardInterrupt, match="the workers have exited"):
         launch(call_launcher, os.getpid(), [signal.SIGINT])
     assert capfd.readouterr() == ("", "")
@@ -508,7 +557,8 @@ def test_an_ignored_signal_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-# --- the process that launches ------------------------------------------------------------------------------
+# --- the process that launches
+# ------------------------------------------------------------------------------
 
 
 def test_launches_from_several_threads_do_not_disturb_each_other() -> None:
@@ -529,7 +579,13 @@ def test_nothing_is_changed_in_this_process() -> None:
     def state() -> tuple[Any, ...]:
         loggers = [(g.filters[:], g.level, g.propagate) for g in map(logging.getLogger, watched)]
         method = multiprocessing.get_start_method(allow_none=True)
-        return loggers, method, main.__spec__, vars(main).get("__file__"), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        return (
+            loggers,
+            method,
+            main.__spec__,
+            vars(main).get("__file__"),
+            signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        )
 
     launch(rank)  # loads the modules whose loggers are looked at
     before_method = multiprocessing.get_start_method(allow_none=True)
@@ -563,10 +619,13 @@ def test_an_exception_in_the_waiting_thread_ends_the_workers(tmp_path: Path) -> 
             launch(work, os.getpid())
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert not any(psutil.pid_exists(int((tmp_path / str(number)).read_text())) for number in range(2))
+    assert not any(
+        psutil.pid_exists(int((tmp_path / str(number)).read_text())) for number in range(2)
+    )
 
 
-# --- whole programs -----------------------------------------------------------------------------------------
+# --- whole programs
+# -----------------------------------------------------------------------------------------
 
 
 def program(folder: Path, text: str) -> str:
@@ -603,9 +662,14 @@ def test_a_script_needs_no_main_guard_and_runs_once(tmp_path: Path) -> None:
         """,
     )
     done = warm_python.run([name], tmp_path)
-    assert done.stdout == f"script runs as __main__\nworker\nworker\nAnswer(value=2) {tmp_path / 'script.py'}\n"
+    assert (
+        done.stdout
+        == f"script runs as __main__\nworker\nworker\nAnswer(value=2) {tmp_path / 'script.py'}\n"
+    )
     assert done.returncode == 1
-    assert done.stderr.count("Traceback (most recent call last)") == 2  # the program's own, and in it the worker's
+    assert (
+        done.stderr.count("Traceback (most recent call last)") == 2
+    )  # the program's own, and in it the worker's
     assert "WorkerError: rank " in done.stderr
     assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
 
@@ -671,21 +735,33 @@ def test_a_signal_to_the_process_group_reaches_each_worker_once(
     read_pids(waiting)
     os.killpg(waiting.pid, number)  # what a terminal does on Ctrl-C, and a shell on "kill %1"
     output, errors = waiting.communicate(timeout=DEADLINE)
-    assert (output, errors, waiting.returncode) == (f"stopped by [{int(number)}]\n", "", 128 + number)
+    assert (output, errors, waiting.returncode) == (
+        f"stopped by [{int(number)}]\n",
+        "",
+        128 + number,
+    )
 
 
 def test_sigterm_twice_in_a_moment_is_one_request(waiting: warm_python.WarmProcess) -> None:
     read_pids(waiting)
-    for _ in range(2):  # as a scheduler does that signals every process, and the tasks through their starter as well
+    for _ in range(
+        2
+        # as a scheduler does that signals every process, and the tasks through their starter as
+        # well
+    ):
         waiting.send_signal(signal.SIGTERM)
         time.sleep(0.1)  # two at once may arrive as one
     output, errors = waiting.communicate(timeout=DEADLINE)
     assert (output, errors, waiting.returncode) == ("stopped by [15]\n", "", 143)
 
 
-def test_a_scheduler_that_signals_every_process_interrupts_the_run(waiting: warm_python.WarmProcess) -> None:
+def test_a_scheduler_that_signals_every_process_interrupts_the_run(
+    waiting: warm_python.WarmProcess,
+) -> None:
     workers_and_children = read_pids(waiting)
-    for each in psutil.Process(waiting.pid).children(recursive=True):  # the fork server does not survive this
+    for each in psutil.Process(waiting.pid).children(
+        recursive=True
+    ):  # the fork server does not survive this
         if each.pid not in workers_and_children[1::2]:
             each.terminate()
     waiting.send_signal(signal.SIGTERM)
@@ -698,9 +774,17 @@ def test_a_scheduler_that_signals_every_process_interrupts_the_run(waiting: warm
 def test_ctrl_c_while_the_fork_server_is_loading_is_as_quiet(tmp_path: Path, private: str) -> None:
     command = [sys.executable, program(tmp_path, WAITING), private]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
     ) as process:
-        wait_for(lambda: any(map(is_loading, psutil.Process(process.pid).children())), "the fork server loads PyTorch")
+        wait_for(
+            lambda: any(map(is_loading, psutil.Process(process.pid).children())),
+            "the fork server loads PyTorch",
+        )
         os.killpg(process.pid, signal.SIGINT)
         _output, errors = process.communicate(timeout=DEADLINE)
     assert (errors, process.returncode) == ("", 130)

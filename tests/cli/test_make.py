@@ -19,8 +19,13 @@ CONFLICT = """
 ERROR: Cannot install lockstep-train[demo]==0.1.0 because these package versions have conflicting dependencies.
 ERROR: ResolutionImpossible: for help visit https://pip.pypa.io
 """
-RETRIED = "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('... refused')'"
-NOT_FETCHED = "Could not fetch URL http://127.0.0.1:9/simple/torch/: connection error: Max retries exceeded"
+RETRIED = (
+    "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('... "
+    "refused')'"
+)
+NOT_FETCHED = (
+    "Could not fetch URL http://127.0.0.1:9/simple/torch/: connection error: Max retries exceeded"
+)
 FULL = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
@@ -35,7 +40,9 @@ def make(folder: Path, said: str) -> str:
     python.parent.mkdir(parents=True)
     python.write_text("#!/bin/sh\ncat said\nexit 1\n")
     python.chmod(0o755)
-    done = subprocess.run(["make", "train"], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["make", "train"], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert done.returncode != 0
     assert not list((folder / ".venv").glob(".ready*"))
     return done.stderr
@@ -43,7 +50,9 @@ def make(folder: Path, said: str) -> str:
 
 @pytest.mark.parametrize("reason", [RETRIED, NOT_FETCHED])
 @pytest.mark.parametrize("consequence", [NOT_FOUND, CONFLICT])
-def test_a_missing_network_is_the_only_message(tmp_path: Path, reason: str, consequence: str) -> None:
+def test_a_missing_network_is_the_only_message(
+    tmp_path: Path, reason: str, consequence: str
+) -> None:
     seen = make(tmp_path, f"{reason}\n{consequence}")
     assert "the package index cannot be reached" in seen
     assert "Check the network" in seen

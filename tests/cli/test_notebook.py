@@ -53,10 +53,15 @@ def outputs(kernel: Any, code: str) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(
     ("call", "ranks"),
-    [("print(train())", ["rank 0 of 1"]), ("print(lockstep.launch(train, workers=2))", ["rank 0 of 2", "rank 1 of 2"])],
+    [
+        ("print(train())", ["rank 0 of 1"]),
+        ("print(lockstep.launch(train, workers=2))", ["rank 0 of 2", "rank 1 of 2"]),
+    ],
     ids=["in the kernel", "launched"],
 )
-def test_a_cell_shows_one_output_that_updates_and_what_is_printed(kernel: Any, call: str, ranks: list[str]) -> None:
+def test_a_cell_shows_one_output_that_updates_and_what_is_printed(
+    kernel: Any, call: str, ranks: list[str]
+) -> None:
     shown = outputs(kernel, CELL + call)
     assert "error" not in [kind for kind, _ in shown], shown
     displays = [content for kind, content in shown if kind == "display_data"]
@@ -65,7 +70,11 @@ def test_a_cell_shows_one_output_that_updates_and_what_is_printed(kernel: Any, c
     (own,) = {content["transient"]["display_id"] for content in [*displays, *updates]}
     assert own and "epoch 2/2" in updates[-1]["data"]["text/plain"]
     assert updates[-1]["data"]["text/html"].count("<tr>") == 3  # a heading and two epochs
-    printed = "".join(content["text"] for kind, content in shown if kind == "stream" and content["name"] == "stdout")
+    printed = "".join(
+        content["text"]
+        for kind, content in shown
+        if kind == "stream" and content["name"] == "stdout"
+    )
     *lines, fingerprint = printed.splitlines()
     assert sorted(lines) == ranks and len(fingerprint) == 64
     assert "\x1b" not in str(shown)

@@ -1,7 +1,8 @@
-"""Every option of `run`, `train`, `horovodrun` and `submit`: what a command line becomes, here and on other hosts.
+"""Every option of `run`, `train`, `horovodrun` and `submit`: what a command line becomes, here and
+on other hosts.
 
-`tests/data/golden/command_lines.txt` has each command line of the table, the values that it sets, what the launchers of
-other hosts get, and the errors. UPDATE_GOLDEN=1 writes it anew.
+`tests/data/golden/command_lines.txt` has each command line of the table, the values that it sets,
+what the launchers of other hosts get, and the errors. UPDATE_GOLDEN=1 writes it anew.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from lockstep import environment, launcher
 from lockstep.cli.main import main
 from lockstep.launcher import start
 from lockstep.launcher.elastic_node import JobSpec
-from lockstep.launcher.remote_command import assign_workers, host_commands, remote_environment, requested_variables
+from lockstep.launcher.remote_command import (
+    assign_workers,
+    host_commands,
+    remote_environment,
+    requested_variables,
+)
 from lockstep.training import training_run
 from support import golden_texts
 from support.documented_code import subcommands
@@ -273,7 +279,14 @@ TRAIN = """
 
 TABLE = {"run": RUN, "horovodrun": HOROVODRUN, "submit": SUBMIT, "train": TRAIN}
 
-TRIED_ELSEWHERE = ("help", "debug", "ignored", "show_version", "check_build", "host_discovery_script")
+TRIED_ELSEWHERE = (
+    "help",
+    "debug",
+    "ignored",
+    "show_version",
+    "check_build",
+    "host_discovery_script",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +295,9 @@ def project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "train.py").write_text("")
     (folder / "key").write_text("")
     (folder / "hosts").write_text("a slots=2\nb\n")
-    (folder / "a.yaml").write_text("workers: 1\nlr: 1e-3\nglobal-batch-size: 32\ncompile: true\nmax_grad_norm: null\n")
+    (folder / "a.yaml").write_text(
+        "workers: 1\nlr: 1e-3\nglobal-batch-size: 32\ncompile: true\nmax_grad_norm: null\n"
+    )
     (folder / "bad.yaml").write_text("weight-decay: -1\n")
     (folder / "worse.yaml").write_text("epochs: three\n")
     (folder / "unknown.yaml").write_text("epoch: 3\n")
@@ -302,7 +317,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     found: list[Any] = []
     monkeypatch.setattr(start, "start", lambda config, listed: found.append(config))
     monkeypatch.setattr(training_run, "run", lambda options: found.append(options) or {})
-    monkeypatch.setattr(launcher, "launch", lambda run, options, workers: found.append(options) or {})
+    monkeypatch.setattr(
+        launcher, "launch", lambda run, options, workers: found.append(options) or {}
+    )
     monkeypatch.setattr("lockstep.cli.train._print_summary", lambda run_dir, result: None)
     yield found
 
@@ -347,7 +364,9 @@ def launcher_words(script: str) -> Iterator[str]:
         yield " ".join(words)
 
 
-def outcome(command: str, line: str, started: list[Any], capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+def outcome(
+    command: str, line: str, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> Iterator[str]:
     """What comes of a command line, in lines."""
     started.clear()
     before = environment.variables()
@@ -369,7 +388,10 @@ def outcome(command: str, line: str, started: list[Any], capsys: pytest.CaptureF
 
 
 def test_what_every_command_line_becomes(
-    project: Path, started: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    project: Path,
+    started: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blocks = []
     clean = dict(os.environ)
@@ -388,7 +410,11 @@ def test_what_every_command_line_becomes(
 @pytest.mark.parametrize("command", TABLE)
 def test_every_option_is_in_the_table(command: str) -> None:
     """Each flag of the command is typed above at least once."""
-    typed = {word.partition("=")[0] for word in shlex.split(TABLE[command].replace("'", "")) if word.startswith("-")}
+    typed = {
+        word.partition("=")[0]
+        for word in shlex.split(TABLE[command].replace("'", ""))
+        if word.startswith("-")
+    }
     missing = [flags for flags in flags_of(command) if not typed & set(flags)]
     assert missing == []
 

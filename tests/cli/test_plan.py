@@ -1,4 +1,6 @@
-"""``lockstep plan``: what it prints and writes for scripts that train, and one line for everything that is wrong."""
+"""``lockstep plan``: what it prints and writes for scripts that train, and one line for everything
+that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def test_a_script_is_planned_and_left_as_it_was(folder: Path, here: Here) -> Non
     asked = ("--workers", "1..4", "--network", "1Gbit,50us", "--price", 2)
     ended = here("plan", "--one", "--steps", 8, *asked, "--json", "plan.json", script, 16)
     assert ended.returncode == 0, ended.stderr
-    assert "train.py, global batch 16, network 1Gbit,50us" in ended.stdout and "90 % interval" in ended.stdout
+    assert (
+        "train.py, global batch 16, network 1Gbit,50us" in ended.stdout
+        and "90 % interval" in ended.stdout
+    )
     assert "This assumes:" in ended.stdout and "per M samples" in ended.stdout
     found = json.loads((folder / "plan.json").read_text())
     assert [each["workers"] for each in found["forecasts"]] == [1, 2, 3, 4]
@@ -50,12 +55,26 @@ def test_a_script_is_planned_and_left_as_it_was(folder: Path, here: Here) -> Non
     assert not (folder / "runs").exists() and not [*folder.glob(".*")]
 
 
-def test_two_workers_are_compared_with_what_was_predicted_from_one(folder: Path, here: Here) -> None:
+def test_two_workers_are_compared_with_what_was_predicted_from_one(
+    folder: Path, here: Here
+) -> None:
     script = write(folder, TRAINER)
-    options = ("--steps", 6, "--workers", "1,2", "--no-picture", "--held-out", "--json", "plan.json")
+    options = (
+        "--steps",
+        6,
+        "--workers",
+        "1,2",
+        "--no-picture",
+        "--held-out",
+        "--json",
+        "plan.json",
+    )
     ended = here("plan", *options, script, 16, "--workers", 4)
     assert ended.returncode == 0, ended.stderr
-    assert "--workers after train.py goes to the script; write it before train.py for lockstep plan" in ended.stderr
+    assert (
+        "--workers after train.py goes to the script; write it before train.py for lockstep plan"
+        in ended.stderr
+    )
     rows = json.loads((folder / "plan.json").read_text())["held_out"]
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in rows)
 
@@ -68,12 +87,17 @@ def test_two_workers_are_compared_with_what_was_predicted_from_one(folder: Path,
             "raise ValueError('my mistake')",
             "train.py:6 failed: ValueError: my mistake. `lockstep run",
         ),
-        (TRAINER + "\nsys.exit(3)", "workers: expected at most 16, the samples of a global batch, got 64"),
+        (
+            TRAINER + "\nsys.exit(3)",
+            "workers: expected at most 16, the samples of a global batch, got 64",
+        ),
     ],
 )
 def test_scripts_that_cannot_be_planned(folder: Path, here: Here, body: str, problem: str) -> None:
     script = write(folder, body)
-    ended = here("plan", "--one", "--steps", 5, "--workers", "1,64", "--json", "plan.json", script, 16)
+    ended = here(
+        "plan", "--one", "--steps", 5, "--workers", "1,64", "--json", "plan.json", script, 16
+    )
     (line,) = [each for each in ended.stderr.splitlines() if "plan: error:" in each]
     assert ended.returncode and problem in line and ended.stderr.endswith(f"{line}\n")
     assert not (folder / "plan.json").exists() and not (folder / "plan.png").exists()
@@ -83,19 +107,34 @@ def test_scripts_that_cannot_be_planned(folder: Path, here: Here, body: str, pro
     ("words", "problem"),
     [
         (["--workers", "0"], "--workers: expected a whole number from 1 to 100000, got '0'"),
-        (["--workers", "8..4"], "--workers: expected N..M with N at most M, such as 1..64, got '8..4'"),
+        (
+            ["--workers", "8..4"],
+            "--workers: expected N..M with N at most M, such as 1..64, got '8..4'",
+        ),
         (["--workers", "many"], "--workers: expected a whole number from 1 to 100000, got 'many'"),
         (["--network", "0Gbit,5us"], "--network: expected a bandwidth above 0, got '0Gbit,5us'"),
         (["--network", "fast"], "--network: expected the file of a measurement"),
-        (["--network", "other.json"], "other.json: expected the format 'lockstep network 1', got ''"),
+        (
+            ["--network", "other.json"],
+            "other.json: expected the format 'lockstep network 1', got ''",
+        ),
         (["--network", "none.json"], "none.json: cannot be read: No such file or directory"),
         (["--price", "-1"], "--price: expected an amount per hour and worker, 0 or more, got '-1'"),
-        (["--price", "nan"], "--price: expected an amount per hour and worker, 0 or more, got 'nan'"),
+        (
+            ["--price", "nan"],
+            "--price: expected an amount per hour and worker, 0 or more, got 'nan'",
+        ),
         (["--batch", "half"], "--batch: expected auto, global or per-worker, got 'half'"),
         (["--steps", "none"], "--steps: expected a whole number from 1 to 10000, got 'none'"),
         (["--per-host", "0"], "--per-host: expected a whole number of at least 1, got '0'"),
-        (["--json", "none/plan.json"], "--json: expected a file in an existing folder, got 'none/plan.json'"),
-        (["--picture", "plan.doc"], "--picture: expected a file that ends in .png, .svg or .pdf, got 'plan.doc'"),
+        (
+            ["--json", "none/plan.json"],
+            "--json: expected a file in an existing folder, got 'none/plan.json'",
+        ),
+        (
+            ["--picture", "plan.doc"],
+            "--picture: expected a file that ends in .png, .svg or .pdf, got 'plan.doc'",
+        ),
     ],
 )
 def test_bad_options_are_one_line_before_anything_runs(

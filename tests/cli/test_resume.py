@@ -18,7 +18,17 @@ from lockstep.cli.main import _parser
 from lockstep.cli.train_options import resolve
 from lockstep.training.options import TrainOptions
 
-SMALL = ["--data", "synthetic", "--model", "mlp", "--workers", "1", "--quiet", "--global-batch-size", "512"]  # 4 steps
+SMALL = [
+    "--data",
+    "synthetic",
+    "--model",
+    "mlp",
+    "--workers",
+    "1",
+    "--quiet",
+    "--global-batch-size",
+    "512",
+]  # 4 steps
 pytestmark = pytest.mark.leaks("matplotlib keeps its fonts open")
 
 
@@ -26,7 +36,21 @@ pytestmark = pytest.mark.leaks("matplotlib keeps its fonts open")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of two epochs, `runs/first`."""
     folder = tmp_path_factory.mktemp("trained")
-    assert main(["train", *SMALL, "--epochs", "2", "--seed", "3", "--run-dir", str(folder / "runs/first")]) == 0
+    assert (
+        main(
+            [
+                "train",
+                *SMALL,
+                "--epochs",
+                "2",
+                "--seed",
+                "3",
+                "--run-dir",
+                str(folder / "runs/first"),
+            ]
+        )
+        == 0
+    )
     return folder
 
 
@@ -57,15 +81,32 @@ def config(run: Path) -> dict[str, Any]:
         ("runs/first", "runs/../runs/first", "runs/first", "runs/../runs/first"),
         ("runs/first", "second", "runs/first", "second"),
         ("latest", "second", "runs/first", "second"),
-        ("runs/first/checkpoints/step-0000000008", None, "runs/first/checkpoints/step-0000000008", "runs/first"),
-        ("runs/first/checkpoints/step-0000000004", "second", "runs/first/checkpoints/step-0000000004", "second"),
+        (
+            "runs/first/checkpoints/step-0000000008",
+            None,
+            "runs/first/checkpoints/step-0000000008",
+            "runs/first",
+        ),
+        (
+            "runs/first/checkpoints/step-0000000004",
+            "second",
+            "runs/first/checkpoints/step-0000000004",
+            "second",
+        ),
     ],
 )
-def test_where_from_and_where_to(runs: Path, resume: str, out: str | None, checkpoint: str, to: str) -> None:
+def test_where_from_and_where_to(
+    runs: Path, resume: str, out: str | None, checkpoint: str, to: str
+) -> None:
     options = resolved("--resume", resume, *([] if out is None else ["--run-dir", out]))
     assert (options.resume, options.run_dir) == (checkpoint, to)
     # and the options are those of the run
-    assert (options.model, options.global_batch_size, options.seed, options.epochs) == ("mlp", 512, 3, 2)
+    assert (options.model, options.global_batch_size, options.seed, options.epochs) == (
+        "mlp",
+        512,
+        3,
+        2,
+    )
 
 
 def test_the_latest_run_is_that_with_the_newest_checkpoint(runs: Path) -> None:
@@ -102,29 +143,46 @@ def test_the_number_of_workers_is_the_launchers_and_not_the_saved_one(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--resume runs/first --epochs 1", "--epochs: expected a whole number of at least 2, as 2 are done already"),
+        (
+            "--resume runs/first --epochs 1",
+            "--epochs: expected a whole number of at least 2, as 2 are done already",
+        ),
         ("--resume runs/first --model lenet --epochs 3", "a checkpoint of another model"),
         ("--resume runs/first --optimizer adam --epochs 3", "a run with Adam, got one with SGD"),
-        ("--resume runs/first --global-batch-size 100 --epochs 3", "global_batch_size was 512, here it is 100"),
+        (
+            "--resume runs/first --global-batch-size 100 --epochs 3",
+            "global_batch_size was 512, here it is 100",
+        ),
         (
             "--resume runs/first --run-dir runs/other",
-            "--run-dir: expected a folder without an earlier run, got 'runs/other'. Resume it with --resume runs/other",
+            "--run-dir: expected a folder without an earlier run, got 'runs/other'. Resume it "
+            "with --resume runs/other",
         ),
-        ("--run-dir runs/first", "got 'runs/first'. Resume it with --resume runs/first, or choose another folder."),
+        (
+            "--run-dir runs/first",
+            "got 'runs/first'. Resume it with --resume runs/first, or choose another folder.",
+        ),
         (
             "--resume runs/first/checkpoints/step-0000000004 --epochs 3",
-            "--resume: expected the newest checkpoint of that run, runs/first/checkpoints/step-0000000008, "
-            "got 'runs/first/checkpoints/step-0000000004'. To resume from an earlier one, add --run-dir DIR",
+            "--resume: expected the newest checkpoint of that run, "
+            "runs/first/checkpoints/step-0000000008, got "
+            "'runs/first/checkpoints/step-0000000004'. To resume from an earlier one, add "
+            "--run-dir DIR",
         ),
         (
-            "--resume runs/first/checkpoints/step-0000000004 --run-dir runs/../runs/first --epochs 3",
-            "got 'runs/first/checkpoints/step-0000000004'. To resume from an earlier one, add --run-dir DIR",
+            "--resume runs/first/checkpoints/step-0000000004 --run-dir runs/../runs/first "
+            "--epochs 3",
+            "got 'runs/first/checkpoints/step-0000000004'. To resume from an earlier one, add "
+            "--run-dir DIR",
         ),
         (
             "--resume runs/stopped",
             "expected a checkpoint in runs/stopped/checkpoints, got an empty folder or none",
         ),
-        ("--resume runs/first/result.json", "--resume: expected a checkpoint, a run directory, or latest"),
+        (
+            "--resume runs/first/result.json",
+            "--resume: expected a checkpoint, a run directory, or latest",
+        ),
         ("--resume runs/odd", "runs/odd/config.yaml: lr: expected a finite number above 0, got -1"),
     ],
 )
@@ -146,11 +204,43 @@ def test_what_cannot_be_resumed_gets_one_line_and_changes_nothing(
 
 def test_resuming_gives_the_result_of_an_uninterrupted_run(runs: Path, folder: Path) -> None:
     assert (
-        main(["train", *SMALL, "--epochs", "3", "--seed", "3", "--run-dir", "straight", "--schedule", "constant"]) == 0
+        main(
+            [
+                "train",
+                *SMALL,
+                "--epochs",
+                "3",
+                "--seed",
+                "3",
+                "--run-dir",
+                "straight",
+                "--schedule",
+                "constant",
+            ]
+        )
+        == 0
     )
-    assert main(["train", *SMALL, "--epochs", "1", "--seed", "3", "--run-dir", "parts", "--schedule", "constant"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                *SMALL,
+                "--epochs",
+                "1",
+                "--seed",
+                "3",
+                "--run-dir",
+                "parts",
+                "--schedule",
+                "constant",
+            ]
+        )
+        == 0
+    )
     assert main(["train", "--resume", "parts", "--epochs", "3"]) == 0
-    results = [json.loads((folder / name / "result.json").read_text()) for name in ("parts", "straight")]
+    results = [
+        json.loads((folder / name / "result.json").read_text()) for name in ("parts", "straight")
+    ]
     assert results[0]["fingerprint"] == results[1]["fingerprint"]
     assert results[0]["epochs"] == 3
 
@@ -214,13 +304,26 @@ def test_the_speed_is_that_of_the_epochs_made_now(runs: Path, folder: Path) -> N
 
 def test_a_run_that_is_done_is_written_out_again(runs: Path, folder: Path) -> None:
     assert main(["train", "--resume", "runs/first", "--run-dir", "second"]) == 0
-    results = [json.loads((path / "result.json").read_text()) for path in (runs / "first", folder / "second")]
+    results = [
+        json.loads((path / "result.json").read_text())
+        for path in (runs / "first", folder / "second")
+    ]
     assert results[0]["fingerprint"] == results[1]["fingerprint"]
 
 
 def test_only_so_many_checkpoints_stay(folder: Path) -> None:
     torch.manual_seed(0)
-    arguments = [*SMALL, "--epochs", "1", "--checkpoint-every", "1steps", "--keep-checkpoints", "2", "--run-dir", "one"]
+    arguments = [
+        *SMALL,
+        "--epochs",
+        "1",
+        "--checkpoint-every",
+        "1steps",
+        "--keep-checkpoints",
+        "2",
+        "--run-dir",
+        "one",
+    ]
     assert main(["train", *arguments]) == 0
     names = sorted(path.name for path in (folder / "one/checkpoints").iterdir())
     assert names == ["step-0000000003", "step-0000000004"]

@@ -42,7 +42,9 @@ if lockstep.init().rank == 0:
 """
 
 
-def pasted(proposed: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def pasted(
+    proposed: str, folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     """Run what a shell would: variables, then ``lockstep`` or ``python`` and its words."""
     words = shlex.split(proposed)
     while "=" in words[0]:
@@ -84,7 +86,9 @@ def test_the_report_of_a_crash_proposes_what_resumes_the_run(tmp_path: Path) -> 
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 137 and "SIGKILL" in errors, errors
     proposed = errors.splitlines()[-1]
-    assert proposed == "Resume with: lockstep run --resume 'runs/a b' -q --no-prefix -np 2 train.py 3"
+    assert (
+        proposed == "Resume with: lockstep run --resume 'runs/a b' -q --no-prefix -np 2 train.py 3"
+    )
     del environment["CRASH"]
     words = [*RUN.split(), "--resume", "runs/a b", "-np", "1", "train.py", "3"]
     with warm_python.popen(words, tmp_path, environment) as process:
@@ -97,8 +101,16 @@ def test_the_report_of_a_crash_proposes_what_resumes_the_run(tmp_path: Path) -> 
     ("typed", "program_words", "sentence"),
     [
         ("train --lr 0.1", 0, ". Resume with: lockstep train --resume runs/a"),
-        ("run -np 2 train.py --resume x", 3, ". Resume with: lockstep run --resume runs/a -np 2 train.py --resume x"),
-        ("run --resume=old -np 2 train.py", 1, ". Resume with: lockstep run --resume runs/a -np 2 train.py"),
+        (
+            "run -np 2 train.py --resume x",
+            3,
+            ". Resume with: lockstep run --resume runs/a -np 2 train.py --resume x",
+        ),
+        (
+            "run --resume=old -np 2 train.py",
+            1,
+            ". Resume with: lockstep run --resume runs/a -np 2 train.py",
+        ),
         ("run --resume old -m train", 1, ". Resume with: lockstep run --resume runs/a -m train"),
         (
             "horovodrun -np 2 python t.py",
@@ -112,7 +124,9 @@ def test_the_report_of_a_crash_proposes_what_resumes_the_run(tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_is_proposed_exists_and_shows_no_secret(typed: str, program_words: int, sentence: str) -> None:
+def test_what_is_proposed_exists_and_shows_no_secret(
+    typed: str, program_words: int, sentence: str
+) -> None:
     error = InterruptedRunError("stopped", 2, "runs/a/checkpoints/step-0000000003")
     assert _resume_hint(error, typed.split(), program_words) == sentence
     assert _resume_hint(InterruptedRunError("stopped", 2), typed.split(), program_words) == ""

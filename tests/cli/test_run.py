@@ -1,4 +1,6 @@
-"""`lockstep run` on one host: what the program sees, what is shown, how it ends, and that nothing stays behind."""
+"""`lockstep run` on one host: what the program sees, what is shown, how it ends, and that nothing
+stays behind.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "lockstep", "run", *map(str, words)]
 
 
-def run(*words: object, cwd: Path | None = None, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: object, cwd: Path | None = None, stdin: str = "", **env: str
+) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= env
     return warm_python.run(["-m", "lockstep", "run", *words], cwd, variables, stdin, DEADLINE)
@@ -49,13 +53,22 @@ def run(*words: object, cwd: Path | None = None, stdin: str = "", **env: str) ->
 def run_as_process(*words: object) -> subprocess.CompletedProcess[str]:
     """As `run`, but not as a fork: /proc has its command line and variables."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.run(command(*words), env=variables, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return subprocess.run(
+        command(*words),
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
 
 
 def wait_for(path: Path, count: int) -> list[Path]:
     """The files in `path`, once there are `count` of them."""
     deadline = time.monotonic() + DEADLINE
-    while len(found := [each for each in path.iterdir() if not each.name.endswith(".draft")]) < count:
+    while (
+        len(found := [each for each in path.iterdir() if not each.name.endswith(".draft")]) < count
+    ):
         assert time.monotonic() < deadline, f"{len(found)} of {count} came"
         time.sleep(0.01)
     return found
@@ -75,10 +88,13 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
         time.sleep(0.01)
 
 
-# --- who else can see and reach it ---------------------------------------------------------------------------
+# --- who else can see and reach it
+# ---------------------------------------------------------------------------
 
 
-def test_a_job_on_one_host_listens_on_the_loopback_interface_only(tmp_path: Path, here: Here) -> None:
+def test_a_job_on_one_host_listens_on_the_loopback_interface_only(
+    tmp_path: Path, here: Here
+) -> None:
     program = write(
         tmp_path,
         """
@@ -117,7 +133,9 @@ def test_values_of_variables_stand_in_no_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, far: bool
 ) -> None:
     """`ps` shows command lines to every user of a host."""
-    ssh = tmp_path / "bin" / "ssh"  # as far as command lines are concerned: it stays, with all its words
+    ssh = (
+        tmp_path / "bin" / "ssh"
+    )  # as far as command lines are concerned: it stays, with all its words
     ssh.parent.mkdir()
     ssh.write_text('#!/bin/sh\n# fake ssh\nfor last; do :; done\nsh -c "$last"\nexit $?\n')
     ssh.chmod(0o755)
@@ -132,7 +150,8 @@ def test_values_of_variables_stand_in_no_command_line(
     assert ended.stdout.splitlines() == [f"[] {int(far)}"] * 2
 
 
-# --- what the program sees ----------------------------------------------------------------------------------
+# --- what the program sees
+# ----------------------------------------------------------------------------------
 
 
 def test_a_program_finds_what_python_would_give_it_and_its_rank(tmp_path: Path) -> None:
@@ -168,7 +187,9 @@ def test_a_program_finds_what_python_would_give_it_and_its_rank(tmp_path: Path) 
     assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         wanted = [f"[{rank}] sum 1.0", f"[{rank}] thread of {rank}", f"[{rank}] at exit of {rank}"]
-        assert [line for line in ended.stdout.splitlines() if line.startswith(f"[{rank}]")] == wanted
+        assert [
+            line for line in ended.stdout.splitlines() if line.startswith(f"[{rank}]")
+        ] == wanted
     assert ended.stderr.count("lockstep run: 2 workers, ") == 1
 
 
@@ -176,7 +197,11 @@ def test_a_master_address_that_the_launcher_was_given_is_not_that_of_its_workers
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a Slurm allocation, or in a shell that was used for torchrun."""
-    for name, value in (("MASTER_ADDR", "203.0.113.7"), ("MASTER_PORT", "1"), ("TORCHELASTIC_RESTART_COUNT", "7")):
+    for name, value in (
+        ("MASTER_ADDR", "203.0.113.7"),
+        ("MASTER_PORT", "1"),
+        ("TORCHELASTIC_RESTART_COUNT", "7"),
+    ):
         monkeypatch.setenv(name, value)
     program = write(
         tmp_path,
@@ -218,15 +243,20 @@ def test_processes_that_the_program_spawns_find_its_functions(tmp_path: Path, he
 
 @pytest.mark.parametrize("method", ["spawn"])
 def test_workers_may_begin_from_nothing(tmp_path: Path, method: str) -> None:
-    ended = run("-np", 1, "--start-method", method, write(tmp_path, "print('torch' in sys.modules, rank)"))
+    ended = run(
+        "-np", 1, "--start-method", method, write(tmp_path, "print('torch' in sys.modules, rank)")
+    )
     assert (ended.returncode, ended.stdout) == (0, "True 0\n"), ended.stderr
 
 
-# --- what is shown ------------------------------------------------------------------------------------------
+# --- what is shown
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_an_exception_of_a_data_set_is_one_line_and_nothing_waits(processes: int, tmp_path: Path, here: Here) -> None:
+def test_an_exception_of_a_data_set_is_one_line_and_nothing_waits(
+    processes: int, tmp_path: Path, here: Here
+) -> None:
     body = f"""
         import torch, lockstep
 
@@ -249,7 +279,8 @@ def test_an_exception_of_a_data_set_is_one_line_and_nothing_waits(processes: int
     ended = here("run", "-np", 2, "--quiet", write(tmp_path, body))
     where = " (in loader process 0)" if processes else ""
     said = (
-        "lockstep run: error: sample 7 of Photos: FileNotFoundError: [Errno 2] No such file or directory: 'img7.png', "
+        "lockstep run: error: sample 7 of Photos: FileNotFoundError: [Errno 2] No such file or "
+        "directory: 'img7.png', "
     )
     assert ended.stderr.strip() == f"{said}at program.py:13 in __getitem__{where} [rank 1]"
     assert ended.returncode == 2
@@ -264,7 +295,9 @@ def test_each_rank_may_have_a_file(tmp_path: Path, here: Here) -> None:
         assert sorted(words) == [f"err of {rank}", f"out of {rank}"]
 
 
-def test_the_first_failure_comes_last_and_whole_with_its_exit_code(tmp_path: Path, here: Here) -> None:
+def test_the_first_failure_comes_last_and_whole_with_its_exit_code(
+    tmp_path: Path, here: Here
+) -> None:
     program = write(
         tmp_path,
         """
@@ -291,14 +324,21 @@ def test_the_first_failure_comes_last_and_whole_with_its_exit_code(tmp_path: Pat
     assert "runpy" not in ended.stderr and "lockstep/launcher" not in ended.stderr
 
 
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
-def test_the_exit_code_is_that_of_the_first_failure(tmp_path: Path, here: Here, end: str, code: int) -> None:
-    ended = here("run", "-np", 2, "--quiet", write(tmp_path, f"if rank == 1: {end}\ntime.sleep(100)"))
+@pytest.mark.parametrize(
+    ("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)]
+)
+def test_the_exit_code_is_that_of_the_first_failure(
+    tmp_path: Path, here: Here, end: str, code: int
+) -> None:
+    ended = here(
+        "run", "-np", 2, "--quiet", write(tmp_path, f"if rank == 1: {end}\ntime.sleep(100)")
+    )
     assert ended.returncode == code
     assert "rank 1" in ended.stderr
 
 
-# --- how it ends --------------------------------------------------------------------------------------------
+# --- how it ends
+# --------------------------------------------------------------------------------------------
 
 STUBBORN = """
     folder = Path(sys.argv[1])
@@ -312,12 +352,18 @@ STUBBORN = """
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_no_process_survives_a_signal_to_the_launcher(tmp_path: Path, number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_no_process_survives_a_signal_to_the_launcher(
+    tmp_path: Path, number: int, code: int
+) -> None:
     folder = tmp_path / "pids"
     folder.mkdir()
     program = write(tmp_path, STUBBORN)
-    with subprocess.Popen(command("-np", 2, program, folder), stderr=subprocess.DEVNULL) as launcher:
+    with subprocess.Popen(
+        command("-np", 2, program, folder), stderr=subprocess.DEVNULL
+    ) as launcher:
         pids = [int(word) for path in wait_for(folder, 2) for word in path.read_text().split()]
         assert all(map(is_alive, pids))
         launcher.send_signal(number)
@@ -326,7 +372,9 @@ def test_no_process_survives_a_signal_to_the_launcher(tmp_path: Path, number: in
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_error_in_the_users_program_names_its_line_and_no_flag(tmp_path: Path, here: Here, workers: int) -> None:
+def test_an_error_in_the_users_program_names_its_line_and_no_flag(
+    tmp_path: Path, here: Here, workers: int
+) -> None:
     program = tmp_path / "train.py"
     program.write_text(
         """
@@ -341,15 +389,17 @@ make()
     ended = here("run", "-np", workers, "--quiet", program)
     assert ended.returncode == 2
     assert ended.stderr.splitlines() == [
-        f"lockstep run: error: {program}:6 in make: precision: expected fp32, bf16 or fp16, got 'bfloat16'. "
-        "Did you mean bf16?"
+        f"lockstep run: error: {program}:6 in make: precision: expected fp32, bf16 or fp16, got "
+        "'bfloat16'. Did you mean bf16?"
     ]
 
 
 def test_what_ranks_leave_behind_may_clear_up_and_is_named(
     tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when all has gone well. It may be a program that others use, which its user has forgotten."""
+    """Also when all has gone well. It may be a program that others use, which its user has
+    forgotten.
+    """
     monkeypatch.setattr(local, "TERM_GRACE_S", 0.5)
     program = write(
         tmp_path,
@@ -375,8 +425,12 @@ def test_what_ranks_leave_behind_may_clear_up_and_is_named(
     wait_until_gone([polite, stubborn], 10.0)
 
 
-def test_a_job_without_orphan_processes_prints_no_message_about_them(tmp_path: Path, here: Here) -> None:
-    program = write(tmp_path, "subprocess.Popen(['sleep', '0.1'])")  # it is about to leave by itself
+def test_a_job_without_orphan_processes_prints_no_message_about_them(
+    tmp_path: Path, here: Here
+) -> None:
+    program = write(
+        tmp_path, "subprocess.Popen(['sleep', '0.1'])"
+    )  # it is about to leave by itself
     assert here("run", "-np", 2, "--quiet", program) == (0, "", "")
 
 
@@ -398,7 +452,10 @@ def test_a_trainer_saves_after_ctrl_c_however_long_it_takes(tmp_path: Path) -> N
     with warm_python.popen(["-m", "lockstep", "run", "-np", 2, program, folder]) as launcher:
         wait_for(folder, 2)
         launcher.send_signal(signal.SIGINT)
-        assert sorted(launcher.communicate(timeout=DEADLINE)[0].splitlines()) == ["[0] saved", "[1] saved"]
+        assert sorted(launcher.communicate(timeout=DEADLINE)[0].splitlines()) == [
+            "[0] saved",
+            "[1] saved",
+        ]
         assert launcher.returncode == 130
 
 
@@ -436,7 +493,11 @@ def test_two_launchers_on_one_host_run_one_job(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     words = ["-m", "lockstep", "run", "--no-prefix", "-q", "-np", 1, "--master-port", port]
     by_hand = [*words, "--nnodes", 2, "--node-rank", 0, "--master-addr", "127.0.0.1", program]
-    placed = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}
+    placed = {
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+    }
     by_scheduler = [*words, "--nodes", "auto", program]
     with (
         warm_python.popen(by_hand) as first,
@@ -446,7 +507,8 @@ def test_two_launchers_on_one_host_run_one_job(tmp_path: Path) -> None:
     assert outputs == [("0 2 3.0\n", ""), ("1 2 3.0\n", "")]
 
 
-# --- bad input ----------------------------------------------------------------------------------------------
+# --- bad input
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -454,25 +516,52 @@ def test_two_launchers_on_one_host_run_one_job(tmp_path: Path) -> None:
     [
         (["nothing.py"], "script: expected an existing Python file"),
         (["-np", "0", "x.py"], "-np: expected a whole number from 1 to"),
-        (["-np", "2", "--debug-rank", "2", __file__], "--debug-rank: expected a rank from 0 to 1, got 2"),
-        (["--start-method", "fork", "x.py"], "--start-method: expected forkserver or spawn, got 'fork'"),
-        (["-H", "a:2", "--hostfile", "b", "x.py"], "--hostfile: expected either -H or --hostfile, got both"),
-        (["-H", "a:2,b:1", "-np", "4", "x.py"], "-np: expected at most 3, the slots of a:2, b:1, got 4"),
+        (
+            ["-np", "2", "--debug-rank", "2", __file__],
+            "--debug-rank: expected a rank from 0 to 1, got 2",
+        ),
+        (
+            ["--start-method", "fork", "x.py"],
+            "--start-method: expected forkserver or spawn, got 'fork'",
+        ),
+        (
+            ["-H", "a:2", "--hostfile", "b", "x.py"],
+            "--hostfile: expected either -H or --hostfile, got both",
+        ),
+        (
+            ["-H", "a:2,b:1", "-np", "4", "x.py"],
+            "-np: expected at most 3, the slots of a:2, b:1, got 4",
+        ),
         (["--nodes", "auto", "x.py"], "--nodes: expected a node of SkyPilot, "),
-        (["--nodes", "all", "x.py"], "--nodes: expected auto, or a whole number from 1 to 65536, got 'all'"),
-        (["--nodes", "auto", "--node-rank", "1", "x.py"], "--node-rank: expected not to be given with --nodes auto"),
-        (["--nnodes", "2", "x.py"], "--master-addr: expected the name or address of the first host"),
-        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x.py"], "--node-rank: expected a number from 0"),
+        (
+            ["--nodes", "all", "x.py"],
+            "--nodes: expected auto, or a whole number from 1 to 65536, got 'all'",
+        ),
+        (
+            ["--nodes", "auto", "--node-rank", "1", "x.py"],
+            "--node-rank: expected not to be given with --nodes auto",
+        ),
+        (
+            ["--nnodes", "2", "x.py"],
+            "--master-addr: expected the name or address of the first host",
+        ),
+        (
+            ["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "x.py"],
+            "--node-rank: expected a number from 0",
+        ),
         (["--hots", "a", "x.py"], "--hosts"),
     ],
 )
-def test_bad_input_is_one_line_that_names_it(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_that_names_it(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", *words]) == 2
     text = capsys.readouterr().err
     assert said in text and len(text.splitlines()) == 1
 
 
-# --- a debugger in one rank ---------------------------------------------------------------------------------
+# --- a debugger in one rank
+# ---------------------------------------------------------------------------------
 
 
 def test_one_rank_may_have_the_terminal_while_the_others_wait(tmp_path: Path) -> None:
@@ -501,7 +590,9 @@ def test_one_rank_may_have_the_terminal_while_the_others_wait(tmp_path: Path) ->
         os.close(terminal)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code == 0, seen
-    assert "\r\nsum 41.0" in seen and "] \x1b[0m" not in seen  # the rank at the terminal has no mark
+    assert (
+        "\r\nsum 41.0" in seen and "] \x1b[0m" not in seen
+    )  # the rank at the terminal has no mark
     assert "sum 41.0" in seen.partition("[0]")[2]
 
 

@@ -1,4 +1,6 @@
-"""Programs that were written for other launchers and libraries run under `lockstep run` as they are."""
+"""Programs that were written for other launchers and libraries run under `lockstep run` as they
+are.
+"""
 
 from __future__ import annotations
 

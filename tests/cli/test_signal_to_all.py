@@ -1,4 +1,6 @@
-"""A signal to every process of a job, whatever group it is in, as Slurm sends it: the run is saved, or begins anew."""
+"""A signal to every process of a job, whatever group it is in, as Slurm sends it: the run is saved,
+or begins anew.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,29 @@ trainer.fit(data, 1000)
 
 def start(folder: Path, *options: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "lockstep", "run", "-np", "2", "--no-prefix", *options, "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "run",
+        "-np",
+        "2",
+        "--no-prefix",
+        *options,
+        "train.py",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_PROGRESS": "off"}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, text=True, **output)
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, text=True, **output
+    )
 
 
 def signal_all(launcher: subprocess.Popen[str]) -> None:
-    processes = [*psutil.Process(launcher.pid).children(recursive=True), psutil.Process(launcher.pid)]
+    processes = [
+        *psutil.Process(launcher.pid).children(recursive=True),
+        psutil.Process(launcher.pid),
+    ]
     for process in processes:
         process.send_signal(signal.SIGTERM)
 
@@ -59,7 +76,8 @@ def test_a_training_with_loader_processes_is_saved(tmp_path: Path) -> None:
         signal_all(launcher)
         rest = launcher.stdout.read()
     assert launcher.returncode == 143, rest
-    # the launcher's own SIGTERM may reach a worker when it has saved already, and end it before it says so
+    # the launcher's own SIGTERM may reach a worker when it has saved already, and end it before it
+    # says so
     assert "stopped by SIGTERM" in rest and "Resume with: lockstep run --resume run" in rest
     assert "DataLoader worker" not in rest
 
@@ -68,11 +86,16 @@ def test_a_job_that_is_starting_ends_as_by_the_signal(tmp_path: Path) -> None:
     """The fork server, which reports how workers end, survives it also while it loads PyTorch."""
     launcher = start(tmp_path)
     with launcher:
-        while len(psutil.Process(launcher.pid).children()) < 2:  # the resource tracker, and the fork server
+        while (
+            len(psutil.Process(launcher.pid).children()) < 2
+        ):  # the resource tracker, and the fork server
             assert launcher.poll() is None
-        assert launcher.stdout is not None and launcher.stdout.readline().startswith("lockstep run: 2 workers")
+        assert launcher.stdout is not None and launcher.stdout.readline().startswith(
+            "lockstep run: 2 workers"
+        )
         signal_all(launcher)
         rest = launcher.stdout.read()
-    # the launcher is ended by the signal itself before it collects signals; a shell shows 143 for both
+    # the launcher is ended by the signal itself before it collects signals; a shell shows 143 for
+    # both
     assert launcher.returncode in (143, -signal.SIGTERM), rest
     assert "255" not in rest

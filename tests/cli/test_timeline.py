@@ -16,12 +16,32 @@ from lockstep.errors import DataError
 from lockstep.flight_recorder import Record
 from lockstep.timeline import write_trace
 
-SUM = Record(1, "all_reduce(float32[4], sum)", "train.py:3 in main", "dist.all_reduce(x)", "", 1, 0, False, 10.0, 10.2)
+SUM = Record(
+    1,
+    "all_reduce(float32[4], sum)",
+    "train.py:3 in main",
+    "dist.all_reduce(x)",
+    "",
+    1,
+    0,
+    False,
+    10.0,
+    10.2,
+)
 
 
-def write(folder: Path, rank: int, records: list[Record], offset: float = 1000.0, host: str = "a") -> Path:
+def write(
+    folder: Path, rank: int, records: list[Record], offset: float = 1000.0, host: str = "a"
+) -> Path:
     folder.mkdir(exist_ok=True)
-    header = {"lockstep_records": 1, "rank": rank, "world_size": 2, "host": host, "pid": 1, "unix_offset": offset}
+    header = {
+        "lockstep_records": 1,
+        "rank": rank,
+        "world_size": 2,
+        "host": host,
+        "pid": 1,
+        "unix_offset": offset,
+    }
     lines = [{**header, "program": "train.py"}, *map(asdict, records)]
     path = folder / f"rank-{rank}.records"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -34,10 +54,19 @@ def drawn(folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-def slices(events: list[dict[str, Any]], rank: int, kind: str) -> list[tuple[int, str, float, float]]:
+def slices(
+    events: list[dict[str, Any]], rank: int, kind: str
+) -> list[tuple[int, str, float, float]]:
     """(lane, name, start, end) in milliseconds."""
-    found = [event for event in events if event["ph"] == "X" and event["pid"] == rank and event["cat"] == kind]
-    return [(e["tid"], e["name"], round(e["ts"] / 1e3, 3), round((e["ts"] + e["dur"]) / 1e3, 3)) for e in found]
+    found = [
+        event
+        for event in events
+        if event["ph"] == "X" and event["pid"] == rank and event["cat"] == kind
+    ]
+    return [
+        (e["tid"], e["name"], round(e["ts"] / 1e3, 3), round((e["ts"] + e["dur"]) / 1e3, 3))
+        for e in found
+    ]
 
 
 @pytest.fixture
@@ -74,17 +103,40 @@ def test_a_collective_that_never_ended_lasts_to_the_end(tmp_path: Path) -> None:
     write(tmp_path, 1, [replace(SUM, group="other", entered=10.4, left=10.5)])
     events = drawn(tmp_path)
     assert slices(events, 0, "collective")[0][2:] == (0, 500)
-    assert [event["args"].get("ended") for event in events if event.get("cat") == "collective"] == ["no", None]
+    assert [event["args"].get("ended") for event in events if event.get("cat") == "collective"] == [
+        "no",
+        None,
+    ]
 
 
 def test_collectives_in_flight_together_have_lanes_of_their_own(tmp_path: Path) -> None:
-    both = [replace(SUM, number=n, sequence=n, entered=10 + n / 10, left=10.5 + n / 10) for n in range(1, 12)]
+    both = [
+        replace(SUM, number=n, sequence=n, entered=10 + n / 10, left=10.5 + n / 10)
+        for n in range(1, 12)
+    ]
     events = drawn_of(tmp_path, both)
-    assert [lane for lane, *_ in slices(events, 0, "collective")] == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1]
+    assert [lane for lane, *_ in slices(events, 0, "collective")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        1,
+        2,
+        3,
+        4,
+        5,
+        1,
+    ]
     assert slices(events, 0, "compute") == []
-    many = [replace(SUM, number=n, sequence=n, entered=10 + n / 1000, left=10.5) for n in range(1, 12)]
+    many = [
+        replace(SUM, number=n, sequence=n, entered=10 + n / 1000, left=10.5) for n in range(1, 12)
+    ]
     events = drawn_of(tmp_path, many)
-    assert len(slices(events, 0, "collective")) == 8 and len([e for e in events if e["ph"] == "i"]) == 3
+    assert (
+        len(slices(events, 0, "collective")) == 8
+        and len([e for e in events if e["ph"] == "i"]) == 3
+    )
 
 
 def drawn_of(folder: Path, records: list[Record]) -> list[dict[str, Any]]:
@@ -107,7 +159,9 @@ def test_hosts_have_their_own_clocks(tmp_path: Path) -> None:
     assert slices(events, 0, "waiting") == [(1, "waiting", 0, 100)]
 
 
-def test_the_command_reports_where_time_was_spent(two_ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_where_time_was_spent(
+    two_ranks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["timeline", str(two_ranks)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[1:3]] == [
@@ -122,10 +176,18 @@ def test_the_command_reports_where_time_was_spent(two_ranks: Path, capsys: pytes
 
 
 def overlapping(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The slices that Perfetto leaves out: it cuts times to nanoseconds, and slices of a lane lie within each other."""
+    """The slices that Perfetto leaves out: it cuts times to nanoseconds, and slices of a lane lie
+    within each other.
+    """
     left_out, open_until = [], dict[tuple[int, int], list[int]]()
-    for event in sorted((event for event in events if event["ph"] == "X"), key=lambda event: int(event["ts"] * 1000.0)):
-        start, ends = int(event["ts"] * 1000.0), open_until.setdefault((event["pid"], event["tid"]), [])
+    for event in sorted(
+        (event for event in events if event["ph"] == "X"),
+        key=lambda event: int(event["ts"] * 1000.0),
+    ):
+        start, ends = (
+            int(event["ts"] * 1000.0),
+            open_until.setdefault((event["pid"], event["tid"]), []),
+        )
         end = start + int(event["dur"] * 1000.0)
         while ends and ends[-1] <= start:
             ends.pop()
@@ -137,10 +199,15 @@ def overlapping(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_no_slice_reaches_into_the_next(tmp_path: Path) -> None:
-    """Times of a real clock are no whole nanoseconds; a slice that overlaps another by one would not be shown."""
+    """Times of a real clock are no whole nanoseconds; a slice that overlaps another by one would
+    not be shown.
+    """
     step, records = 0.000_012_345_6789, []
     for n in range(1, 2000):
-        times = {"entered": 86_400.0 + (2 * n + n % 3 / 7) * step, "left": 86_400.0 + (2 * n + 1 + n % 2) * step}
+        times = {
+            "entered": 86_400.0 + (2 * n + n % 3 / 7) * step,
+            "left": 86_400.0 + (2 * n + 1 + n % 2) * step,
+        }
         records.append(replace(SUM, number=n, sequence=n, batch=n // 3, **times))
     write(tmp_path, 1, [replace(record, entered=record.entered + step / 3) for record in records])
     events = drawn_of(tmp_path, records)
@@ -175,7 +242,9 @@ def test_what_holds_no_records(tmp_path: Path, text: str | None, said: str) -> N
     assert not (tmp_path / "t.json").exists()
 
 
-def test_what_could_not_be_written_whole_is_not_there(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_written_whole_is_not_there(
+    two_ranks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fill_the_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -202,7 +271,10 @@ def test_times_that_are_none_are_refused(tmp_path: Path, time: Any) -> None:
 def test_bad_input(tmp_path: Path, two_ranks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in [
         ([str(tmp_path / "gone")], "DIR: expected a folder with the records of a run"),
-        ([str(two_ranks), "-o", str(tmp_path / "no" / "t.json")], "--out: expected a file in an existing folder"),
+        (
+            [str(two_ranks), "-o", str(tmp_path / "no" / "t.json")],
+            "--out: expected a file in an existing folder",
+        ),
         ([str(two_ranks), "-o", "/dev/full/x"], "--out: expected a file in an existing folder"),
     ]:
         assert main(["timeline", *words]) == 2

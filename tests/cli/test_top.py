@@ -32,7 +32,9 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def process() -> Iterator[int]:
     """The number of a process that lives."""
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    ) as child:
         yield child.pid
 
 
@@ -50,12 +52,22 @@ def make_rank(folder: Path, rank: int, pid: int | None = None) -> FlightRecorder
         return FlightRecorder(folder, rank, 3, "here", "train.py")
 
 
-def call(recorder: FlightRecorder, sequence: int, what: str = "all_reduce()", line: str = "", now: float = 0.0) -> int:
-    """Record that a rank enters the collective `sequence` of the only group, at the time `now` if it is given."""
+def call(
+    recorder: FlightRecorder,
+    sequence: int,
+    what: str = "all_reduce()",
+    line: str = "",
+    now: float = 0.0,
+) -> int:
+    """Record that a rank enters the collective `sequence` of the only group, at the time `now` if
+    it is given.
+    """
     if sequence == 1:
         recorder.uints[(recorder.layout.group_keys >> 3) + recorder.open_group(1)] = 1
     signature = CallSignature(1, what, recorder.texts.intern(what))
-    return recorder.enter(1, 0, sequence, signature, 1, recorder.texts.intern(line), 0, 0, -1, now=now)
+    return recorder.enter(
+        1, 0, sequence, signature, 1, recorder.texts.intern(line), 0, 0, -1, now=now
+    )
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -64,23 +76,41 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 
 def test_one_job_is_shown_rank_by_rank(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_job(base, "run", JobDescription("run -np 2 train.py \x1b[2J", os.getpid(), 2, started=0.0))
+    folder = make_job(
+        base, "run", JobDescription("run -np 2 train.py \x1b[2J", os.getpid(), 2, started=0.0)
+    )
     ranks = [make_rank(folder, rank) for rank in range(2)]
     for rank in ranks:
         rank.note_batch(7, 1)
         rank.note_samples(640)
     call(ranks[1], 1, "barrier()", "train.py:9 in main\ndist.barrier()")
     call(ranks[0], 1, "barrier()", "train.py:9 in main\ndist.barrier()")
-    number = call(ranks[0], 2, "all_reduce(float32[10], sum)", "train.py:3 in main\ndist.all_reduce(x)\x1b[31m")
+    number = call(
+        ranks[0],
+        2,
+        "all_reduce(float32[10], sum)",
+        "train.py:3 in main\ndist.all_reduce(x)\x1b[31m",
+    )
     ranks[0].begin_wait(number, time.monotonic())
     lines = shown(capsys)
     assert lines[0].startswith(f"run -np 2 train.py   PID {os.getpid()}, ")
     assert lines[0].endswith("2 of 3 ranks are on this host")
-    assert lines[2].split() == ["rank", "PID", "state", "batch", "waiting", "samples/s", "memory", "collective"]
+    assert lines[2].split() == [
+        "rank",
+        "PID",
+        "state",
+        "batch",
+        "waiting",
+        "samples/s",
+        "memory",
+        "collective",
+    ]
     assert lines[3].split()[:4] == ["0", str(os.getpid()), "waits", "7"] and "MiB" in lines[3]
     assert lines[3].endswith("all_reduce(float32[10], sum)")
     assert lines[4].strip() == "train.py:3 in main: dist.all_reduce(x)"
-    assert lines[5].split()[:4] == ["1", str(os.getpid()), "computes", "7"] and lines[5].endswith("barrier()")
+    assert lines[5].split()[:4] == ["1", str(os.getpid()), "computes", "7"] and lines[5].endswith(
+        "barrier()"
+    )
     assert all(line.isprintable() for line in lines)
 
 
@@ -105,7 +135,9 @@ def test_rates_are_those_of_the_last_seconds(base: Path, clock: SimpleNamespace)
     clock.now += 2
     second = watched.poll()[0]
     assert (second.samples_s, second.seconds) == (25.0, 2.0)
-    assert second.waiting == pytest.approx(2 / 6, abs=0.01)  # the ranks have existed for six seconds
+    assert second.waiting == pytest.approx(
+        2 / 6, abs=0.01
+    )  # the ranks have existed for six seconds
     for _ in range(6):
         clock.now += 2
         last = watched.poll()[0]
@@ -113,15 +145,21 @@ def test_rates_are_those_of_the_last_seconds(base: Path, clock: SimpleNamespace)
     watched.close()
 
 
-def test_the_rank_that_enters_last_waits_least_though_no_call_blocks(base: Path, clock: SimpleNamespace) -> None:
-    """So it is with the all-reduces of a backward pass: they are asynchronous, and torch waits for them in C++."""
+def test_the_rank_that_enters_last_waits_least_though_no_call_blocks(
+    base: Path, clock: SimpleNamespace
+) -> None:
+    """So it is with the all-reduces of a backward pass: they are asynchronous, and torch waits for
+    them in C++.
+    """
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 2))
     fast, slow, watched = make_rank(folder, 0), make_rank(folder, 1), top.Live(folder)
     begin = clock.now
     for step in range(1, 31):
         at = begin + 0.1 * step
         fast.leave(call(fast, step, now=at), at + 0.09)
-        slow.begin_wait(call(slow, step, now=at + 0.08), at + 0.08)  # a short blocking wait for data to arrive
+        slow.begin_wait(
+            call(slow, step, now=at + 0.08), at + 0.08
+        )  # a short blocking wait for data to arrive
         slow.leave(step, at + 0.09)
     slow.set_phase("runs")
     for rank in (fast, slow):
@@ -130,9 +168,13 @@ def test_the_rank_that_enters_last_waits_least_though_no_call_blocks(base: Path,
     clock.now = begin + 3.15
     shown = watched.poll()
     waiting = [each.waiting or 0.0 for each in shown]
-    assert waiting[0] > 0.3 and waiting[1] < 0.01  # 30 times 0.08 s of the 7.15 s since the start; nothing
+    assert (
+        waiting[0] > 0.3 and waiting[1] < 0.01
+    )  # 30 times 0.08 s of the 7.15 s since the start; nothing
     assert [each.state for each in shown] == ["computes", "computes"]
-    assert all(each.seconds < 0.1 for each in shown)  # since the last collective, not since the last blocking call
+    assert all(
+        each.seconds < 0.1 for each in shown
+    )  # since the last collective, not since the last blocking call
     call(fast, 31, "all_reduce(next)", now=clock.now)
     clock.now += 2
     for rank in (fast, slow):
@@ -164,7 +206,9 @@ def test_an_elastic_job_is_shown_with_its_members_and_its_last_events(
     watched.close()
 
 
-def test_records_that_are_overwritten_do_not_count_as_waits(base: Path, clock: SimpleNamespace) -> None:
+def test_records_that_are_overwritten_do_not_count_as_waits(
+    base: Path, clock: SimpleNamespace
+) -> None:
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 2))
     fast, slow, watched = make_rank(folder, 0), make_rank(folder, 1), top.Live(folder)
     begin, steps = clock.now, layout.RING + 100
@@ -190,9 +234,13 @@ def test_waits_in_messages_count(base: Path, clock: SimpleNamespace) -> None:
     watched.close()
 
 
-def test_waiting_is_unknown_of_the_only_rank_on_a_host(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_is_unknown_of_the_only_rank_on_a_host(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_rank(make_job(base, "run", JobDescription("x", os.getpid(), 1)), 0)
-    assert shown(capsys)[3].split()[3] == "?"  # rank, PID and state come before, and it has no batch
+    assert (
+        shown(capsys)[3].split()[3] == "?"
+    )  # rank, PID and state come before, and it has no batch
 
 
 def test_a_process_that_has_ended_or_is_stopped(base: Path, process: int) -> None:
@@ -214,9 +262,15 @@ def test_several_jobs_are_listed_and_one_is_chosen(
     base: Path, process: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
-    make_job(base, "a", JobDescription("first.py\x1b[2J", os.getpid(), 4, started=1.0, cwd="/somewhere"))
+    make_job(
+        base, "a", JobDescription("first.py\x1b[2J", os.getpid(), 4, started=1.0, cwd="/somewhere")
+    )
     folder = make_job(
-        base, "b", JobDescription("second.py", process, 2, started=2.0, cwd="/else", folder=str(tmp_path / "out"))
+        base,
+        "b",
+        JobDescription(
+            "second.py", process, 2, started=2.0, cwd="/else", folder=str(tmp_path / "out")
+        ),
     )
     make_rank(folder, 0)
     lines = shown(capsys)
@@ -230,8 +284,8 @@ def test_several_jobs_are_listed_and_one_is_chosen(
         assert main(["top", "--once", word]) == 2
         told = capsys.readouterr().err
         assert (
-            f"job: expected the PID or the folder of a job that is running on this host ({os.getpid()}, {process})"
-            in told
+            "job: expected the PID or the folder of a job that is running on this host "
+            f"({os.getpid()}, {process})" in told
         )
 
 
@@ -253,7 +307,9 @@ def test_a_job_is_displayed_until_it_ends(base: Path, process: int) -> None:
 
 def test_no_job(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_job(base, "dead", JobDescription("x", 2**22 + 1, 1))
-    (make_job(base, "damaged", JobDescription("x", os.getpid(), 1)) / "job.json").write_text('{"program": 3}')
+    (make_job(base, "damaged", JobDescription("x", os.getpid(), 1)) / "job.json").write_text(
+        '{"program": 3}'
+    )
     assert "No job with a watchdog is running on this host" in shown(capsys)[0]
     assert main(["top", "--interval", "0"]) == 2
     assert "--interval: expected a number of seconds from 0.1 to 3600" in capsys.readouterr().err

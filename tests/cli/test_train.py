@@ -39,9 +39,18 @@ def left(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--global-batch-size 0", "--global-batch-size: expected a whole number of at least 1, got '0'"),
-        ("--global-batch-size -4", "--global-batch-size: expected a whole number of at least 1, got '-4'"),
-        ("--global-batch-size many", "--global-batch-size: expected a whole number of at least 1, got 'many'"),
+        (
+            "--global-batch-size 0",
+            "--global-batch-size: expected a whole number of at least 1, got '0'",
+        ),
+        (
+            "--global-batch-size -4",
+            "--global-batch-size: expected a whole number of at least 1, got '-4'",
+        ),
+        (
+            "--global-batch-size many",
+            "--global-batch-size: expected a whole number of at least 1, got 'many'",
+        ),
         ("--epochs 0", "--epochs: expected"),
         ("--epochs 1.5", "--epochs: expected a whole number of at least 1, got '1.5'"),
         ("--lr nan", "--lr: expected a finite number above 0, got 'nan'"),
@@ -58,7 +67,10 @@ def left(folder: Path) -> set[str]:
         ("--model lenett", "Did you mean lenet?"),
         ("--model mine:fiv", "Did you mean five?"),
         ("--model nowhere:net", "There is no module 'nowhere'"),
-        ("--model mine:five", "--model: expected an output for each of the 10 classes of the data, got an output of"),
+        (
+            "--model mine:five",
+            "--model: expected an output for each of the 10 classes of the data, got an output of",
+        ),
         ("--model mine:narrow", "--model: expected a model for inputs of shape [2, 1, 28, 28]"),
         ("--model mine:nothing", "--model: expected a factory that returns a torch.nn.Module"),
         ("--data digit", "Did you mean digits?"),
@@ -71,12 +83,21 @@ def left(folder: Path) -> set[str]:
         ("--device cuda", "--device: expected cpu or auto"),
         ("--log csv,wandb", "--log: expected csv or tensorboard, got 'wandb'"),
         ("--checkpoint-every often", "--checkpoint-every: expected"),
-        ("--config none.yaml", "--config: expected a YAML, TOML or JSON file that can be read, got none.yaml"),
+        (
+            "--config none.yaml",
+            "--config: expected a YAML, TOML or JSON file that can be read, got none.yaml",
+        ),
         ("--resume nowhere", "--resume: expected a checkpoint, a run directory, or latest"),
         ("--resume latest", "--resume: expected an earlier run"),
         ("--worker 3", "Did you mean --workers"),
-        ("--seed 18446744073709551616", "--seed: expected a whole number from 0 to 9223372036854775807"),
-        ("--model mine:silent", "--model: expected a factory that returns a torch.nn.Module, got ValueError from"),
+        (
+            "--seed 18446744073709551616",
+            "--seed: expected a whole number from 0 to 9223372036854775807",
+        ),
+        (
+            "--model mine:silent",
+            "--model: expected a factory that returns a torch.nn.Module, got ValueError from",
+        ),
         ("--data mine:no_data", "--data: expected at least one sample in each data set"),
         ("--data mine:stream", "--data: expected a factory that returns (train, test)"),
         ("--data mine:listed", "--data: expected items that are pairs (input, label)"),
@@ -84,7 +105,11 @@ def left(folder: Path) -> set[str]:
     ],
 )
 def test_bad_input_gets_one_line_and_leaves_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    said: str,
 ) -> None:
     if arguments.startswith("--device cuda") and torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -138,7 +163,9 @@ def test_the_run_folder(folder: Path) -> None:
     assert re.fullmatch("[0-9a-f]{64}", result["fingerprint"])
 
 
-def test_divergence_at_once_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_divergence_at_once_leaves_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--model", "mine:broken") == 1
     assert left(folder) == set()
     assert "the loss is nan at step 0 with learning rate 0.05" in capsys.readouterr().err
@@ -147,9 +174,18 @@ def test_divergence_at_once_leaves_nothing(folder: Path, capsys: pytest.CaptureF
 @pytest.mark.leaks("matplotlib keeps its fonts open")
 def test_what_a_run_has_written_before_it_diverged_stays(folder: Path) -> None:
     with (folder / "mine.py").open("a") as module:
-        module.write("import os\nclass Noted(nn.Linear):\n    def __init__(self): super().__init__(784, 10)\n")
-        module.write("    def forward(self, x):\n        if os.path.isdir('out'): open('out/notes', 'w').close()\n")
-        module.write("        return super().forward(x.flatten(1)) * (float('nan') if self.training else 1)\n")
+        module.write(
+            "import os\nclass Noted(nn.Linear):\n    def __init__(self): super().__init__(784, "
+            "10)\n"
+        )
+        module.write(
+            "    def forward(self, x):\n        if os.path.isdir('out'): open('out/notes', "
+            "'w').close()\n"
+        )
+        module.write(
+            "        return super().forward(x.flatten(1)) * (float('nan') if self.training else "
+            "1)\n"
+        )
     assert run("--model", "mine:Noted", "--run-dir", "out") == 1
     assert {path.name for path in (folder / "out").iterdir()} == {"config.json", "notes"}
 
@@ -157,7 +193,9 @@ def test_what_a_run_has_written_before_it_diverged_stays(folder: Path) -> None:
 def test_a_run_that_dies_at_once_leaves_nothing(folder: Path) -> None:
     with (folder / "mine.py").open("a") as module:
         module.write("class Dies(nn.Linear):\n    def __init__(self): super().__init__(784, 10)\n")
-        module.write("    def forward(self, x):\n        if self.training: raise ZeroDivisionError\n")
+        module.write(
+            "    def forward(self, x):\n        if self.training: raise ZeroDivisionError\n"
+        )
         module.write("        return super().forward(x.flatten(1))\n")
     assert run("--model", "mine:Dies") == 1
     assert left(folder) == set()
@@ -174,7 +212,9 @@ class Bad(torch.utils.data.Dataset):
 
 
 @pytest.mark.leaks("matplotlib keeps its fonts open")
-def test_data_that_fail_get_one_line_and_leave_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_fail_get_one_line_and_leave_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with (folder / "mine.py").open("a") as module:
         module.write(BAD_DATA)
     (folder / "kept").mkdir()
@@ -183,12 +223,15 @@ def test_data_that_fail_get_one_line_and_leave_nothing(folder: Path, capsys: pyt
         errors = capsys.readouterr().err
         *traceback, last = errors.splitlines()
         assert re.fullmatch(
-            r"lockstep train: error: sample 150 of Bad: OSError: no such picture, at mine.py:\d+ in __getitem__", last
+            r"lockstep train: error: sample 150 of Bad: OSError: no such picture, at mine.py:\d+ in __getitem__",
+            last,
         )
         assert bool(traceback) == ("--debug" in arguments)
         assert ("raise OSError" in errors) == ("--debug" in arguments)
         assert left(folder) == {"kept"}
-    (folder / "mine.py").write_text((folder / "mine.py").read_text().replace("index == 150", "False"))
+    (folder / "mine.py").write_text(
+        (folder / "mine.py").read_text().replace("index == 150", "False")
+    )
     sys.modules.pop("mine")
     assert run("--data", "mine:Bad", "--run-dir", "made/here") == 0
 
@@ -207,8 +250,8 @@ def test_a_run_that_loses_its_folder_to_another_spares_it(
     monkeypatch.setattr(training_run, "make_callbacks", be_overtaken)
     assert run("--run-dir", "same") == 2
     assert (
-        "--run-dir: expected a folder without an earlier run, got 'same'. Continue with that run (resume), or choose "
-        "another" in capsys.readouterr().err
+        "--run-dir: expected a folder without an earlier run, got 'same'. Continue with that run "
+        "(resume), or choose another" in capsys.readouterr().err
     )
     assert (folder / "same/result.json").exists()
 
@@ -229,12 +272,17 @@ def test_a_signal_after_the_last_step_leaves_all_files_and_the_code_of_a_signal(
     monkeypatch.setattr(training_run, "make_callbacks", lambda options: [*make(options), Last()])
     assert run("--run-dir", "one") == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in capsys.readouterr().err
-    assert {"result.json", "model.safetensors", "curve.png"} <= {path.name for path in (folder / "one").iterdir()}
+    assert {"result.json", "model.safetensors", "curve.png"} <= {
+        path.name for path in (folder / "one").iterdir()
+    }
 
 
 def test_a_run_that_fails_at_once_spares_its_neighbours(folder: Path) -> None:
     with (folder / "mine.py").open("a") as module:
-        module.write("def beside():\n    net = broken()\n    net.register_forward_pre_hook(other)\n    return net\n")
+        module.write(
+            "def beside():\n    net = broken()\n    net.register_forward_pre_hook(other)\n    "
+            "return net\n"
+        )
         module.write("def other(net, _):\n    import pathlib\n    if net.training:\n")
         module.write("        pathlib.Path('runs/another').mkdir(parents=True, exist_ok=True)\n")
     assert run("--model", "mine:beside") == 1
@@ -275,7 +323,17 @@ def test_launched_workers(folder: Path) -> None:
 
 @pytest.mark.parametrize(("number", "workers"), [(signal.SIGINT, "2"), (signal.SIGTERM, "1")])
 def test_a_signal_saves_and_prints_how_to_resume(folder: Path, number: int, workers: str) -> None:
-    command = ["-m", "lockstep", "train", "--data", "synthetic", "--model", "mlp", "--run-dir", "long"]
+    command = [
+        "-m",
+        "lockstep",
+        "train",
+        "--data",
+        "synthetic",
+        "--model",
+        "mlp",
+        "--run-dir",
+        "long",
+    ]
     command += ["--epochs", "100000", "--checkpoint-every", "0", "--workers", workers]
     with warm_python.popen(command, env=environment(), start_new_session=True) as process:
         assert process.stdout is not None
@@ -286,6 +344,9 @@ def test_a_signal_saves_and_prints_how_to_resume(folder: Path, number: int, work
             process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
-    assert re.search(r"saved long/checkpoints/step-\d+\. Resume with: lockstep train --resume long$", errors.strip())
+    assert re.search(
+        r"saved long/checkpoints/step-\d+\. Resume with: lockstep train --resume long$",
+        errors.strip(),
+    )
     assert "Traceback" not in errors
     assert len(list((folder / "long/checkpoints").iterdir())) == 1

@@ -1,4 +1,6 @@
-"""`lockstep train --strategy replicas`: several devices in one process, and what cannot go with them."""
+"""`lockstep train --strategy replicas`: several devices in one process, and what cannot go with
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from lockstep.cli import main
 from lockstep.cli.train import choose_workers
 from lockstep.training.options import TrainOptions
 
-pytestmark = [pytest.mark.usefixtures("folder"), pytest.mark.leaks("matplotlib keeps its fonts open")]
+pytestmark = [
+    pytest.mark.usefixtures("folder"),
+    pytest.mark.leaks("matplotlib keeps its fonts open"),
+]
 
 SMALL = ["--data", "synthetic", "--model", "mlp"]
 REPLICAS = ["--strategy", "replicas", "--devices", "cpu,cpu"]
@@ -33,11 +38,22 @@ def test_two_devices_learn_what_one_learns(capsys: pytest.CaptureFixture[str]) -
     assert "1 worker on cpu, 2 replicas each" in said
     assert "samples/s with 1 worker on 2 devices" in said
     assert left("two", "result.json")["devices"] == ["cpu", "cpu"]
-    assert [left("two", "config.json")[name] for name in ("strategy", "devices")] == ["replicas", "cpu,cpu"]
-    assert train("one", "--epochs", "1", "--quiet", "--workers", "1", "--max-steps-in-flight", "1") == 0
+    assert [left("two", "config.json")[name] for name in ("strategy", "devices")] == [
+        "replicas",
+        "cpu,cpu",
+    ]
+    assert (
+        train("one", "--epochs", "1", "--quiet", "--workers", "1", "--max-steps-in-flight", "1")
+        == 0
+    )
     for name in ("train_loss", "val_loss"):
-        assert left("two", "result.json")[name] == pytest.approx(left("one", "result.json")[name], rel=1e-4)
-    assert main(["train", "--resume", "two", "--epochs", "2", "--quiet", "--strategy", "distributed"]) == 2
+        assert left("two", "result.json")[name] == pytest.approx(
+            left("one", "result.json")[name], rel=1e-4
+        )
+    assert (
+        main(["train", "--resume", "two", "--epochs", "2", "--quiet", "--strategy", "distributed"])
+        == 2
+    )
     assert "to resume a run of that strategy under another one." in capsys.readouterr().err
     alone = ["--strategy", "distributed", "--devices", "auto", "--run-dir", "on", "--workers", "1"]
     assert main(["train", "--resume", "two", "--epochs", "2", "--quiet", *alone]) == 0
@@ -50,17 +66,29 @@ def test_two_devices_learn_what_one_learns(capsys: pytest.CaptureFixture[str]) -
         (["--devices", "cpu"], "--devices: expected auto without the strategy replicas, got 'cpu'"),
         (
             [*REPLICAS, "--virtual-workers", "4"],
-            "--virtual-workers: expected none with the strategy replicas, got 4. Virtual workers need",
+            "--virtual-workers: expected none with the strategy replicas, got 4. Virtual workers "
+            "need",
         ),
         ([*REPLICAS, "--compile"], "--compile: expected false with the strategy replicas"),
-        ([*REPLICAS, "--sync-batchnorm"], "--sync-batchnorm: expected false with the strategy replicas"),
+        (
+            [*REPLICAS, "--sync-batchnorm"],
+            "--sync-batchnorm: expected false with the strategy replicas",
+        ),
         ([*REPLICAS, "--devices", "cpu,,cpu"], "--devices: expected a device"),
         ([*REPLICAS, "--devices", "cpu,xpu:7"], "--devices: expected available devices (cpu"),
-        ([*REPLICAS, "--device", "mps"], "--devices: expected mps as the first device, as in device, got 'cpu,cpu'"),
-        (["--max-steps-in-flight", "0"], "--max-steps-in-flight: expected a whole number of at least 1, got '0'"),
+        (
+            [*REPLICAS, "--device", "mps"],
+            "--devices: expected mps as the first device, as in device, got 'cpu,cpu'",
+        ),
+        (
+            ["--max-steps-in-flight", "0"],
+            "--max-steps-in-flight: expected a whole number of at least 1, got '0'",
+        ),
     ],
 )
-def test_what_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train("run", *arguments) == 2
     assert said in capsys.readouterr().err
     assert not Path("run").exists()

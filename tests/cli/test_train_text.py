@@ -17,9 +17,25 @@ from lockstep.cli import main
 pytestmark = pytest.mark.usefixtures("folder")
 
 LINES = [
-    f"{name} {verb} the {thing}.\n" for name in ("Ann", "Bob") for verb in ("sees", "has") for thing in ("sea", "cat")
+    f"{name} {verb} the {thing}.\n"
+    for name in ("Ann", "Bob")
+    for verb in ("sees", "has")
+    for thing in ("sea", "cat")
 ]
-SMALL = ["--model", "gpt", "--workers", "1", "--context", "16", "--layers", "1", "--heads", "2", "--width", "16"]
+SMALL = [
+    "--model",
+    "gpt",
+    "--workers",
+    "1",
+    "--context",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--width",
+    "16",
+]
 SMALL += ["--epochs", "2"]
 
 
@@ -43,14 +59,25 @@ def test_a_run_on_a_text_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
     rows = list(csv.DictReader((made / "metrics.csv").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == ["1", "2"]
     for row in rows:
-        assert float(row["val_perplexity"]) == pytest.approx(math.exp(float(row["val_loss"])), rel=1e-6)
-        assert float(row["tokens_per_second"]) == pytest.approx(16 * float(row["samples_per_second"]), rel=1e-6)
+        assert float(row["val_perplexity"]) == pytest.approx(
+            math.exp(float(row["val_loss"])), rel=1e-6
+        )
+        assert float(row["tokens_per_second"]) == pytest.approx(
+            16 * float(row["samples_per_second"]), rel=1e-6
+        )
     assert float(rows[1]["val_perplexity"]) < float(rows[0]["val_perplexity"]) < 256
     result = json.loads((made / "result.json").read_text())
     assert result["val_perplexity"] == pytest.approx(float(rows[1]["val_perplexity"]), rel=1e-6)
     assert result["tokens_per_second"] > result["samples_per_second"]
-    assert f"perplexity {result['val_perplexity']:.4g}" in shown and "tokens/s" in shown and "samples/s" not in shown
-    assert f"perplexity     {result['val_perplexity']:.4g} on the text held out, after 2 epochs" in shown
+    assert (
+        f"perplexity {result['val_perplexity']:.4g}" in shown
+        and "tokens/s" in shown
+        and "samples/s" not in shown
+    )
+    assert (
+        f"perplexity     {result['val_perplexity']:.4g} on the text held out, after 2 epochs"
+        in shown
+    )
     samples = (made / "samples.txt").read_text()
     assert samples.count("=== epoch") == 2 and samples.count("▸") == 2 + 6
     assert shown.count("▸") == 6
@@ -61,7 +88,9 @@ def test_a_run_on_a_text_file(folder: Path, capsys: pytest.CaptureFixture[str]) 
     model.load_state_dict(load_file(made / "model.safetensors"))
     _, test = lockstep.data.text("my story.txt", 16)
     assert test is not None
-    measured = lockstep.evaluate(model, lockstep.Loader(test, 32, shuffle=False), lockstep.models.next_token_loss)
+    measured = lockstep.evaluate(
+        model, lockstep.Loader(test, 32, shuffle=False), lockstep.models.next_token_loss
+    )
     assert measured["loss"] == pytest.approx(result["val_loss"], rel=1e-5)
 
 
@@ -75,7 +104,9 @@ def test_a_resumed_run_writes_no_sample_twice(folder: Path) -> None:
     (folder / "part/samples.txt").write_text(written + "=== epoch 2, step 18\n--- 1\nlost\n")
     assert main(["train", "--resume", "part", "--epochs", "2", "--quiet"]) == 0
     assert (folder / "part/samples.txt").read_text() == (folder / "whole/samples.txt").read_text()
-    results = [json.loads((folder / name / "result.json").read_text()) for name in ("whole", "part")]
+    results = [
+        json.loads((folder / name / "result.json").read_text()) for name in ("whole", "part")
+    ]
     assert results[0]["fingerprint"] == results[1]["fingerprint"]
 
 
@@ -101,13 +132,36 @@ def test_models_and_tokens_of_the_users(folder: Path, capsys: pytest.CaptureFixt
     (folder / "mine.py").write_text(MODULE)
     base = ["train", "--workers", "1", "--epochs", "1"]
     assert (
-        main([*base, "--model", "mine:Own", "--data", "text:my story.txt", "--context", "8", "--run-dir", "own"]) == 0
+        main(
+            [
+                *base,
+                "--model",
+                "mine:Own",
+                "--data",
+                "text:my story.txt",
+                "--context",
+                "8",
+                "--run-dir",
+                "own",
+            ]
+        )
+        == 0
     )
     assert "tokens/s" in capsys.readouterr().out and (folder / "own/samples.txt").exists()
-    assert main([*base, "--model", "gpt", "--width", "8", "--data", "mine:Pairs", "--run-dir", "pairs"]) == 0
+    assert (
+        main(
+            [*base, "--model", "gpt", "--width", "8", "--data", "mine:Pairs", "--run-dir", "pairs"]
+        )
+        == 0
+    )
     assert "tokens/s" in capsys.readouterr().out and not (folder / "pairs/samples.txt").exists()
-    assert main([*base, "--model", "mine:wide", "--data", "text:my story.txt", "--context", "8"]) == 2
-    assert "--model: expected a model (n, t) → (n, t, 256), for tokens of shape [2, 8], got" in capsys.readouterr().err
+    assert (
+        main([*base, "--model", "mine:wide", "--data", "text:my story.txt", "--context", "8"]) == 2
+    )
+    assert (
+        "--model: expected a model (n, t) → (n, t, 256), for tokens of shape [2, 8], got"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +192,9 @@ def test_bad_input_gets_one_line_and_leaves_nothing(
 
 
 def test_gpt_needs_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--model", "gpt", "--data", "synthetic", "--workers", "1", "--quiet"]) == 2
+    assert (
+        main(["train", "--model", "gpt", "--data", "synthetic", "--workers", "1", "--quiet"]) == 2
+    )
     assert "--data: expected text:FILE for the model gpt" in capsys.readouterr().err
 
 
@@ -146,7 +202,12 @@ def test_defaults_for_text() -> None:
     from lockstep.training.options import TrainOptions
 
     options = TrainOptions(model="gpt", data="text:a/b.txt")
-    assert (options.optimizer, options.lr, options.global_batch_size, options.context) == ("adamw", 0.001, 32, 256)
+    assert (options.optimizer, options.lr, options.global_batch_size, options.context) == (
+        "adamw",
+        0.001,
+        32,
+        256,
+    )
     model = lockstep.models.gpt(256, options.context, **options.model_options())
     assert {name: p.shape for name, p in model.named_parameters()} == {
         name: p.shape for name, p in lockstep.models.gpt().named_parameters()

@@ -1,6 +1,7 @@
 """What a user sees of a job from its start to its end: whole outputs, compared with golden files.
 
-Process IDs, times, ports, paths and step numbers are replaced. How to accept a change: `support.golden_texts`.
+Process IDs, times, ports, paths and step numbers are replaced. How to accept a change:
+`support.golden_texts`.
 """
 
 from __future__ import annotations
@@ -54,16 +55,25 @@ ones = torch.ones(2)
 def _only_these_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the user's are shown, or change what is shown."""
     for name in os.environ:
-        if name.startswith(("LOCKSTEP_", "TORCH", "NCCL_", "GLOO_", "PYTHON")) and name != "LOCKSTEP_PROGRESS":
+        if (
+            name.startswith(("LOCKSTEP_", "TORCH", "NCCL_", "GLOO_", "PYTHON"))
+            and name != "LOCKSTEP_PROGRESS"
+        ):
             monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("LOCKSTEP_STALL_WARNING", "100")  # no warning depends on how busy the host is
+    monkeypatch.setenv(
+        "LOCKSTEP_STALL_WARNING", "100"
+    )  # no warning depends on how busy the host is
 
 
-# --- What is compared -------------------------------------------------------------------------------------------------
+# --- What is compared
+# -------------------------------------------------------------------------------------------------
 
 _REPLACED = (
-    (r"\[W\d+ [^\n]*\[c10d\][^\n]*(\n(Exception raised|frame #|<omitting)[^\n]*)*\n*", ""),  # torch tells of lost peers
+    (
+        r"\[W\d+ [^\n]*\[c10d\][^\n]*(\n(Exception raised|frame #|<omitting)[^\n]*)*\n*",
+        "",
+    ),  # torch tells of lost peers
     (r"\x1b\[[0-9;]*m", ""),
     (r"\b(pid|process|PID) \d+", r"\1 PID"),
     (r"ended processes that .*", lambda found: re.sub(r"\d+", "PID", found[0])),
@@ -81,10 +91,13 @@ _ORDERED = r"(rank 1 called .*), (rank 0 called .*)\.", r"\2, \1."
 """Whoever has noticed a difference names itself first."""
 
 _FREE = r"[\s~^]*[~^][\s~^]*|lockstep: \d workers? waits? for .*"
-"""Lines that may be there or not: marks in tracebacks, and what is said if something takes longer."""
+"""Lines that may be there or not: marks in tracebacks, and what is said if something takes longer.
+"""
 
 _FIRST = r"lockstep|restarting|rank +(\d|host|waiting|batch)|Rank |\d[\d,-]* |#\d|(\w+ )*\w+:$|Traceback|  File "
-"""How lines begin in a report that do not go on with the one before: how it is wrapped depends on numbers and names."""
+"""How lines begin in a report that do not go on with the one before: how it is wrapped depends on
+numbers and names.
+"""
 
 
 def normalised(text: str, folder: Path) -> list[str]:
@@ -103,7 +116,9 @@ def normalised(text: str, folder: Path) -> list[str]:
 
 
 def unwrapped(lines: list[str]) -> Iterator[str]:
-    """The lines of standard error, those of a report as if it were not wrapped; tracebacks as they are."""
+    """The lines of standard error, those of a report as if it were not wrapped; tracebacks as they
+    are.
+    """
     whole, is_traceback = "", False
     for line in [*lines, ""]:
         is_traceback = bool(line) and (is_traceback or line.startswith(("Traceback (", "  File ")))
@@ -123,8 +138,8 @@ def pin(name: str, folder: Path, *said: tuple[str, str | Ended]) -> None:
     Args:
         name: of the file.
         folder: in which the job ran.
-        said: what was typed, and what was shown, or how that has ended; standard output is sorted, as the order of
-            ranks is open.
+        said: what was typed, and what was shown, or how that has ended; standard output is sorted,
+            as the order of ranks is open.
     """
     lines = []
     for typed, shown in said:
@@ -133,7 +148,9 @@ def pin(name: str, folder: Path, *said: tuple[str, str | Ended]) -> None:
             lines += normalised(shown, folder)
         else:
             lines += sorted(normalised(shown.stdout, folder))
-            lines += [f"2> {line}".rstrip() for line in unwrapped(normalised(shown.stderr, folder))][:-1]
+            lines += [
+                f"2> {line}".rstrip() for line in unwrapped(normalised(shown.stderr, folder))
+            ][:-1]
             lines += [f"exit code {shown.returncode}"]
     golden_texts.compare(golden_texts.GOLDEN / "transcripts" / f"{name}.txt", lines)
 
@@ -143,7 +160,8 @@ def write(folder: Path, *parts: str) -> None:
     (folder / "program.py").write_text(HEAD + "".join(map(textwrap.dedent, parts)))
 
 
-# --- One host ---------------------------------------------------------------------------------------------------------
+# --- One host
+# --------------------------------------------------------------------------------------------------
 
 WAIT = "time.sleep(1000)"
 
@@ -260,7 +278,10 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         {WAIT}
         """,
     ),
-    "output in files": ("-np 2 --output-dir logs", "print('out of', rank); print('err of', rank, file=sys.stderr)"),
+    "output in files": (
+        "-np 2 --output-dir logs",
+        "print('out of', rank); print('err of', rank, file=sys.stderr)",
+    ),
     "output in files and here": ("-np 2 --output-dir logs --tee", "print('out of', rank)"),
     "workers leave processes": (
         "-np 2 --quiet",
@@ -276,11 +297,15 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 def test_one_host(name: str, tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     options, *parts = PROGRAMS[name]
     if "--stall-timeout" in options:
-        monkeypatch.setenv("LOCKSTEP_STALL_WARNING", "4")  # nothing is an error before it is a warning
+        monkeypatch.setenv(
+            "LOCKSTEP_STALL_WARNING", "4"
+        )  # nothing is an error before it is a warning
     write(tmp_path, *parts)
     monkeypatch.chdir(tmp_path)
     ended = here("run", *options.split(), "program.py")
-    files = "\n".join(sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()))
+    files = "\n".join(
+        sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    )
     pin(name, tmp_path, (f"lockstep run {options} program.py", ended), ("files", files))
 
 
@@ -313,7 +338,11 @@ def test_launch(tmp_path: Path) -> None:
 
     with pytest.raises(lockstep.errors.WorkerError) as caught:
         lockstep.launch(work, workers=2)
-    pin("launch", tmp_path, ("launch(work, workers=2)", re.sub(r'File ".*", line .*,', "File ...", str(caught.value))))
+    pin(
+        "launch",
+        tmp_path,
+        ("launch(work, workers=2)", re.sub(r'File ".*", line .*,', "File ...", str(caught.value))),
+    )
 
 
 def test_dry_run(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +358,11 @@ def test_a_signal(number: signal.Signals, tmp_path: Path) -> None:
         job.read_until("ready")
         job.read_until("ready")
         job.send_signal(number)
-        pin(f"{number.name} to the launcher", tmp_path, ("lockstep run -np 2 program.py", ended(job)))
+        pin(
+            f"{number.name} to the launcher",
+            tmp_path,
+            ("lockstep run -np 2 program.py", ended(job)),
+        )
 
 
 def test_a_signal_to_a_training(tmp_path: Path) -> None:
@@ -337,14 +370,21 @@ def test_a_signal_to_a_training(tmp_path: Path) -> None:
     with started(tmp_path, "run", "-np", 2, "program.py") as job:
         job.read_until("step 9 of 2")
         job.send_signal(signal.SIGTERM)
-        pin("SIGTERM to a training", tmp_path, ("lockstep run -np 2 program.py", without_output(ended(job))))
+        pin(
+            "SIGTERM to a training",
+            tmp_path,
+            ("lockstep run -np 2 program.py", without_output(ended(job))),
+        )
 
 
-# --- Several launchers of one job -------------------------------------------------------------------------------------
+# --- Several launchers of one job
+# -------------------------------------------------------------------------------------
 
 
 @contextmanager
-def started(folder: Path, *words: object, code: str = "", **variables: str) -> Iterator[WarmProcess]:
+def started(
+    folder: Path, *words: object, code: str = "", **variables: str
+) -> Iterator[WarmProcess]:
     """A running command, of which nothing is left afterwards."""
     program = ["-c", code] if code else ["-m", "lockstep"]
     with warm_python.popen([*program, *words], folder, {**os.environ, **variables}) as job:
@@ -380,13 +420,28 @@ def without_output(how: Ended) -> Ended:
 
 
 @contextmanager
-def two(folder: Path, *options: object, code: str = "", **variables: str) -> Iterator[tuple[WarmProcess, WarmProcess]]:
+def two(
+    folder: Path, *options: object, code: str = "", **variables: str
+) -> Iterator[tuple[WarmProcess, WarmProcess]]:
     """The launchers of a job with a worker each."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    words = ("run", *options, "--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "-np", 1)
+    words = (
+        "run",
+        *options,
+        "--nnodes",
+        2,
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        port,
+        "-np",
+        1,
+    )
     with ExitStack() as stack:
-        second = stack.enter_context(started(folder, *words, "--node-rank", 1, "program.py", code=code))
+        second = stack.enter_context(
+            started(folder, *words, "--node-rank", 1, "program.py", code=code)
+        )
         first = stack.enter_context(started(folder, *words, "--node-rank", 0, "program.py"))
         yield first, second
 
@@ -394,11 +449,16 @@ def two(folder: Path, *options: object, code: str = "", **variables: str) -> Ite
 def by_hand(*options: object) -> list[str]:
     """How the two launchers of `two` were typed in."""
     given = " ".join(map(str, options))
-    words = f"lockstep run {given}{' ' * bool(given)}--nnodes 2 --master-addr 127.0.0.1 -np 1 --node-rank"
+    words = (
+        f"lockstep run {given}{' ' * bool(given)}--nnodes 2 --master-addr 127.0.0.1 -np 1 "
+        "--node-rank"
+    )
     return [f"{words} {node} program.py" for node in range(2)]
 
 
-def pin_two(name: str, folder: Path, options: tuple[object, ...], first: Ended, second: Ended) -> None:
+def pin_two(
+    name: str, folder: Path, options: tuple[object, ...], first: Ended, second: Ended
+) -> None:
     pin(name, folder, *zip(by_hand(*options), (first, second), strict=True))
 
 
@@ -431,7 +491,11 @@ def test_a_host_is_lost(lost: int, tmp_path: Path) -> None:
         for launcher in launchers:
             launcher.read_until("ready")
         kill(launchers[lost])
-        pin(f"two hosts, host {lost} is lost", tmp_path, (by_hand()[1 - lost], ended(launchers[1 - lost])))
+        pin(
+            f"two hosts, host {lost} is lost",
+            tmp_path,
+            (by_hand()[1 - lost], ended(launchers[1 - lost])),
+        )
 
 
 OTHER_TORCH = """
@@ -448,11 +512,16 @@ def test_hosts_that_differ(options: tuple[str, ...], tmp_path: Path) -> None:
     write(tmp_path, "")
     with two(tmp_path, *options, code=OTHER_TORCH) as (first, second):
         pin_two(
-            f"two hosts of other versions{', elastic' * bool(options)}", tmp_path, options, ended(first), ended(second)
+            f"two hosts of other versions{', elastic' * bool(options)}",
+            tmp_path,
+            options,
+            ended(first),
+            ended(second),
         )
 
 
-# --- Elastic jobs -----------------------------------------------------------------------------------------------------
+# --- Elastic jobs
+# --------------------------------------------------------------------------------------------------
 
 
 def pids(seen: str) -> dict[int, int]:
@@ -465,7 +534,9 @@ def training(folder: Path, shared: bool = True) -> None:
     write_program(folder, 1000, folder / "run" if shared else None)
 
 
-def test_workers_are_lost_leave_and_are_added(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_workers_are_lost_leave_and_are_added(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     training(tmp_path)
     said = []
     with started(tmp_path, "run", "--elastic", "1:3", "-np", 2, "program.py") as job:
@@ -473,7 +544,9 @@ def test_workers_are_lost_leave_and_are_added(tmp_path: Path, capfd: pytest.Capt
         def ask(*words: object) -> None:
             capfd.readouterr()
             code = main([str(word) for word in words])
-            typed = " ".join(["lockstep", *("PID" if word == job.pid else str(word) for word in words)])
+            typed = " ".join(
+                ["lockstep", *("PID" if word == job.pid else str(word) for word in words)]
+            )
             said.append((typed, Ended(code, *capfd.readouterr())))
 
         seen = job.read_until("step 5 of 2")
@@ -504,7 +577,9 @@ def test_all_workers_are_lost(tmp_path: Path) -> None:
         job.read_until(r"step \d+ of 2")
         (tmp_path / "enough").touch()
         how = without_output(ended(job))
-    said = re.sub(r"lockstep: rank \d was lost .*; 1 worker goes on\n", "", how.stderr)  # if one is seen to end first
+    said = re.sub(
+        r"lockstep: rank \d was lost .*; 1 worker goes on\n", "", how.stderr
+    )  # if one is seen to end first
     typed = "lockstep run --elastic 1:2 -np 2 program.py"
     pin("elastic, all workers are lost", tmp_path, (typed, how._replace(stderr=said)))
 
@@ -520,7 +595,11 @@ def test_too_few_workers_are_left(tmp_path: Path) -> None:
             seen += job.stderr.readline()
         job.send_signal(signal.SIGINT)
         typed = "lockstep run --elastic 2:2 -np 2 program.py"
-        pin("elastic, the least number of workers", tmp_path, (typed, without_output(ended(job, err=seen))))
+        pin(
+            "elastic, the least number of workers",
+            tmp_path,
+            (typed, without_output(ended(job, err=seen))),
+        )
 
 
 def test_the_first_host_leaves(tmp_path: Path) -> None:
@@ -533,7 +612,8 @@ def test_the_first_host_leaves(tmp_path: Path) -> None:
         second.read_until(r"step \d+ of 1")
         (tmp_path / "enough").touch()
         ends = [without_output(each) for each in (first_end, ended(second))]
-    told = "lockstep: rank 0 has left; 1 worker goes on\n"  # unless its host has left before that is known
+    # unless its host has left before that is known
+    told = "lockstep: rank 0 has left; 1 worker goes on\n"
     ends = [end._replace(stderr=end.stderr.replace(told, "")) for end in ends]
     pin_two("elastic, the first host leaves", tmp_path, options, *ends)
 

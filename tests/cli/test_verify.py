@@ -1,4 +1,6 @@
-"""`lockstep verify`: equal bits at several numbers of workers, and what is said where they are not."""
+"""`lockstep verify`: equal bits at several numbers of workers, and what is said where they are
+not.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_the_bits_are_the_same_with_shards_and_not_without(here: Here) -> None:
         step, *fingerprints = line.split()
         assert step.isdecimal() and len(fingerprints) == 2 and len(set(fingerprints)) == 1
     assert "plain DDP" in lines[first + 1] and "≠" in "".join(lines[first:])
-    assert any(line.startswith("3 workers diverge from 1 at step 0, first in") for line in lines), last
+    assert any(line.startswith("3 workers diverge from 1 at step 0, first in") for line in lines), (
+        last
+    )
 
 
 def test_a_model_that_is_not_repeatable_is_found_out(
@@ -42,7 +46,9 @@ def test_a_model_that_is_not_repeatable_is_found_out(
     (tmp_path / "clocked.py").write_text(MODEL)
     ended = here("verify", "--model", "clocked:Net", "--workers", "1,2", "--steps", "2")
     assert ended.returncode == 1, ended.stderr
-    assert "2 workers diverge from 1 at step 0, first in line.weight (4 of 4 tensors)." in ended.stdout
+    assert (
+        "2 workers diverge from 1 at step 0, first in line.weight (4 of 4 tensors)." in ended.stdout
+    )
     assert "two runs with 1 worker diverge too" in " ".join(ended.stdout.split())
 
 
@@ -50,7 +56,10 @@ def test_a_model_that_is_not_repeatable_is_found_out(
     ("words", "said"),
     [
         (["--workers", "2"], "--workers: expected two or more different numbers of workers"),
-        (["--workers", "1,9"], "--workers: expected at most as many as there are virtual workers (8), got 9"),
+        (
+            ["--workers", "1,9"],
+            "--workers: expected at most as many as there are virtual workers (8), got 9",
+        ),
         (["--steps", "0"], "--steps: expected a whole number of at least 1"),
     ],
 )

@@ -1,4 +1,6 @@
-"""`lockstep verify SCRIPT`: what differs first at another number of workers, in a user's own program."""
+"""`lockstep verify SCRIPT`: what differs first at another number of workers, in a user's own
+program.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,10 @@ def test_ranks_that_train_apart(tmp_path: Path, here: Here) -> None:
 
 
 def test_a_script_that_is_not_seeded(tmp_path: Path, here: Here) -> None:
-    program = "import time\ndata = TensorDataset(data.tensors[0] * (time.time() % 1 + 1), data.tensors[1])\n"
+    program = (
+        "import time\ndata = TensorDataset(data.tensors[0] * (time.time() % 1 + 1), "
+        "data.tensors[1])\n"
+    )
     code, said = verify(tmp_path, here, DDP.replace("\nfrom", f"\n{program}from", 1), "mean")
     assert code == 1 and "Likely cause: not the number of workers" in said
 
@@ -100,7 +105,10 @@ def test_a_script_that_is_not_seeded(tmp_path: Path, here: Here) -> None:
 def test_a_script_that_fails_or_does_not_train(tmp_path: Path, here: Here) -> None:
     code, said = verify(tmp_path, here, "1 / 0\n")
     assert code == 1
-    assert f"train.py:{BEGINNING.count(chr(10)) + 1} failed: ZeroDivisionError: division by zero." in said
+    assert (
+        f"train.py:{BEGINNING.count(chr(10)) + 1} failed: ZeroDivisionError: division by zero."
+        in said
+    )
     code, said = verify(tmp_path, here, "print('nothing to do')\n")
     assert code == 2
     assert "ended without a step" in said and "'nothing to do'" in said
@@ -116,7 +124,11 @@ def test_a_script_that_fails_or_does_not_train(tmp_path: Path, here: Here) -> No
     ],
 )
 def test_bad_input(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["verify", *words]) == 2

@@ -1,4 +1,5 @@
-"""The launcher's side of the watchdog: last words are waited for, and one report is the end of the screen.
+"""The launcher's side of the watchdog: last words are waited for, and one report is the end of the
+screen.
 
 The programs here say what watchers would; that real ones do is the business of tests/world.
 """
@@ -85,8 +86,16 @@ def test_last_messages_are_waited_for_and_the_report_is_shown_once(
         assert launcher.returncode == 137, told
     lines += told.splitlines()
     killed = "killed by SIGKILL (as the kernel does when memory runs out)"
-    assert lines[2:6] == [f"lockstep run: error: rank 1: exit: {killed}", "", "Rank 1 has died.", ""]
-    assert lines[7:9] == ["  0     0.5 s    in barrier() #4", "                   program.py:3 in main: barrier()"]
+    assert lines[2:6] == [
+        f"lockstep run: error: rank 1: exit: {killed}",
+        "",
+        "Rank 1 has died.",
+        "",
+    ]
+    assert lines[7:9] == [
+        "  0     0.5 s    in barrier() #4",
+        "                   program.py:3 in main: barrier()",
+    ]
     assert "  1              died: killed by SIGKILL (as the kernel does when memory runs" in lines
     assert "Traceback" not in told and "this text" not in told
     [written] = tmp_path.glob("reports/*-program-*/report.json")
@@ -109,7 +118,10 @@ def test_an_exception_is_shown_and_kept(tmp_path: Path) -> None:
     code, _, told = run(tmp_path, body)
     assert code == 1
     assert "\nlockstep run: error: rank 1: ValueError: x\n\nRank 1 raised ValueError.\n" in told
-    assert 'raise ValueError("x")\nValueError: x\n' in told and told.count("Traceback (most recent call last)") == 1
+    assert (
+        'raise ValueError("x")\nValueError: x\n' in told
+        and told.count("Traceback (most recent call last)") == 1
+    )
     [written] = tmp_path.glob("reports/*-program-*/report.json")
     assert f"Written to {written.relative_to(tmp_path)};" in told
     assert reports.read(written).ranks[1].note == "ValueError: x"
@@ -156,7 +168,9 @@ def test_workers_find_where_to_record_and_nothing_stays(tmp_path: Path) -> None:
     assert "program.py" in about["program"] and about["pid"] not in (0, os.getpid())
 
 
-def test_ranks_that_are_started_afresh_are_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_started_afresh_are_one_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layout, "parent", lambda: tmp_path)
     watchdog = WatchdogFiles("run", WatchdogOptions(), None, print)
     base = tmp_path / f"lockstep-{os.getuid()}"
@@ -182,7 +196,9 @@ def test_without_space_for_flight_records_ranks_run_without_the_watchdog(
         watchdog.start_attempt(0, 0, 2)
     assert told == [f"lockstep: the watchdog is off: {base}: No space left on device"]
     assert watchdog.variables() == {"LOCKSTEP_WATCHDOG": "off", "LOCKSTEP_WATCHDOG_DIR": ""}
-    assert watchdog.report() is None and not watchdog.any_recorded([0, 1]) and not list(base.iterdir())
+    assert (
+        watchdog.report() is None and not watchdog.any_recorded([0, 1]) and not list(base.iterdir())
+    )
     watchdog.start_attempt(1, 0, 2)
     assert watchdog.variables()["LOCKSTEP_WATCHDOG"] == "strict" and watchdog.folder is not None
     watchdog.close()
@@ -218,18 +234,34 @@ def test_the_error_of_a_launched_function_is_the_report() -> None:
     ("words", "said"),
     [
         (["--no-watchdog", "--strict"], "--strict: expected not to be given with --no-watchdog"),
-        (["--no-watchdog", "--timeline", "x"], "--timeline: expected not to be given with --no-watchdog"),
-        (["--stall-timeout", "0"], "--stall-timeout: expected a number of seconds, above 0, got '0'"),
-        (["--stall-timeout", "soon"], "--stall-timeout: expected a number of seconds, above 0, got 'soon'"),
-        (["--timeline", __file__], "--timeline: expected a folder, which is created if it does not exist"),
+        (
+            ["--no-watchdog", "--timeline", "x"],
+            "--timeline: expected not to be given with --no-watchdog",
+        ),
+        (
+            ["--stall-timeout", "0"],
+            "--stall-timeout: expected a number of seconds, above 0, got '0'",
+        ),
+        (
+            ["--stall-timeout", "soon"],
+            "--stall-timeout: expected a number of seconds, above 0, got 'soon'",
+        ),
+        (
+            ["--timeline", __file__],
+            "--timeline: expected a folder, which is created if it does not exist",
+        ),
     ],
 )
-def test_options_that_do_not_fit(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_fit(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", *words, __file__]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_an_invalid_value_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_WATCHDOG", "loud")
-    with pytest.raises(ConfigError, match="LOCKSTEP_WATCHDOG: expected on, strict or off, got 'loud'"):
+    with pytest.raises(
+        ConfigError, match="LOCKSTEP_WATCHDOG: expected on, strict or off, got 'loud'"
+    ):
         local.run_host_share(Script(__file__), JobOptions((__file__,)), 2, None, None)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""What works where Lockstep alone is installed, without any extra, and what says which one it needs."""
+"""What works where Lockstep alone is installed, without any extra, and what says which one it
+needs.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,20 @@ print("sum", comm.allreduce(torch.ones(1), op="sum").item())
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, in which no Python process finds the packages of the extras."""
     (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS}))\n")
+    (tmp_path / "site/sitecustomize.py").write_text(
+        f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS}))\n"
+    )
     (tmp_path / "work").mkdir()
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"))
+    monkeypatch.setenv(
+        "PYTHONPATH", f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    )
     return tmp_path / "work"
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_training_runs_and_resumes(
@@ -55,9 +63,14 @@ def test_a_training_runs_and_resumes(
     begun = here("train", "--model", "mlp", "--run-dir", "run", "--epochs", "1", "--workers", "1")
     assert begun.returncode == 0, begun.stderr
     line = "curve.png needs the package matplotlib: pip install 'lockstep-train[plots]'."
-    assert [record.getMessage() for record in caplog.records] == [f"{line} The training continues without it."]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{line} The training continues without it."
+    ]
     files = {path.name for path in (folder / "run").iterdir()}
-    assert files >= {"config.json", "metrics.csv", "model.safetensors", "result.json"} and "curve.png" not in files
+    assert (
+        files >= {"config.json", "metrics.csv", "model.safetensors", "result.json"}
+        and "curve.png" not in files
+    )
     assert "model.safetensors" in begun.stdout and "curve.png" not in begun.stdout
     resumed = here("train", "--resume", "run", "--epochs", "2", "--workers", "1")
     assert resumed.returncode == 0, resumed.stderr
@@ -71,7 +84,10 @@ def test_functions_that_only_this_process_has_are_refused(bare: Path) -> None:
     needs = "which another process cannot import by its name, needs the package cloudpickle: "
     assert done.stdout.splitlines() == [
         "by name: True",
-        *(f"{name}, {needs}pip install 'lockstep-train[launch]'" for name in ("__main__.mine", "__main__.<lambda>")),
+        *(
+            f"{name}, {needs}pip install 'lockstep-train[launch]'"
+            for name in ("__main__.mine", "__main__.<lambda>")
+        ),
     ]
 
 
@@ -82,11 +98,14 @@ def test_ranks_run_without_a_title(bare: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] sum 2.0", "[1] sum 2.0"]
 
 
-def test_a_file_of_options_names_what_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Here) -> None:
+def test_a_file_of_options_names_what_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Here
+) -> None:
     (tmp_path / "a.yaml").write_text("epochs: 1\n")
     monkeypatch.setitem(sys.modules, "yaml", None)
     done = here("train", "--config", tmp_path / "a.yaml")
     assert done.returncode == 2
     assert done.stderr == (
-        f"lockstep train: error: {tmp_path / 'a.yaml'} needs the package PyYAML: pip install 'lockstep-train[yaml]'\n"
+        f"lockstep train: error: {tmp_path / 'a.yaml'} needs the package PyYAML: pip install "
+        "'lockstep-train[yaml]'\n"
     )

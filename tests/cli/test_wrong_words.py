@@ -1,4 +1,6 @@
-"""Command lines with missing, contradictory and other launchers' words: one line says what to type."""
+"""Command lines with missing, contradictory and other launchers' words: one line says what to
+type.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,19 @@ def said(words: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("plan", "script: expected a Python file"),
         ("submit --to slurm", "script: expected a Python file"),
         ("timeline", "DIR: expected a value, got none"),
-        ("run -np", "-np: expected a value, got none (one that begins with a dash is written --num-proc=VALUE)"),
-        ("run -np2 train.py", "-np: expected a whole number from 1 to 120000, got 'p2'. It is written -np 2"),
-        ("run --nproc_per_node 2 train.py", "--nproc_per_node: `lockstep run` has no such option: the number of"),
+        (
+            "run -np",
+            "-np: expected a value, got none (one that begins with a dash is written "
+            "--num-proc=VALUE)",
+        ),
+        (
+            "run -np2 train.py",
+            "-np: expected a whole number from 1 to 120000, got 'p2'. It is written -np 2",
+        ),
+        (
+            "run --nproc_per_node 2 train.py",
+            "--nproc_per_node: `lockstep run` has no such option: the number of",
+        ),
         ("run --nproc-per-node=2 train.py", "the number of workers is -np N"),
         ("run --standalone train.py", "not needed"),
         ("run --max_restarts=3 train.py", "--restarts N"),
@@ -41,17 +53,24 @@ def said(words: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("train --learning_rate 1", "--lr X"),
         ("train --max_epochs 3", "--epochs N"),
         ("train -np 2", "--workers N"),
-        ("resize", "WORKERS: expected the number of workers, 1 or more, after at most one job, got none"),
+        (
+            "resize",
+            "WORKERS: expected the number of workers, 1 or more, after at most one job, got none",
+        ),
         ("resize x", "WORKERS: expected the number of workers"),
         ("resize --remove beta 1 2", "--remove HOST takes no number of workers"),
         ("plan --transport shm train.py", "--transport: expected none without a FILE"),
     ],
 )
-def test_a_wrong_command_line_says_what_to_type(words: str, here: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_says_what_to_type(
+    words: str, here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert here in said(words, capsys)
 
 
-def test_resize_without_an_elastic_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resize_without_an_elastic_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from lockstep.flight_recorder import jobs
 
     monkeypatch.setattr(jobs, "find_jobs", dict)
@@ -61,7 +80,9 @@ def test_resize_without_an_elastic_job(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "no elastic job on this host" in said("join --show", capsys)
 
 
-def test_a_folder_is_a_program_only_with_a_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_a_program_only_with_a_main(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from lockstep.launcher.script import Script
 
     (tmp_path / "train.py").touch()
@@ -81,7 +102,9 @@ def test_transports_are_checked_before_the_measurement(tmp_path: Path) -> None:
     measured = SimpleNamespace(transports={"shm": None, "gloo": None})
     _check_transport(measured, "gloo")
     _check_transport(measured, None)
-    with pytest.raises(ConfigError, match=r"--transport: expected shm or gloo, got 'glo'. Did you mean gloo"):
+    with pytest.raises(
+        ConfigError, match=r"--transport: expected shm or gloo, got 'glo'. Did you mean gloo"
+    ):
         _check_transport(measured, "glo")
 
 

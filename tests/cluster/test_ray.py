@@ -1,6 +1,7 @@
 """`lockstep.ray.launch` on real local clusters, and `lockstep.init` in Ray Train and in actors.
 
-All tests share one cluster, which takes seconds to start. `make test-cluster` installs Ray and runs them.
+All tests share one cluster, which takes seconds to start. `make test-cluster` installs Ray and runs
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 
 import lockstep
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lockstep-train[ray]', or make test-cluster")
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed: pip install 'lockstep-train[ray]', or make test-cluster"
+)
 
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.placement_group import placement_group_table  # noqa: E402
@@ -28,7 +31,9 @@ from ray.util.placement_group import placement_group_table  # noqa: E402
 import lockstep.ray  # noqa: E402
 
 pytestmark = [
-    pytest.mark.leaks("the driver's connection to Ray, and the cluster, serve all tests of this file"),
+    pytest.mark.leaks(
+        "the driver's connection to Ray, and the cluster, serve all tests of this file"
+    ),
     pytest.mark.filterwarnings("default"),  # Ray's own
     pytest.mark.timeout(240),
 ]
@@ -44,7 +49,9 @@ def cluster() -> Iterator[Any]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_TRAIN_V2_ENABLED", "1")
         source = str(Path(lockstep.__file__).parents[1])
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])))
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+        )
         patch.setenv("OMP_NUM_THREADS", "1")
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         head = {"num_cpus": 4, "object_store_memory": MEMORY, "include_dashboard": False}
@@ -73,8 +80,14 @@ def wait_for(is_there: Callable[[], object], what: str) -> None:
 
 def assert_nothing_left() -> None:
     """No actor and no placement group is left, and what they had reserved is free again."""
-    wait_for(lambda: {each["state"] for each in placement_group_table().values()} <= {"REMOVED"}, "removed groups")
-    living = lambda: [each for each in ray._private.state.actors().values() if each["State"] != "DEAD"]  # noqa: E731
+    wait_for(
+        lambda: {each["state"] for each in placement_group_table().values()} <= {"REMOVED"},
+        "removed groups",
+    )
+
+    def living():
+        return [each for each in ray._private.state.actors().values() if each["State"] != "DEAD"]
+
     wait_for(lambda: not living(), "end of all actors")
 
 
@@ -90,7 +103,14 @@ def test_each_rank_is_an_actor_of_its_own_and_those_of_a_host_share_memory(
         print("on standard output")
         print("on standard error", file=sys.stderr)
         actors = comm.allgather_object((ray.get_runtime_context().get_actor_id(), os.getpid()))
-        return total, actors, type(dist.group.WORLD).__name__, comm.world, torch.get_num_threads(), os.getpid()
+        return (
+            total,
+            actors,
+            type(dist.group.WORLD).__name__,
+            comm.world,
+            torch.get_num_threads(),
+            os.getpid(),
+        )
 
     total, actors, group, world, threads, pid = lockstep.ray.launch(body, 10, workers=3, power=2)
     assert total.tolist() == [140.0]
@@ -161,7 +181,10 @@ def test_the_same_error_on_all_ranks_is_raised_as_it_is(cluster: Any) -> None:
 
 
 def test_more_workers_than_the_cluster_has_cpus_for_are_an_error_at_once(cluster: Any) -> None:
-    with pytest.raises(lockstep.ConfigError, match=r"at most 4: each needs 1 CPU, .* 4 CPU on 1 node, got 6 \(2 CPU m"):
+    with pytest.raises(
+        lockstep.ConfigError,
+        match=r"at most 4: each needs 1 CPU, .* 4 CPU on 1 node, got 6 \(2 CPU m",
+    ):
         lockstep.ray.launch(print, workers=6)
     with pytest.raises(lockstep.ConfigError, match="at most 0: each needs 1 GPU"):
         lockstep.ray.launch(print, workers=2, resources={"GPU": 1})
@@ -171,12 +194,16 @@ def test_more_workers_than_the_cluster_has_cpus_for_are_an_error_at_once(cluster
 
 
 def test_what_cannot_be_pickled_is_named(cluster: Any) -> None:
-    with pytest.raises(lockstep.ConfigError, match=r"args\[0\]: expected an object that can be pickled"):
+    with pytest.raises(
+        lockstep.ConfigError, match=r"args\[0\]: expected an object that can be pickled"
+    ):
         lockstep.ray.launch(print, threading.Lock(), workers=2)
 
 
 @pytest.mark.parametrize("kind", ["KeyboardInterrupt", "InterruptedRunError"])
-def test_a_signal_ends_the_workers_and_leaves_nothing_behind(cluster: Any, tmp_path: Path, kind: str) -> None:
+def test_a_signal_ends_the_workers_and_leaves_nothing_behind(
+    cluster: Any, tmp_path: Path, kind: str
+) -> None:
     def body(folder: Path) -> None:
         comm = lockstep.init()
         (folder / f"runs-{comm.rank}").touch()
@@ -224,7 +251,8 @@ def test_a_node_that_is_removed_is_named(cluster: Any, tmp_path: Path) -> None:
     assert_nothing_left()
 
 
-# --- elastic jobs -----------------------------------------------------------------------------------------------------
+# --- elastic jobs
+# --------------------------------------------------------------------------------------------------
 
 EPOCHS, GATE = 60, 20
 
@@ -246,7 +274,9 @@ def training() -> Callable[..., tuple[str, int]]:
                     wait_for(lambda: (folder / "lost").exists(), "loss")
                 if result.step == 2 * GATE:  # until the program runs on the node that is added
                     (folder / "goes-on").touch()
-                    wait_for(lambda: len(list(folder.glob("started-*"))) > 4, "worker on the added node")
+                    wait_for(
+                        lambda: len(list(folder.glob("started-*"))) > 4, "worker on the added node"
+                    )
                 if result.step > 2 * GATE:
                     time.sleep(0.02)
                     if comm.size > 2:
@@ -254,24 +284,37 @@ def training() -> Callable[..., tuple[str, int]]:
 
         torch.manual_seed(0)
         data = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randint(0, 3, (48,)))
-        layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3)
+        layers = (
+            torch.nn.Linear(8, 16),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(0.3),
+            torch.nn.Linear(16, 3),
+        )
         model = torch.nn.Sequential(*layers)
         optimizer = torch.optim.AdamW(model.parameters())
         loss = torch.nn.CrossEntropyLoss()
-        trainer = lockstep.Trainer(model, optimizer, loss, 12, virtual_workers=4, callbacks=[Gate()])
+        trainer = lockstep.Trainer(
+            model, optimizer, loss, 12, virtual_workers=4, callbacks=[Gate()]
+        )
         trainer.fit(data, EPOCHS)
         return lockstep.fingerprint(model, optimizer), comm.size
 
     return body
 
 
-def test_a_job_survives_the_loss_of_a_node_and_uses_an_added_one_with_equal_bits(cluster: Any, tmp_path: Path) -> None:
+def test_a_job_survives_the_loss_of_a_node_and_uses_an_added_one_with_equal_bits(
+    cluster: Any, tmp_path: Path
+) -> None:
     expected, _ = lockstep.ray.launch(training(), None, workers=1)
     nodes = [add_node(cluster, "elastic") for _ in range(2)]
     cluster.wait_for_nodes()
     with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(lockstep.ray.launch, training(), tmp_path, workers=(1, 4), resources={"elastic": 1})
-        wait_for(lambda: len(list(tmp_path.glob("at-gate-*"))) == 4 or job.done(), "workers at the gate")
+        job = pool.submit(
+            lockstep.ray.launch, training(), tmp_path, workers=(1, 4), resources={"elastic": 1}
+        )
+        wait_for(
+            lambda: len(list(tmp_path.glob("at-gate-*"))) == 4 or job.done(), "workers at the gate"
+        )
         cluster.remove_node(nodes[0], allow_graceful=False)
         (tmp_path / "lost").touch()
         wait_for(lambda: (tmp_path / "goes-on").exists() or job.done(), "step after the loss")
@@ -298,7 +341,8 @@ def test_the_error_of_a_worker_ends_an_elastic_job_and_names_it(cluster: Any) ->
     assert_nothing_left()
 
 
-# --- a group that is there already ------------------------------------------------------------------------------------
+# --- a group that is there already
+# ------------------------------------------------------------------------------------
 
 
 def train_in_group() -> Callable[..., tuple[str, int]]:
@@ -312,7 +356,9 @@ def train_in_group() -> Callable[..., tuple[str, int]]:
         data = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randint(0, 3, (48,)))
         model = torch.nn.Linear(8, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = lockstep.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), 12, virtual_workers=2)
+        trainer = lockstep.Trainer(
+            model, optimizer, torch.nn.CrossEntropyLoss(), 12, virtual_workers=2
+        )
         trainer.fit(data, 2)
         return lockstep.fingerprint(model), comm.size
 
@@ -329,7 +375,9 @@ def test_init_takes_the_group_of_ray_train(cluster: Any, tmp_path: Path) -> None
         import ray.train
 
         found, size = train()
-        (tmp_path / f"found-{ray.train.get_context().get_world_rank()}").write_text(f"{found} {size}")
+        (tmp_path / f"found-{ray.train.get_context().get_world_rank()}").write_text(
+            f"{found} {size}"
+        )
 
     scaling, run = ScalingConfig(num_workers=2), RunConfig(storage_path=str(tmp_path / "ray"))
     TorchTrainer(body, scaling_config=scaling, run_config=run).fit()
@@ -346,7 +394,9 @@ def test_init_takes_the_group_that_actors_have_made(cluster: Any, tmp_path: Path
         def run(self, rank: int) -> tuple[str, int]:
             import torch.distributed as dist
 
-            dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2
+            )
             return train()
 
     actors = [ray.remote(Own).options(num_cpus=1).remote() for _ in range(2)]

@@ -1,4 +1,6 @@
-"""A real Slurm: ranks and launchers that srun starts, batch scripts of `lockstep submit`, and their ends."""
+"""A real Slurm: ranks and launchers that srun starts, batch scripts of `lockstep submit`, and their
+ends.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ def submit(slurm: Slurm, project: Path, *options: str) -> tuple[str, Path]:
 
 def wait_for_step(log: Path, number: int = 3) -> None:
     wait_for(
-        lambda: log.exists() and f"step {number}\n" in log.read_text(), lambda: log.read_text() if log.exists() else ""
+        lambda: log.exists() and f"step {number}\n" in log.read_text(),
+        lambda: log.read_text() if log.exists() else "",
     )
 
 
@@ -92,7 +95,9 @@ def steps(log: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("nodes", "tasks"), [(2, 1), (1, 2), (2, 2)])
-def test_one_task_for_each_rank(slurm: Slurm, project: Path, alone: str, nodes: int, tasks: int) -> None:
+def test_one_task_for_each_rank(
+    slurm: Slurm, project: Path, alone: str, nodes: int, tasks: int
+) -> None:
     step = ("srun", f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "--kill-on-bad-exit=1")
     done = slurm.run(*step, sys.executable, "train.py", cwd=project)
     assert result(done.stdout + done.stderr) == (alone, str(nodes * tasks), str(nodes), "slurm")
@@ -150,9 +155,12 @@ def test_a_signal_to_the_steps_alone_ends_the_job_without_a_requeue(
 def test_at_the_time_limit_the_job_is_requeued_and_resumes_with_equal_bits(
     slurm: Slurm, project: Path, alone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the signal comes 45 s before the end, or up to a minute earlier; a worker stops some steps after it, in 15 s
+    # the signal comes 45 s before the end, or up to a minute earlier; a worker stops some steps
+    # after it, in 15 s
     monkeypatch.setitem(slurm.environment, "SLOW", "1.5")
-    number, log = submit(slurm, project, "--nodes", "2", "-np", "1", "--no-prefix", "--time", "2m", "--grace", "15")
+    number, log = submit(
+        slurm, project, "--nodes", "2", "-np", "1", "--no-prefix", "--time", "2m", "--grace", "15"
+    )
     job = slurm.wait_for_job(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", limit=300.0)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log.read_text()
     assert result(log.read_text())[0] == alone
@@ -174,24 +182,41 @@ def test_a_requeued_job_resumes_with_equal_bits(
 
 
 def test_the_doctor_examines_the_nodes_of_a_step(slurm: Slurm, project: Path) -> None:
-    program = "from lockstep.doctor.cluster import examine_cluster as e; s = e(60.0); print(s.facts, s.problems)"
+    program = (
+        "from lockstep.doctor.cluster import examine_cluster as e; s = e(60.0); print(s.facts, "
+        "s.problems)"
+    )
     step = ("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-c", program)
     shown = slurm.run(*step, cwd=project).stdout
     assert "Slurm: rank 0 of 2, which meet at 127.0.0.2:" in shown
-    assert ": all others have come" in shown and ": reached from here" in shown and " on 2 ranks" in shown
+    assert (
+        ": all others have come" in shown
+        and ": reached from here" in shown
+        and " on 2 ranks" in shown
+    )
     assert shown.count(" []\n") == 2  # no problems
     assert "main* (2 nodes" in shown
 
 
 def test_what_slurm_refuses_is_one_line(slurm: Slurm, project: Path) -> None:
     def refused(*options: str) -> str:
-        done = slurm.run(*LOCKSTEP, "submit", "--to", "slurm", "--yes", *options, "train.py", cwd=project)
+        done = slurm.run(
+            *LOCKSTEP, "submit", "--to", "slurm", "--yes", *options, "train.py", cwd=project
+        )
         assert done.returncode and len(done.stderr.splitlines()) == 1, done
         return done.stderr
 
     shared = ("--shared-folder", str(project))
-    assert "--nodes: expected at most 2, the nodes of partition main, got 3" in refused(*shared, "--nodes", "3")
-    assert "--partition: expected one of main, got 'gpus'" in refused(*shared, "--partition", "gpus")
-    assert "--time: expected at most 1:00:00, the limit of partition main" in refused(*shared, "--time", "2h")
-    assert "Slurm would not run this job: Invalid generic resource" in refused(*shared, "--gpus", "1")
+    assert "--nodes: expected at most 2, the nodes of partition main, got 3" in refused(
+        *shared, "--nodes", "3"
+    )
+    assert "--partition: expected one of main, got 'gpus'" in refused(
+        *shared, "--partition", "gpus"
+    )
+    assert "--time: expected at most 1:00:00, the limit of partition main" in refused(
+        *shared, "--time", "2h"
+    )
+    assert "Slurm would not run this job: Invalid generic resource" in refused(
+        *shared, "--gpus", "1"
+    )
     assert "expected a file on a folder that all nodes share" in refused("--nodes", "2")

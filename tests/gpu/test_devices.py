@@ -38,7 +38,9 @@ def test_the_strategy_replicas_has_the_losses_of_one_device(devices: list[str]) 
     for options in ({}, {"strategy": "replicas", "devices": devices}):
         trained = model()
         optimizer = torch.optim.SGD(trained.parameters(), 0.05)
-        trainer = lockstep.Trainer(trained, optimizer, nn.CrossEntropyLoss(), 64, callbacks=[], **options)
+        trainer = lockstep.Trainer(
+            trained, optimizer, nn.CrossEntropyLoss(), 64, callbacks=[], **options
+        )
         data = lockstep.data.synthetic(train=256, test=8)[0]
         histories.append([row["train_loss"] for row in trainer.fit(data, 2)])
     assert histories[1] == pytest.approx(histories[0], rel=1e-3)

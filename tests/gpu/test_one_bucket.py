@@ -1,4 +1,6 @@
-"""The only message of a small model's step is made and read on the device, and nothing waits for it."""
+"""The only message of a small model's step is made and read on the device, and nothing waits for
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def test_nothing_waits_for_the_message() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 3)).to(DEVICE)
     parameters = list(model.parameters())
     # the other of two workers sends zeros
-    comm: Any = SimpleNamespace(rank=0, size=2, device=torch.device(DEVICE), allreduce=lambda message: message)
+    comm: Any = SimpleNamespace(
+        rank=0, size=2, device=torch.device(DEVICE), allreduce=lambda message: message
+    )
     assert OneBucket.fits(parameters, comm, numbers=3)
     bucket, inputs = OneBucket(parameters, comm), torch.ones(2, 1, 6, 6, device=DEVICE)
     numbers = torch.tensor([1.0, 2.0**40 + 1, 1 / 3], dtype=torch.float64, device=DEVICE)

@@ -1,4 +1,6 @@
-"""Ranks on GPUs: NCCL with a single rank; two ranks over NCCL where there are two GPUs, else over Gloo on one GPU."""
+"""Ranks on GPUs: NCCL with a single rank; two ranks over NCCL where there are two GPUs, else over
+Gloo on one GPU.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SHARED = ON_GPU and torch.cuda.device_count() < 2
 
 
 def on_two(body: Callable[[], Any]) -> Any:
-    """Run `body` on two ranks, which share the GPU where there is one only; returns the result of rank 0."""
+    """Run `body` on two ranks, which share the GPU where there is one only; returns the result of
+    rank 0.
+    """
 
     def work() -> Any:
         if SHARED:
@@ -49,7 +53,9 @@ def test_more_ranks_than_gpus_are_an_error() -> None:
     def work() -> None:
         lockstep.init(DEVICE)
 
-    with pytest.raises(lockstep.LockstepError, match="at most as many workers on a node as it has GPUs"):
+    with pytest.raises(
+        lockstep.LockstepError, match="at most as many workers on a node as it has GPUs"
+    ):
         lockstep.launch(work, workers=1 + torch.cuda.device_count())
 
 
@@ -58,7 +64,12 @@ def collectives(device: torch.device) -> dict[str, torch.Tensor]:
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def values(count: int, seed: int = rank, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(count, generator=torch.Generator().manual_seed(seed)).mul(8).to(dtype).to(device)
+        return (
+            torch.randn(count, generator=torch.Generator().manual_seed(seed))
+            .mul(8)
+            .to(dtype)
+            .to(device)
+        )
 
     found: dict[str, torch.Tensor] = {}
     for count in (1, 1000, 9_000_000):
@@ -116,7 +127,8 @@ def test_messages_of_gloo_are_on_the_cpu() -> None:
         comm.isend(torch.ones(2, device=comm.device), 1 - comm.rank)
 
     with pytest.raises(
-        lockstep.LockstepError, match="tensor: expected one on the CPU, as Gloo's messages are, got cuda:0"
+        lockstep.LockstepError,
+        match="tensor: expected one on the CPU, as Gloo's messages are, got cuda:0",
     ):
         on_two(body)
 
@@ -142,7 +154,14 @@ def test_work_before_and_after_a_collective_is_in_order() -> None:
 
 def fit(**options: Any) -> tuple[str, list[float]]:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(4 * 26**2, 10)]
+    layers = [
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(4 * 26**2, 10),
+    ]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), 64, callbacks=[], **options)
@@ -164,7 +183,9 @@ def test_one_worker_and_two_have_the_same_bits() -> None:
 
 def own_loop(**options: Any) -> tuple[str, list[float]]:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10))
+    model: Any = nn.Sequential(
+        nn.Flatten(), nn.Linear(28 * 28, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)
+    )
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     images = lockstep.data.synthetic(train=300, test=8)[0]
     data: Any = torch.utils.data.DataLoader(images, batch_size=64, shuffle=True)
@@ -207,7 +228,9 @@ def test_two_workers_have_the_losses_of_one() -> None:
 def test_plain_ddp() -> None:
     def body() -> bool:
         torch.manual_seed(dist.get_rank())
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)).to(DEVICE))
+        model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)).to(DEVICE)
+        )
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(5):
             optimizer.zero_grad()

@@ -1,4 +1,6 @@
-"""Training on one GPU: the same results as on the CPU up to rounding, and no step that waits for the device."""
+"""Training on one GPU: the same results as on the CPU up to rounding, and no step that waits for
+the device.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def on_cpu() -> list[float]:
     ],
     ids=id_of,
 )
-def test_losses_are_those_of_the_cpu(on_cpu: list[float], options: dict[str, Any], tolerance: float) -> None:
+def test_losses_are_those_of_the_cpu(
+    on_cpu: list[float], options: dict[str, Any], tolerance: float
+) -> None:
     assert losses(DEVICE, **options) == pytest.approx(on_cpu, rel=tolerance)
 
 
@@ -87,14 +91,20 @@ def test_images_may_lie_on_the_gpu(on_cpu: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "compiled", [{}, {"compile_model": True}, {"compile_model": True, "compile_mode": "reduce-overhead"}], ids=id_of
+    "compiled",
+    [{}, {"compile_model": True}, {"compile_model": True, "compile_mode": "reduce-overhead"}],
+    ids=id_of,
 )
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_prepared_models(on_cpu: list[float], compiled: dict[str, Any], channels_last: bool) -> None:
+def test_prepared_models(
+    on_cpu: list[float], compiled: dict[str, Any], channels_last: bool
+) -> None:
     leaks.forget_communicator()
     comm = init(DEVICE)
     torch.manual_seed(0)
-    model = lockstep.prepare_model(lockstep.models.lenet(), comm, **compiled, channels_last=channels_last)
+    model = lockstep.prepare_model(
+        lockstep.models.lenet(), comm, **compiled, channels_last=channels_last
+    )
     found = [row["train_loss"] for row in trainer_of(model).fit(images(), 2)]
     assert found == pytest.approx(on_cpu, rel=1e-2)
 
@@ -123,7 +133,9 @@ def steps_of(batches: list[Any], **options: Any) -> Callable[[], None]:
 )
 def test_a_step_does_not_wait_for_the_gpu(options: dict[str, Any]) -> None:
     comm = init(DEVICE)
-    loader = lockstep.Loader(images(), BATCH, comm=comm, virtual_workers=options.get("virtual_workers"))
+    loader = lockstep.Loader(
+        images(), BATCH, comm=comm, virtual_workers=options.get("virtual_workers")
+    )
     run = steps_of(list(loader.epoch(0)), **options)
     for _ in range(12):  # the first ones look at the loss function, and choose kernels
         run()
@@ -155,7 +167,9 @@ def own_loop(epochs: int, count: bool = False, labels: torch.Tensor | None = Non
 def test_a_loop_with_prepare_does_not_wait_for_the_gpu(count: bool) -> None:
     init(DEVICE)
     with no_waiting(False) as forbid:
-        for step in own_loop(3, count):  # the end of an epoch, after 8 steps, waits, and so do steps that look closer
+        for step in own_loop(
+            3, count
+        ):  # the end of an epoch, after 8 steps, waits, and so do steps that look closer
             forbid(step > 4 and step % 8 < 7 and not is_due(step))
 
 
@@ -169,7 +183,9 @@ def test_labels_that_are_ignored_are_refused_without_a_count() -> None:
     assert len(list(own_loop(1, count=True, labels=labels))) == SAMPLES // BATCH
 
 
-@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 4}, {"virtual_workers": 4}], ids=id_of)
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 4}, {"virtual_workers": 4}], ids=id_of
+)
 def test_a_part_in_which_nothing_counts(options: dict[str, int]) -> None:
     def ignoring(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kept = target >= 0
@@ -183,7 +199,8 @@ def test_a_part_in_which_nothing_counts(options: dict[str, int]) -> None:
         data = torch.utils.data.TensorDataset(torch.randn(8, 3), target)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return [
-            row["train_loss"] for row in Trainer(model, optimizer, ignoring, 8, callbacks=[], **options).fit(data, 3)
+            row["train_loss"]
+            for row in Trainer(model, optimizer, ignoring, 8, callbacks=[], **options).fit(data, 3)
         ]
 
     init(DEVICE)
@@ -239,9 +256,13 @@ def test_clipping_and_evaluation() -> None:
     assert results[1] == pytest.approx(results[0], rel=1e-2)
 
 
-@pytest.mark.parametrize("optimizer", [None, partial(torch.optim.AdamW, lr=1e-3)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [None, partial(torch.optim.AdamW, lr=1e-3)], ids=["sgd", "adamw"]
+)
 @pytest.mark.parametrize("there_and_back", [(DEVICE, "cpu", DEVICE), ("cpu", DEVICE, "cpu")])
-def test_a_checkpoint_goes_to_the_cpu_and_back(tmp_path: Path, there_and_back: tuple[str, ...], optimizer: Any) -> None:
+def test_a_checkpoint_goes_to_the_cpu_and_back(
+    tmp_path: Path, there_and_back: tuple[str, ...], optimizer: Any
+) -> None:
     straight = losses(DEVICE, 3, optimizer=optimizer)
     found = []
     for number, device in enumerate(there_and_back):
@@ -277,7 +298,9 @@ def test_a_fingerprint_does_not_depend_on_the_device() -> None:
 
 def test_numbers_arrive_in_order() -> None:
     several = [HostCopy(torch.tensor([1.0, 2.0], device=DEVICE) * number) for number in range(10)]
-    assert [numbers.read() for numbers in several] == [[number, 2.0 * number] for number in range(10)]
+    assert [numbers.read() for numbers in several] == [
+        [number, 2.0 * number] for number in range(10)
+    ]
 
 
 @only_on_gpu
@@ -306,10 +329,14 @@ class Slow(nn.Linear):
 @pytest.mark.parametrize("most", [1, 4])
 def test_queued_steps_have_no_more_batches_on_the_gpu_than_the_bound(most: int) -> None:
     device, (samples, width), batches = init(DEVICE).device, (512, 16384), 16
-    data = torch.utils.data.TensorDataset(torch.randn(batches * samples, width), torch.zeros(batches * samples, 1))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(batches * samples, width), torch.zeros(batches * samples, 1)
+    )
     model = Slow(width, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = Trainer(model, optimizer, nn.MSELoss(), samples, callbacks=[], max_steps_in_flight=most)
+    trainer = Trainer(
+        model, optimizer, nn.MSELoss(), samples, callbacks=[], max_steps_in_flight=most
+    )
     trainer.fit(data, max_steps=4)  # what the first steps allocate
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -339,7 +366,9 @@ def test_without_memory_the_error_says_what_to_try() -> None:
     with pytest.raises(OutOfMemoryError) as caught:
         trainer_of(Large(28 * 28, 10)).fit(images(), 1)
     text = str(caught.value)
-    assert text.startswith(f"rank 0: cuda:0 is out of memory in step 0, with {BATCH} of the {BATCH} samples")
+    assert text.startswith(
+        f"rank 0: cuda:0 is out of memory in step 0, with {BATCH} of the {BATCH} samples"
+    )
     assert "16384.00 GiB more were asked for" in text
     assert "are this process's" in text
     assert "\n" not in text

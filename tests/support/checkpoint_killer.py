@@ -1,6 +1,8 @@
-"""Saves that are killed at each call that touches a file; run as ``python -m support.checkpoint_killer FOLDER``.
+"""Saves that are killed at each call that touches a file; run as ``python -m
+support.checkpoint_killer FOLDER``.
 
-It runs by itself because a process that has torch loaded and nothing else going on can fork cheaply and safely.
+It runs by itself because a process that has torch loaded and nothing else going on can fork cheaply
+and safely.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ import torch
 from lockstep.checkpoint.folder import CheckpointStore, save_weights
 from support.checkpoints import save
 
-TOUCHING = {"open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink", "remove", "rmdir"}
+TOUCHING = {
+    "open",
+    "write",
+    "fsync",
+    "close",
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "remove",
+    "rmdir",
+}
 Report = Callable[[int], object]
 
 
@@ -55,7 +68,9 @@ def weights(case: Path) -> Callable[[Report], None]:
 
 
 def kill_at(number: int, case: Path, work: Callable[[Report], None]) -> bool:
-    """Do `work` in a child that is killed just before its n-th call that touches a file; whether it came so far."""
+    """Do `work` in a child that is killed just before its n-th call that touches a file; whether it
+    came so far.
+    """
     descriptor = os.open(case / "finished", os.O_WRONLY | os.O_CREAT)
     child = os.fork()
     if child:

@@ -20,24 +20,38 @@ FILES = ["manifest.json", "model.safetensors", "state.json", "state.safetensors"
 def state(step: int, size: int = 4) -> dict[str, Any]:
     """A state that differs from that of any other step in every file."""
     return {
-        "model": {"b.weight": torch.full((size,), step, dtype=torch.bfloat16), "a.bias": torch.tensor(float(step))},
-        "optimizer": {"state": {0: {"step": float(step), "exp_avg": torch.full((size,), -float(step))}}},
+        "model": {
+            "b.weight": torch.full((size,), step, dtype=torch.bfloat16),
+            "a.bias": torch.tensor(float(step)),
+        },
+        "optimizer": {
+            "state": {0: {"step": float(step), "exp_avg": torch.full((size,), -float(step))}}
+        },
         "position": (step, [None, True, "text"]),
     }
 
 
 def save(store: CheckpointStore, step: int, size: int = 4) -> Path:
     """Save that state."""
-    return store.save(state(step, size), step=step, epoch=step // 2, info={"loss": float("nan"), "pair": (1, step)})
+    return store.save(
+        state(step, size),
+        step=step,
+        epoch=step // 2,
+        info={"loss": float("nan"), "pair": (1, step)},
+    )
 
 
 def holds(path: Path, step: int, size: int = 4) -> bool:
-    """Whether the checkpoint holds just what was saved at `step`, down to types and the order of keys."""
+    """Whether the checkpoint holds just what was saved at `step`, down to types and the order of
+    keys.
+    """
     found = read(path)
     assert (found.path, found.step, found.epoch) == (path, step, step // 2)
     assert repr(found.info) == repr({"loss": float("nan"), "pair": (1, step)})
     wanted = state(step, size)
-    return repr({name: found.state[name] for name in wanted}) == repr(wanted) and len(found.state) == len(wanted)
+    return repr({name: found.state[name] for name in wanted}) == repr(wanted) and len(
+        found.state
+    ) == len(wanted)
 
 
 def names(folder: Path) -> list[str]:
@@ -47,13 +61,19 @@ def names(folder: Path) -> list[str]:
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     """The content of every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def seal(path: Path, content: Any) -> None:
     """Write a manifest with a checksum that is right."""
     checksum = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    path.joinpath("manifest.json").write_text(json.dumps({"content": content, "sha256": checksum}, indent=1))
+    path.joinpath("manifest.json").write_text(
+        json.dumps({"content": content, "sha256": checksum}, indent=1)
+    )
 
 
 def forge(path: Path, **changes: Any) -> None:
@@ -71,7 +91,9 @@ def plant(path: Path, name: str, data: bytes) -> None:
 
 
 def in_parts(path: Path) -> Path:
-    """Make of a checkpoint one that two workers have written in parts, by the description of the format."""
+    """Make of a checkpoint one that two workers have written in parts, by the description of the
+    format.
+    """
     content = json.loads(path.joinpath("manifest.json").read_bytes())["content"]
     state = read(path).state
     model, moment = state["model"], state["optimizer"]["state"][0]["exp_avg"]
@@ -100,7 +122,11 @@ def in_parts(path: Path) -> Path:
     plant(path, "state.json", json.dumps(tree).encode())
     plant(path, "parts.json", json.dumps(layout).encode())
     for name, part in zip(names_of, parts, strict=True):
-        plant(path, name, safetensors.torch.save({key: tensor.clone() for key, tensor in part.items()}))
+        plant(
+            path,
+            name,
+            safetensors.torch.save({key: tensor.clone() for key, tensor in part.items()}),
+        )
     return path
 
 

@@ -1,4 +1,6 @@
-"""The command, run in the process of the tests, whose fork server has PyTorch loaded after its first use."""
+"""The command, run in the process of the tests, whose fork server has PyTorch loaded after its
+first use.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Here = Callable[..., Ended]
 
 
 def command_here(capfd: pytest.CaptureFixture[str]) -> Here:
-    """For tests in which the workers matter: no process of the command, nor a fork server, has to start first."""
+    """For tests in which the workers matter: no process of the command, nor a fork server, has to
+    start first.
+    """
 
     def run(*words: object) -> Ended:
         with mock.patch.dict(os.environ):  # the command sets variables for its fork server

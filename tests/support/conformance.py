@@ -1,4 +1,6 @@
-"""What every rank of a case holds, and the results that follow from it: the truth for every transport."""
+"""What every rank of a case holds, and the results that follow from it: the truth for every
+transport.
+"""
 
 from __future__ import annotations
 
@@ -81,12 +83,16 @@ class Ranks:
         if self.transport == PURE:
             # the pool looks at the outer function only
             cloudpickle.register_pickle_by_value(sys.modules[fn.__module__])
-            return self.pool.run(_without_native, fn, *args, workers=self.size, init=False, **options)
+            return self.pool.run(
+                _without_native, fn, *args, workers=self.size, init=False, **options
+            )
         return self.pool.run(fn, *args, workers=self.size, backend=self.transport, **options)
 
 
 def _without_native(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call `fn` where rank 0 has the native extension of shm and the others have only the Python form."""
+    """Call `fn` where rank 0 has the native extension of shm and the others have only the Python
+    form.
+    """
     state = importlib.import_module("lockstep.transports.shm.rank_states")
     native = state._native
     try:
@@ -137,19 +143,29 @@ class Case:
     @property
     def reduce_op(self) -> Any:
         """The operation as torch.distributed wants it."""
-        return dist._make_nccl_premul_sum(FACTOR) if self.op == "PREMUL_SUM" else getattr(dist.ReduceOp, self.op)
+        return (
+            dist._make_nccl_premul_sum(FACTOR)
+            if self.op == "PREMUL_SUM"
+            else getattr(dist.ReduceOp, self.op)
+        )
 
     def bits(self, rank: int, part: int = 0, shape: Sequence[int] | None = None) -> Tensor:
-        """Any bits at all, as `rank` of the group holds them: for what is moved and must not change."""
+        """Any bits at all, as `rank` of the group holds them: for what is moved and must not
+        change.
+        """
         shape = self.shape if shape is None else tuple(shape)
         if self.dtype == torch.bool:
             return torch.randint(0, 2, shape, generator=self._source(rank, part)).bool()
         count = math.prod(shape) * self.dtype.itemsize
-        words = torch.randint(-(2**63), 2**63 - 1, (count // 8 + 1,), generator=self._source(rank, part))
+        words = torch.randint(
+            -(2**63), 2**63 - 1, (count // 8 + 1,), generator=self._source(rank, part)
+        )
         return words.view(torch.uint8)[:count].view(self.dtype).view(shape)
 
     def numbers(self, rank: int, part: int = 0, shape: Sequence[int] | None = None) -> Tensor:
-        """Whole numbers, whose sums and products are exact: any integers, and small ones of a floating dtype."""
+        """Whole numbers, whose sums and products are exact: any integers, and small ones of a
+        floating dtype.
+        """
         if self.dtype in WHOLE:
             return self.bits(rank, part, shape)
         shape = self.shape if shape is None else tuple(shape)
@@ -198,13 +214,16 @@ def _gloo_lacks(name: str, case: Case) -> bool:
     dense = case.layout in ("contiguous", "offset")
     return any(
         (
-            case.dtype in (torch.int16, *UNSIGNED, *FLOAT8) and not between_two,  # "Invalid scalar type"
+            case.dtype in (torch.int16, *UNSIGNED, *FLOAT8)
+            and not between_two,  # "Invalid scalar type"
             # the same; it is the one operation to which c10d passes complex tensors as they are
             case.dtype in COMPLEX and name == "gather",
             case.op == "PREMUL_SUM",  # "Cannot use ReduceOp.PREMUL_SUM"
             case.op == "SUM" and case.dtype == torch.bool,  # leaves bytes of 2 and more
             name.endswith("_rows"),  # "invalid tensor size"
-            in_place and case.layout in ("strided", "mixed"),  # wrong results, or "operation was not well-formed"
+            in_place
+            and case.layout
+            in ("strided", "mixed"),  # wrong results, or "operation was not well-formed"
             (between_two or name.startswith("all_to_all_")) and not dense,  # "has to be contiguous"
         )
     )
@@ -218,7 +237,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 def lay_out(values: Tensor, layout: str) -> Tensor:
     """The values in new memory, laid out so; shapes that a layout does not fit are contiguous.
 
-    Sentinels lie between the elements of "strided" and around those of "offset": see `tensor._base`.
+    Sentinels lie between the elements of "strided" and around those of "offset": see
+    `tensor._base`.
     """
     if layout == "transposed" and values.dim() > 1:
         return values.mT.contiguous().mT

@@ -1,7 +1,9 @@
-"""Elastic jobs whose hosts are cut off from each other in turn, while others end, are lost or join: network namespaces.
+"""Elastic jobs whose hosts are cut off from each other in turn, while others end, are lost or join:
+network namespaces.
 
-Run as a program it tries many seeds: ``python tests/support/cut_chaos.py 20 --first 0``. With ``--losses`` the job goes
-on through all cuts, while workers and hosts are lost and hosts join, and must give the bits of an undisturbed one.
+Run as a program it tries many seeds: ``python tests/support/cut_chaos.py 20 --first 0``. With
+``--losses`` the job goes on through all cuts, while workers and hosts are lost and hosts join, and
+must give the bits of an undisturbed one.
 """
 
 from __future__ import annotations
@@ -56,10 +58,11 @@ class Cut:
         host: that is cut off.
         seconds: for how long.
         overlap: seconds before its end at which the next one begins.
-        meanwhile: what happens `after` seconds: "kill" a host that is not cut off and "end" the training, "end" it, or
-            "". With "win" the winner is killed as soon as another host wants to join again. "lose" kills a host that
-            is not cut off, "worker" a worker of one, "stop" stops a launcher for some seconds, "join" adds a host, and
-            "lose and join" both at once; the training goes on.
+        meanwhile: what happens `after` seconds: "kill" a host that is not cut off and "end" the
+            training, "end" it, or "". With "win" the winner is killed as soon as another host wants
+            to join again. "lose" kills a host that is not cut off, "worker" a worker of one, "stop"
+            stops a launcher for some seconds, "join" adds a host, and "lose and join" both at once;
+            the training goes on.
         which: of the hosts that are not cut off.
         after: seconds after its beginning.
     """
@@ -73,7 +76,9 @@ class Cut:
 
 
 def cuts_of(seed: int) -> list[Cut]:
-    """Return the cuts of a seed: two to four, of 4 to 7 s, and during one of them the winner ends or dies."""
+    """Return the cuts of a seed: two to four, of 4 to 7 s, and during one of them the winner ends
+    or dies.
+    """
     draw = random.Random(seed)
     count = draw.randrange(2, 5)
     fatal = draw.randrange(count)
@@ -91,7 +96,9 @@ def cuts_of(seed: int) -> list[Cut]:
 
 
 def cuts_with_losses_of(seed: int) -> list[Cut]:
-    """Return the cuts of a seed: two to five, of 2 to 10 s, in which workers and hosts are lost, or join."""
+    """Return the cuts of a seed: two to five, of 2 to 10 s, in which workers and hosts are lost, or
+    join.
+    """
     draw = random.Random(seed)
     cuts = []
     for _ in range(draw.randrange(2, 6)):
@@ -118,7 +125,9 @@ class CutJob(Job):
         name = self.net.names[host]
         index = len(self.hosts)
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = warm_python.popen(["-c", _INSIDE, name, f"host{host}", "lockstep", *words], self.folder, variables)
+        process = warm_python.popen(
+            ["-c", _INSIDE, name, f"host{host}", "lockstep", *words], self.folder, variables
+        )
         self.hosts.append(process)
         for stream in (process.stdout, process.stderr):
             thread = threading.Thread(target=self.read, args=(index, stream), daemon=True)
@@ -155,7 +164,17 @@ class CutJob(Job):
     def _run(self) -> str:
         first = f"{self.net.address.rpartition('.')[0]}.2"
         most = HOSTS + MOST_JOIN
-        words = ("run", "--elastic", f"1:{most}", "--nnodes", HOSTS, "--master-addr", first, "--master-port", PORT)
+        words = (
+            "run",
+            "--elastic",
+            f"1:{most}",
+            "--nnodes",
+            HOSTS,
+            "--master-addr",
+            first,
+            "--master-port",
+            PORT,
+        )
         for node in range(HOSTS):
             self.start_on(node, *words, "-np", 1, "--node-rank", node, self.program)
         begun = time.monotonic()
@@ -210,7 +229,9 @@ class CutJob(Job):
             self.disturb(cut, running[cut.which % len(running)])
 
     def disturb(self, cut: Cut, host: int) -> None:
-        """Let a host, or one of its workers, be lost, or stop its launcher; or let another host join beside it."""
+        """Let a host, or one of its workers, be lost, or stop its launcher; or let another host
+        join beside it.
+        """
         pid = self.hosts[host].pid
         if "join" in cut.meanwhile and len(self.hosts) < HOSTS + MOST_JOIN:
             self.note(f"--- join by host {host}")
@@ -239,7 +260,11 @@ class CutJob(Job):
         out = "\n".join(self.lines)
         for index, host in enumerate(self.hosts):
             said = "\n".join(line for line in self.lines if f"host {index}: " in line)
-            if host.returncode and index not in self.lost and not (_ENDED in said or self.may_fail(index)):
+            if (
+                host.returncode
+                and index not in self.lost
+                and not (_ENDED in said or self.may_fail(index))
+            ):
                 return f"host {index} failed with {host.returncode} and no word of the others' end"
         if out.count("fingerprint") > 1:
             return "it has trained again what was complete"
@@ -253,7 +278,9 @@ class CutJob(Job):
             run = folder / "run"
             program = write_program(folder, int(epochs), run, virtual_workers=HOSTS + MOST_JOIN)
             program.write_text(program.read_text().replace("time.sleep(0.02)", ""))
-            done = warm_python.run([program], folder, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300.0)
+            done = warm_python.run(
+                [program], folder, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300.0
+            )
             if fingerprint(done.stdout) != (epochs, bits):
                 return f"another fingerprint after {epochs} epochs: {bits}"
             if self.plan.shared and rows(self.folder / "run") != rows(run):
@@ -267,13 +294,21 @@ def main(words: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--alone", action="store_true", help="without a shared run folder")
-    parser.add_argument("--losses", action="store_true", help="losses and joins, through which the job goes on")
+    parser.add_argument(
+        "--losses", action="store_true", help="losses and joins, through which the job goes on"
+    )
     options = parser.parse_args(words)
     wrong = ended = completed = 0
     try:
         for seed in range(options.first, options.first + options.count):
-            begun, cuts = time.monotonic(), (cuts_with_losses_of if options.losses else cuts_of)(seed)
-            with tempfile.TemporaryDirectory(prefix="chaos-") as name, network(HOSTS + MOST_JOIN) as net:
+            begun, cuts = (
+                time.monotonic(),
+                (cuts_with_losses_of if options.losses else cuts_of)(seed),
+            )
+            with (
+                tempfile.TemporaryDirectory(prefix="chaos-") as name,
+                network(HOSTS + MOST_JOIN) as net,
+            ):
                 job = CutJob(net, cuts, not options.alone, Path(name))
                 try:
                     problem = job.run()
@@ -282,15 +317,18 @@ def main(words: list[str]) -> int:
             wrong, ended = wrong + bool(problem), ended + any(_ENDED in line for line in job.lines)
             completed += any("fingerprint" in line for line in job.lines)
             if problem or options.verbose:
-                print(f"seed {seed}: {problem or 'fine'} in {time.monotonic() - begun:.2f} s: {cuts}", flush=True)
+                print(
+                    f"seed {seed}: {problem or 'fine'} in {time.monotonic() - begun:.2f} s: {cuts}",
+                    flush=True,
+                )
             if problem or options.verbose:
                 shown = [line for line in job.lines if not re.search(r" step \d+ of ", line)]
                 print("\n".join(shown), flush=True)
     finally:
         warm_python.unload()
     print(
-        f"{options.count} jobs, {completed} completed, in {ended} of them hosts ended because the others had, "
-        f"{wrong} wrong"
+        f"{options.count} jobs, {completed} completed, in {ended} of them hosts ended because the "
+        f"others had, {wrong} wrong"
     )
     return int(wrong > 0)
 

@@ -40,12 +40,18 @@ CASES: dict[str, tuple[str, str]] = {
         "if last: dist.all_reduce(x)\ndist.broadcast(x, 0)\ndist.barrier()",
         r"Desync at collective #[0-9]+ of the default group: .*called broadcast\(float32\[4\], root=0\)",
     ),
-    "other shape": ("dist.all_reduce(torch.ones(4 + last))\nprint('wrong')", r"all_reduce\(float32\[5\], sum\)"),
+    "other shape": (
+        "dist.all_reduce(torch.ones(4 + last))\nprint('wrong')",
+        r"all_reduce\(float32\[5\], sum\)",
+    ),
     "other shape of the same size": (
         "dist.all_reduce(torch.ones(6) if last else torch.ones(2, 3))\nprint('wrong')",
         r"all_reduce\(float32\[2, 3\], sum\)",
     ),
-    "other dtype": ("dist.all_reduce(x.double() if last else x)", r"all_reduce\(float64\[4\], sum\)"),
+    "other dtype": (
+        "dist.all_reduce(x.double() if last else x)",
+        r"all_reduce\(float64\[4\], sum\)",
+    ),
     "other dtype of the same size": (
         "dist.all_reduce(x.int() if last else x)\nprint('wrong')",
         r"all_reduce\(int32\[4\], sum\)",
@@ -58,22 +64,30 @@ CASES: dict[str, tuple[str, str]] = {
         "dist.all_reduce(x, dist.ReduceOp.MAX if last else dist.ReduceOp.SUM)",
         r"all_reduce\(float32\[4\], max\)",
     ),
-    "other root": ("dist.broadcast(x, int(last))\ndist.all_reduce(x)", r"broadcast\(float32\[4\], root=1\)"),
+    "other root": (
+        "dist.broadcast(x, int(last))\ndist.all_reduce(x)",
+        r"broadcast\(float32\[4\], root=1\)",
+    ),
     "other order": (
         "for n in (4, 5) if last else (5, 4): dist.all_reduce(torch.ones(n))",
         r"all_reduce\(float32\[5\], sum\)",
     ),
     "evaluation on one rank": (
-        "import lockstep\nfrom torch.utils.data import TensorDataset as Data\nif me == 0:\n"
-        "  loader = lockstep.Loader(Data(torch.ones(8, 4), torch.zeros(8, dtype=torch.long)), 4, shuffle=False)\n"
-        "  lockstep.evaluate(torch.nn.Linear(4, 2), loader, torch.nn.CrossEntropyLoss())\ndist.barrier()",
+        "import lockstep\nfrom torch.utils.data import TensorDataset as Data\nif me == 0:\n  "
+        "loader = lockstep.Loader(Data(torch.ones(8, 4), torch.zeros(8, dtype=torch.long)), 4, "
+        "shuffle=False)\n  lockstep.evaluate(torch.nn.Linear(4, 2), loader, "
+        "torch.nn.CrossEntropyLoss())\ndist.barrier()",
         r"Rank 0 is in lockstep\.evaluate, rank \d is not.*Call lockstep\.evaluate on every rank",
     ),
     "other group": (
-        "pair = dist.new_group([0, size - 1])\nif me: dist.all_reduce(x)\nelse: dist.all_reduce(x, group=pair)",
+        "pair = dist.new_group([0, size - 1])\nif me: dist.all_reduce(x)\nelse: "
+        "dist.all_reduce(x, group=pair)",
         r"Deadlock: .*waits in all_reduce.*waits in all_reduce",
     ),
-    "exception": ("if last: raise ValueError('mine')\ndist.all_reduce(x)", r"raised ValueError: mine"),
+    "exception": (
+        "if last: raise ValueError('mine')\ndist.all_reduce(x)",
+        r"raised ValueError: mine",
+    ),
     "exception beside a thread": (
         "import threading\nif last:\n  threading.Thread(target=time.sleep, args=(60,)).start()\n"
         "  raise ValueError('mine')\ndist.all_reduce(x)",
@@ -83,9 +97,13 @@ CASES: dict[str, tuple[str, str]] = {
         "if last: raise ValueError('mine')\nwhile True: pass",
         r"raised ValueError: mine",
     ),
-    "undefined name": ("if not last: name = 1\nname\ndist.all_reduce(x)", r"raised NameError: .*'name'"),
+    "undefined name": (
+        "if not last: name = 1\nname\ndist.all_reduce(x)",
+        r"raised NameError: .*'name'",
+    ),
     "full disk": (
-        "if last:\n  with open('/dev/full', 'w', buffering=1) as f: f.write('line\\n')\ndist.all_reduce(x)",
+        "if last:\n  with open('/dev/full', 'w', buffering=1) as f: "
+        "f.write('line\\n')\ndist.all_reduce(x)",
         r"raised OSError: .*No space left",
     ),
     "killed": (
@@ -94,20 +112,23 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "stopped": (
         # stopped until the first rank has ended, but not for ever
-        "with open(path + f'.pid{rank}', 'w') as f: f.write(str(os.getpid()))\ndist.barrier()\n"
-        "if last:\n  first = '/proc/' + pathlib.Path(path + '.pid0').read_text()\n  if os.fork() == 0:\n"
-        "    for _ in range(400):\n      os.path.exists(first) and time.sleep(0.1)\n"
-        "    os.kill(os.getppid(), 9); os._exit(0)\n"
-        "  os.kill(os.getpid(), 19)\ndist.all_reduce(x)",
+        "with open(path + f'.pid{rank}', 'w') as f: f.write(str(os.getpid()))\ndist.barrier()\nif "
+        "last:\n  first = '/proc/' + pathlib.Path(path + '.pid0').read_text()\n  if os.fork() == "
+        "0:\n    for _ in range(400):\n      os.path.exists(first) and time.sleep(0.1)\n    "
+        "os.kill(os.getppid(), 9); os._exit(0)\n  os.kill(os.getpid(), 19)\ndist.all_reduce(x)",
         r"Rank \d .*is stopped while other ranks wait",
     ),
-    "exits early": ("if last: sys.exit(0)\ndist.all_reduce(x)", r"Rank \d (on \S+ )?exited while other ranks"),
+    "exits early": (
+        "if last: sys.exit(0)\ndist.all_reduce(x)",
+        r"Rank \d (on \S+ )?exited while other ranks",
+    ),
     "recv without send": (
         "dist.recv(x, size - 1) if me == 0 else dist.all_reduce(x)",
         r"Deadlock: .*waits in recv\(float32\[4\]",
     ),
     "other tag": (
-        "if me == 0: dist.send(x, size - 1, tag=5)\nelif last: dist.recv(x, 0, tag=6)\ndist.barrier()",
+        "if me == 0: dist.send(x, size - 1, tag=5)\nelif last: dist.recv(x, 0, "
+        "tag=6)\ndist.barrier()",
         r"Deadlock: .*waits in recv\(float32\[4\], from=0, tag=6\).*The tags differ",
     ),
     "both send first": (
@@ -133,7 +154,10 @@ CASES: dict[str, tuple[str, str]] = {
         _LOOP.format(samples=40, first="if last and number == 3: continue"),
         r"(exited|destroyed its process group) after 10 batches while other ranks waited",
     ),
-    "uneven batches": (_LOOP.format(samples="40 - 8 * last", first=""), r"exited after 8 batches|destroyed.*8 batches"),
+    "uneven batches": (
+        _LOOP.format(samples="40 - 8 * last", first=""),
+        r"exited after 8 batches|destroyed.*8 batches",
+    ),
     "uneven batches, then a metric": (
         _LOOP.format(samples="40 - 8 * last", first="") + "dist.all_reduce(torch.ones(1))",
         r"called all_reduce\(float32\[1\], sum\)",
@@ -159,7 +183,8 @@ CASES: dict[str, tuple[str, str]] = {
         r"The models differ in their parameters",
     ),
     "layers of one shape in another order": (
-        "layers = [torch.nn.Linear(4, 4), torch.nn.ReLU()]\nDDP(torch.nn.Sequential(*layers[:: -1 if last else 1]))",
+        "layers = [torch.nn.Linear(4, 4), torch.nn.ReLU()]\nDDP(torch.nn.Sequential(*layers[:: -1 "
+        "if last else 1]))",
         r"The models differ in their parameters.*0\.weight of Linear.*1\.weight of Linear|1\.weight.*0\.weight",
     ),
 }
@@ -175,7 +200,8 @@ GLOO_CASES: dict[str, tuple[str, str]] = {
         r"Rank \d (on \S+ )?exited while other ranks waited for it in monitored_barrier\(\)",
     ),
     "message larger than its receive": (
-        "if me == 0: dist.send(torch.ones(8), size - 1)\nelif last: dist.recv(x, 0)\ndist.barrier()",
+        "if me == 0: dist.send(torch.ones(8), size - 1)\nelif last: dist.recv(x, "
+        "0)\ndist.barrier()",
         r"Rank 0 sends 32 bytes to rank \d, which receives into 16 bytes",
     ),
 }

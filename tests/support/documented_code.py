@@ -1,4 +1,6 @@
-"""Code blocks of the documentation, and checks of their commands and Python code that start nothing."""
+"""Code blocks of the documentation, and checks of their commands and Python code that start
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,19 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("README*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+)
 
-command_line = importlib.import_module("lockstep.cli.main")  # the package has a function of this name
+command_line = importlib.import_module(
+    "lockstep.cli.main"
+)  # the package has a function of this name
 
 LANGUAGES = ("console", "python", "text", "yaml")
 
 
-# --- Blocks -----------------------------------------------------------------------------------------------------------
+# --- Blocks
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -90,21 +97,30 @@ def read_blocks(page: str, text: str) -> list[Block]:
     for match in _FENCED.finditer(text):
         lines = [line.removeprefix(match["indent"]) for line in match["text"].splitlines()]
         number = text.count("\n", 0, match.start("text")) + 1
-        blocks.append(Block(page, number, match["language"], "\n".join(lines) + "\n", match["reason"] or ""))
+        blocks.append(
+            Block(page, number, match["language"], "\n".join(lines) + "\n", match["reason"] or "")
+        )
     return blocks
 
 
 def read_inline(text: str) -> list[str]:
-    """Return the inline code of a page, except the first column of tables, which may show other libraries."""
+    """Return the inline code of a page, except the first column of tables, which may show other
+    libraries.
+    """
     lines = _FENCED.sub("", text).splitlines()
-    cells = (line.split("|", 2)[2] if line.startswith("|") and line.count("|") > 1 else line for line in lines)
+    cells = (
+        line.split("|", 2)[2] if line.startswith("|") and line.count("|") > 1 else line
+        for line in lines
+    )
     return [code for line in cells for code in _INLINE.findall(line)]
 
 
 def check_block(block: Block) -> list[str]:
     """Return what is wrong with the commands or the code of a block."""
     if block.language not in LANGUAGES:
-        return [f"a block of {block.language or 'no language'}, expected one of {', '.join(LANGUAGES)}"]
+        return [
+            f"a block of {block.language or 'no language'}, expected one of {', '.join(LANGUAGES)}"
+        ]
     if block.language == "python":
         return check_python(block.text)
     if block.language == "yaml":
@@ -124,11 +140,17 @@ def check_yaml(text: str) -> list[str]:
     except yaml.YAMLError as error:
         return [" ".join(str(error).split())]
     joined = re.sub(r" \\\n +", " ", text)
-    return [problem for command in re.findall(r"lockstep run .*", joined) for problem in check_command(command)]
+    return [
+        problem
+        for command in re.findall(r"lockstep run .*", joined)
+        for problem in check_command(command)
+    ]
 
 
 def check_inline(code: str) -> list[str]:
-    """Return what is wrong with inline code, if that is a command or names something of Lockstep."""
+    """Return what is wrong with inline code, if that is a command or names something of
+    Lockstep.
+    """
     if re.match(r"lockstep [a-z]", code):
         return _check_flags(code.split())
     of_lockstep = re.match(rf"lockstep\.[A-Za-z_]|(?:{'|'.join(lockstep.__all__)})\(\.\.\.", code)
@@ -139,29 +161,41 @@ def check_inline(code: str) -> list[str]:
         ast.parse(code, mode="eval")
     except SyntaxError:  # prose, such as `lockstep.data.NAME → ImageSet`
         return []
-    return check_python(code, {name: getattr(lockstep, name) for name in lockstep.__all__}, partial=True)
+    return check_python(
+        code, {name: getattr(lockstep, name) for name in lockstep.__all__}, partial=True
+    )
 
 
 @functools.cache
 def _loggers() -> set[str]:
     sources = (ROOT / "src").glob("**/*.py")
-    return {name for source in sources for name in re.findall(r'getLogger\("([\w.]+)"\)', source.read_text())}
+    return {
+        name
+        for source in sources
+        for name in re.findall(r'getLogger\("([\w.]+)"\)', source.read_text())
+    }
 
 
-# --- Commands ---------------------------------------------------------------------------------------------------------
+# --- Commands
+# --------------------------------------------------------------------------------------------------
 
 
 def command_lines(text: str) -> list[str]:
     """Return the commands of a console block: lines after "$ ", or all lines if there are none."""
     lines = text.replace("\\\n", " ").splitlines()
     prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    return prompted or [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return prompted or [
+        line for line in lines if line.strip() and not line.lstrip().startswith("#")
+    ]
 
 
 def check_command(line: str) -> list[str]:
     """Return what is wrong with a command line; it is not run."""
     try:
-        return [f"{line.strip()}: {problem}" for problem in _check_words(shlex.split(line, comments=True))]
+        return [
+            f"{line.strip()}: {problem}"
+            for problem in _check_words(shlex.split(line, comments=True))
+        ]
     except ValueError as error:
         return [f"{line.strip()}: {error}"]
 
@@ -173,7 +207,10 @@ def _check_words(words: list[str]) -> list[str]:
             return [f"no variable {name}"]
     check = _PROGRAMS.get(words[0]) if words else None
     if check is None:
-        return ["nothing checks this program; add a check, or mark the block with <!-- not run: reason -->"]
+        return [
+            "nothing checks this program; add a check, or mark the block with <!-- not run: "
+            "reason -->"
+        ]
     return check(words)
 
 
@@ -210,7 +247,9 @@ def _check_values(command: str, options: argparse.Namespace) -> None:
 
 
 def _require_file(path: str) -> None:
-    """Check a path in this repository; a name without a folder stands for the user's own program."""
+    """Check a path in this repository; a name without a folder stands for the user's own
+    program.
+    """
     if "/" in path and not (ROOT / path).exists():
         raise LockstepError(f"no file {path}")
 
@@ -225,7 +264,9 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 
 
 def _check_flags(words: Sequence[str]) -> list[str]:
-    """Check the command and the options of a command line with placeholders, such as `lockstep run --restarts N`."""
+    """Check the command and the options of a command line with placeholders, such as `lockstep run
+    --restarts N`.
+    """
     parsers = subcommands()
     if words[1] not in parsers:
         return [f"{' '.join(words)}: no command {words[1]!r}"]
@@ -237,7 +278,11 @@ def _check_flags(words: Sequence[str]) -> list[str]:
 
 def _check_make(words: list[str]) -> list[str]:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    return [f"no target {word} in Makefile" for word in words[1:] if "=" not in word and word not in targets]
+    return [
+        f"no target {word} in Makefile"
+        for word in words[1:]
+        if "=" not in word and word not in targets
+    ]
 
 
 def _check_python_program(words: list[str]) -> list[str]:
@@ -255,7 +300,12 @@ def _check_python_program(words: list[str]) -> list[str]:
 
 def _check_pip(words: list[str]) -> list[str]:
     extras = re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    used = [extra for word in words for extra in ",".join(re.findall(r"\[(.*)\]", word)).split(",") if extra]
+    used = [
+        extra
+        for word in words
+        for extra in ",".join(re.findall(r"\[(.*)\]", word)).split(",")
+        if extra
+    ]
     files = [file for flag, file in itertools.pairwise(words) if flag == "-c"]
     problems = [f"no extra {extra} in pyproject.toml" for extra in used if extra not in extras]
     return problems + [f"no file {file}" for file in files if not (ROOT / file).exists()]
@@ -301,11 +351,14 @@ _PROGRAMS: dict[str, Callable[[list[str]], list[str]]] = {
 }
 
 
-# --- Python -----------------------------------------------------------------------------------------------------------
+# --- Python
+# --------------------------------------------------------------------------------------------------
 
 
 def is_program(text: str) -> bool:
-    """Return whether Python code defines all names that it uses, so that it can be run by itself."""
+    """Return whether Python code defines all names that it uses, so that it can be run by
+    itself.
+    """
     table = symtable.symtable(text, "<block>", "exec")
     return not _undefined(table, set())
 
@@ -313,7 +366,9 @@ def is_program(text: str) -> bool:
 def _undefined(table: symtable.SymbolTable, outer: set[str]) -> set[str]:
     symbols = table.get_symbols()
     bound = {
-        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported() or symbol.is_parameter()
+        symbol.get_name()
+        for symbol in symbols
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_parameter()
     }
     known = outer | bound
     names = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
@@ -321,12 +376,15 @@ def _undefined(table: symtable.SymbolTable, outer: set[str]) -> set[str]:
     return missing.union(*(_undefined(child, known) for child in table.get_children()))
 
 
-def check_python(text: str, names: dict[str, Any] | None = None, partial: bool = False) -> list[str]:
-    """Return the unknown names of Lockstep and the calls that do not fit the signatures, without running the code.
+def check_python(
+    text: str, names: dict[str, Any] | None = None, partial: bool = False
+) -> list[str]:
+    """Return the unknown names of Lockstep and the calls that do not fit the signatures, without
+    running the code.
 
     Args:
-        text: the code; names that it does not define are those of its context: modules by their usual names, `comm` and
-            `trainer` of these classes, and anything else unknown.
+        text: the code; names that it does not define are those of its context: modules by their
+            usual names, `comm` and `trainer` of these classes, and anything else unknown.
         names: further names that it may use.
         partial: whether calls may omit required arguments.
     """
@@ -370,7 +428,9 @@ def _context() -> dict[str, Any]:
 
 @dataclass
 class _Checker(ast.NodeVisitor):
-    """Follows names through the statements of a block in their order, and checks attributes and calls."""
+    """Follows names through the statements of a block in their order, and checks attributes and
+    calls.
+    """
 
     names: dict[str, Any]
     partial: bool
@@ -406,7 +466,9 @@ class _Checker(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self.names[node.name] = _UNKNOWN
-        arguments = {argument.arg: _UNKNOWN for argument in (*node.args.args, *node.args.kwonlyargs)}
+        arguments = {
+            argument.arg: _UNKNOWN for argument in (*node.args.args, *node.args.kwonlyargs)
+        }
         inner = _Checker({**self.names, **arguments}, self.partial, self.problems)
         inner._visit_all(node.body)
 
@@ -455,7 +517,11 @@ class _Checker(ast.NodeVisitor):
             method = inspect.getattr_static(owner.cls, name, None)
             if inspect.isfunction(method):
                 return _Method(method, owner.cls)
-            return getattr(owner.cls, name, _UNKNOWN) if isinstance(method, (classmethod, staticmethod)) else _UNKNOWN
+            return (
+                getattr(owner.cls, name, _UNKNOWN)
+                if isinstance(method, (classmethod, staticmethod))
+                else _UNKNOWN
+            )
         if isinstance(owner, (ModuleType, type)):
             value = getattr(owner, name, _UNKNOWN)
             if value is _UNKNOWN and isinstance(owner, ModuleType):
@@ -485,7 +551,9 @@ class _Checker(ast.NodeVisitor):
         signature = _without_never(signature)
         positional: list[Any] = [None] * (len(node.args) + isinstance(function, _Method))
         keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg is not None}
-        partial = any(isinstance(argument, ast.Starred) or _is_ellipsis(argument) for argument in node.args)
+        partial = any(
+            isinstance(argument, ast.Starred) or _is_ellipsis(argument) for argument in node.args
+        )
         partial = partial or self.partial or len(keywords) < len(node.keywords)
         try:
             if partial:
@@ -497,7 +565,10 @@ class _Checker(ast.NodeVisitor):
         options = _unpacked_options(signature, function)
         for keyword in keywords.keys() - signature.parameters.keys() if options else ():
             if keyword not in options:
-                self._report(node, f"{ast.unparse(node.func)}(): got an unexpected keyword argument {keyword!r}")
+                self._report(
+                    node,
+                    f"{ast.unparse(node.func)}(): got an unexpected keyword argument {keyword!r}",
+                )
 
     def _import(self, name: str, node: ast.AST) -> Any:
         try:
@@ -524,27 +595,39 @@ def _is_ellipsis(node: ast.expr) -> bool:
 
 
 def _without_never(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature without ``**name: Never``, which only words the error for an unknown argument."""
-    return signature.replace(parameters=[p for p in signature.parameters.values() if p.annotation != "Never"])
+    """Return the signature without ``**name: Never``, which only words the error for an unknown
+    argument.
+    """
+    return signature.replace(
+        parameters=[p for p in signature.parameters.values() if p.annotation != "Never"]
+    )
 
 
 def _without_never(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature without ``**unknown: Never``, with which a function refuses other keywords by itself."""
+    """Return the signature without ``**unknown: Never``, with which a function refuses other
+    keywords by itself.
+    """
     kept = [each for each in signature.parameters.values() if str(each.annotation) != "Never"]
     return signature.replace(parameters=kept)
 
 
 def _unpacked_options(signature: inspect.Signature, function: Any) -> set[str]:
-    """Return the keywords that ``**name: Unpack[TypedDict]`` accepts; empty if there is no such parameter."""
+    """Return the keywords that ``**name: Unpack[TypedDict]`` accepts; empty if there is no such
+    parameter.
+    """
     for parameter in signature.parameters.values():
         match = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
         if match is not None and parameter.kind is parameter.VAR_KEYWORD:
-            return set(getattr(importlib.import_module(function.__module__), match[1]).__annotations__)
+            return set(
+                getattr(importlib.import_module(function.__module__), match[1]).__annotations__
+            )
     return set()
 
 
 def _has_attribute(cls: type, name: str) -> bool:
-    """Return whether instances of `cls` have the attribute: of the class, annotated, or set on `self`."""
+    """Return whether instances of `cls` have the attribute: of the class, annotated, or set on
+    `self`.
+    """
     if hasattr(cls, name) or (hasattr(cls, "__getattr__") and cls is not lockstep.Communicator):
         return True
     return any(name in _own_attributes(base) for base in cls.__mro__[:-1])
@@ -560,7 +643,9 @@ _NONE = type(None)
 
 
 def _result(function: Any) -> Any:
-    """Return what a call returns: an instance of the class, or of the class in the return annotation."""
+    """Return what a call returns: an instance of the class, or of the class in the return
+    annotation.
+    """
     if isinstance(function, type):
         return _Instance(function)
     cls = function.cls if isinstance(function, _Method) else None
@@ -572,8 +657,14 @@ def _result(function: Any) -> Any:
     except (NameError, TypeError):
         return _UNKNOWN
     is_union = typing.get_origin(annotation) in (typing.Union, UnionType)
-    members = [member for member in (typing.get_args(annotation) if is_union else (annotation,)) if member is not _NONE]
+    members = [
+        member
+        for member in (typing.get_args(annotation) if is_union else (annotation,))
+        if member is not _NONE
+    ]
     if len(members) != 1:
         return _UNKNOWN
     result = cls if members[0] is Self else members[0]
-    return _Instance(result) if isinstance(result, type) and result is not Any else _UNKNOWN  # Any is a class
+    return (
+        _Instance(result) if isinstance(result, type) and result is not Any else _UNKNOWN
+    )  # Any is a class

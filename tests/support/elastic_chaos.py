@@ -1,6 +1,8 @@
-"""Elastic jobs under random faults: workers are killed, stopped, told to leave and added at named points of a training.
+"""Elastic jobs under random faults: workers are killed, stopped, told to leave and added at named
+points of a training.
 
-Run as a program it tries many seeds: ``python tests/support/elastic_chaos.py 100 --first 0 --backend shm``.
+Run as a program it tries many seeds: ``python tests/support/elastic_chaos.py 100 --first 0
+--backend shm``.
 """
 
 from __future__ import annotations
@@ -45,7 +47,18 @@ __all__ = ["Outcome", "Plan", "Point", "run_job", "undisturbed"]
 STEPS_PER_EPOCH, EPOCHS, VIRTUAL_WORKERS, BATCH = 7, 3, 6, 18
 REGROUPING = ("leave group", "arrive", "form", "share", "shared")
 POINTS = (
-    *("load", "forward", "backward", "bucket", "between", "reduced", "update", "updated", "late", "evaluation"),
+    *(
+        "load",
+        "forward",
+        "backward",
+        "bucket",
+        "between",
+        "reduced",
+        "update",
+        "updated",
+        "late",
+        "evaluation",
+    ),
     *("save", *REGROUPING),
 )
 LIMIT_S = 40.0
@@ -66,9 +79,11 @@ class Plan:
     """A job: its first workers, its faults, and when others join (seconds after the first view).
 
     Attributes:
-        waits: whether the training waits for workers that start to join, which it would be over before.
+        waits: whether the training waits for workers that start to join, which it would be over
+            before.
         virtual: whether there are virtual workers; without them, losses are equal up to rounding.
-        ddp: whether gradients are then averaged by DistributedDataParallel, as those of large models.
+        ddp: whether gradients are then averaged by DistributedDataParallel, as those of large
+            models.
         loaders: the number of loader processes of each worker.
         parts: of an iterable data set with the samples; 0 for one whose samples have indices.
     """
@@ -94,7 +109,15 @@ class Plan:
         faults = tuple(cls._fault(draw, workers) for _ in range(draw.randrange(1, 6)))
         joins = tuple(draw.random() * 0.25 for _ in range(draw.randrange(0, 3)))
         model, chosen = draw.choice(["norm", "plain"]), draw.choice(["shm", "gloo"])
-        plan = cls(workers, model, backend or chosen, faults, joins, draw.random() < 0.6, draw.random() < 0.5)
+        plan = cls(
+            workers,
+            model,
+            backend or chosen,
+            faults,
+            joins,
+            draw.random() < 0.6,
+            draw.random() < 0.5,
+        )
         if draw.random() < 0.2:
             plan = replace(plan, model="lenet")
         if draw.random() < 0.15:
@@ -105,19 +128,26 @@ class Plan:
     def averaged(self, model: str, ddp: bool) -> Plan:
         """Return the plan without virtual workers."""
         # over Gloo a wait of DDP may not end for half an hour, see docs/elastic.md
-        return replace(self, model=model, virtual=False, ddp=ddp, backend="shm" if ddp else self.backend)
+        return replace(
+            self, model=model, virtual=False, ddp=ddp, backend="shm" if ddp else self.backend
+        )
 
     @staticmethod
     def _fault(draw: random.Random, workers: int) -> Point:
         place = draw.choice(POINTS)
         count = draw.randrange(1, 3 if place in REGROUPING else 16)
-        return Point(draw.randrange(workers + 2), place, count, draw.choice(["kill", "kill", "kill", "stop", "leave"]))
+        return Point(
+            draw.randrange(workers + 2),
+            place,
+            count,
+            draw.choice(["kill", "kill", "kill", "stop", "leave"]),
+        )
 
 
 @dataclass
 class Outcome:
-    """How a job has ended: the result of each worker that completed it, what happened, the workers with errors, and
-    how many have joined."""
+    """How a job has ended: the result of each worker that completed it, what happened, the workers
+    with errors, and how many have joined."""
 
     results: list[dict[str, Any]]
     events: list[str]
@@ -130,7 +160,8 @@ class Outcome:
         return "\n".join([*self.events, f"failure: {self.failure}"])
 
 
-# --- the program of a worker --------------------------------------------------------------------------------
+# --- the program of a worker
+# --------------------------------------------------------------------------------
 
 
 class Seen(nn.Module):
@@ -147,7 +178,9 @@ class Seen(nn.Module):
 
 
 class Kept(nn.Module):
-    """What a state dict does not have: a buffer that is not in it, a layer that is trained later, one that stops."""
+    """What a state dict does not have: a buffer that is not in it, a layer that is trained later,
+    one that stops.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +225,9 @@ class Iterated(torch.utils.data.IterableDataset[Any]):
         return (self.dataset[index] for index in range(first, len(self.dataset), step))
 
 
-def make_trainer(plan: Plan, run_dir: Path | None, callbacks: list[Any]) -> tuple[Any, nn.Module, Any]:
+def make_trainer(
+    plan: Plan, run_dir: Path | None, callbacks: list[Any]
+) -> tuple[Any, nn.Module, Any]:
     torch.manual_seed(0)
     n = BATCH * STEPS_PER_EPOCH - 3
     shape = (1, 28, 28) if plan.model == "lenet" else (6,)
@@ -209,7 +244,14 @@ def make_trainer(plan: Plan, run_dir: Path | None, callbacks: list[Any]) -> tupl
         callbacks = [*callbacks, Changes()]
     elif plan.model == "norm":
         net = nn.Sequential(
-            *(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), Seen(), nn.Dropout(0.3), nn.Linear(16, 3))
+            *(
+                nn.Linear(6, 16),
+                nn.BatchNorm1d(16),
+                nn.ReLU(),
+                Seen(),
+                nn.Dropout(0.3),
+                nn.Linear(16, 3),
+            )
         )
         optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
         options = {"max_grad_norm": 1.0}
@@ -263,7 +305,9 @@ class Chaos:
         for fault in self.faults:
             if fault.place == place and fault.count == self.counts[place] and fault.what == "kill":
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.setitimer(signal.ITIMER_REAL, random.Random(fault.count).random() * 0.003 + 1e-5)
+                signal.setitimer(
+                    signal.ITIMER_REAL, random.Random(fault.count).random() * 0.003 + 1e-5
+                )
 
     def before(self, owner: Any, name: str, place: str) -> None:
         original = getattr(owner, name)
@@ -294,7 +338,9 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     from lockstep.data.fetching import Fetcher
     from lockstep.training import recovery
 
-    next(net.children()).register_forward_hook(lambda *_: chaos.pass_by("forward" if net.training else "evaluation"))
+    next(net.children()).register_forward_hook(
+        lambda *_: chaos.pass_by("forward" if net.training else "evaluation")
+    )
     next(net.parameters()).register_hook(lambda _: chaos.pass_by("backward"))
     chaos.around(reducer.BucketExchange, "start", "bucket")
     chaos.around(reducer.BucketExchange, "add_up", "between")
@@ -353,7 +399,9 @@ class Count(lockstep.callbacks.Callback):
 
 
 class Starts(lockstep.callbacks.Callback):
-    """On every rank: what an evaluation gives before the first step, also on workers that join later."""
+    """On every rank: what an evaluation gives before the first step, also on workers that join
+    later.
+    """
 
     every_rank = True
 
@@ -382,9 +430,13 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
     if trainer.comm.is_joining:
         return  # it has come too late, and has the model as it began
     timed = "seconds", "samples_per_second"
-    rows: list[dict[str, Any]] = [{name: row[name] for name in row if name not in timed} for row in history]
+    rows: list[dict[str, Any]] = [
+        {name: row[name] for name in row if name not in timed} for row in history
+    ]
     for row in rows:
-        row["noise_scale"] = str(row.get("noise_scale"))  # which may be nan, that is equal to nothing
+        row["noise_scale"] = str(
+            row.get("noise_scale")
+        )  # which may be nan, that is equal to nothing
     found: dict[str, Any] = {
         "fingerprint": lockstep.fingerprint(net, trainer.optimizer),
         "history": rows,
@@ -403,13 +455,16 @@ def undisturbed(model: str, virtual: bool, loaders: int, parts: int) -> dict[str
     """Return the result of a run without faults on one worker."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result")
-        plan = Plan(1, model, "shm", (), (), False, False, virtual=virtual, loaders=loaders, parts=parts)
+        plan = Plan(
+            1, model, "shm", (), (), False, False, virtual=virtual, loaders=loaders, parts=parts
+        )
         train(plan, 0, None, path)
         found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
-# --- the job ------------------------------------------------------------------------------------------------
+# --- the job
+# ------------------------------------------------------------------------------------------------
 
 
 def become_worker(plan: Plan, number: int, joins: bool, folder: Path, socket: str) -> None:
@@ -419,7 +474,9 @@ def become_worker(plan: Plan, number: int, joins: bool, folder: Path, socket: st
     os.dup2(log, 1)
     os.dup2(log, 2)
     rank = min(plan.workers, VIRTUAL_WORKERS - 1) if joins else number
-    variables = environment.position_variables(rank, rank + 1 if joins else plan.workers, rank, rank + 1)
+    variables = environment.position_variables(
+        rank, rank + 1 if joins else plan.workers, rank, rank + 1
+    )
     variables |= environment.elastic_variable(ElasticWorker(number, socket, joins))
     variables |= {
         "LOCKSTEP_LAUNCHED": "1",
@@ -514,17 +571,26 @@ class _Job:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.workers.close()
-        results = [json.loads(path.read_text()) for path in self.folder.glob("result-*") if path.suffix != ".draft"]
+        results = [
+            json.loads(path.read_text())
+            for path in self.folder.glob("result-*")
+            if path.suffix != ".draft"
+        ]
         if results and (self.folder / "run" / "tensorboard").exists():
             steps = steps_of_events(self.folder / "run" / "tensorboard")
             if steps != list(range(1, 1 + EPOCHS * STEPS_PER_EPOCH)):
                 self.errors.append(f"other steps in TensorBoard: {steps}")
-        return Outcome(results, self.events, self.coordinator.failure, self.errors, len(self.joined))
+        return Outcome(
+            results, self.events, self.coordinator.failure, self.errors, len(self.joined)
+        )
 
     def hold(self) -> None:
         """Let the members wait in a step for those that start to join, if the plan says so."""
         path, coordinator = self.folder / "hold", self.coordinator
-        starting = any(coordinator._workers[number].status.value == "started" for number in coordinator.candidates)
+        starting = any(
+            coordinator._workers[number].status.value == "started"
+            for number in coordinator.candidates
+        )
         if self.plan.waits and starting and coordinator.formed >= 0:
             path.touch()
         else:
@@ -538,7 +604,9 @@ class _Job:
             self.workers.send(number, told)
 
     def dismiss(self) -> None:
-        """End those that would join when all is done: no member is left, as a program may have several trainings."""
+        """End those that would join when all is done: no member is left, as a program may have
+        several trainings.
+        """
         if self.coordinator.complete and not self.coordinator.members:
             for number in self.coordinator.candidates:
                 if number in self.pids:
@@ -556,7 +624,13 @@ class _Job:
         if code > 0:
             self.events.append((self.folder / f"log-{number}").read_text())
             self.errors.append(f"worker {number} has failed")
-        if code < 0 and was_member and self.plan.replaces and not self.coordinator.complete and self.started < 12:
+        if (
+            code < 0
+            and was_member
+            and self.plan.replaces
+            and not self.coordinator.complete
+            and self.started < 12
+        ):
             self.start()
 
     def show_stacks(self) -> None:
@@ -566,7 +640,9 @@ class _Job:
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(0.5)
         for number in self.pids:
-            self.events.append(f"--- worker {number}\n" + (self.folder / f"log-{number}").read_text())
+            self.events.append(
+                f"--- worker {number}\n" + (self.folder / f"log-{number}").read_text()
+            )
 
 
 def steps_of_events(folder: Path) -> list[int]:
@@ -597,7 +673,10 @@ def check(plan: Plan, outcome: Outcome, expected: dict[str, Any]) -> str:
 def _compare(plan: Plan, result: dict[str, Any], expected: dict[str, Any]) -> str:
     if not plan.virtual:
         losses = [[row["train_loss"] for row in found["history"]] for found in (result, expected)]
-        if len(losses[0]) != len(losses[1]) or max(abs(a - b) for a, b in zip(*losses, strict=True)) > 1e-5:
+        if (
+            len(losses[0]) != len(losses[1])
+            or max(abs(a - b) for a, b in zip(*losses, strict=True)) > 1e-5
+        ):
             return f"other losses: {losses}"
     elif result["fingerprint"] != expected["fingerprint"]:
         return "another fingerprint"
@@ -620,8 +699,12 @@ def main(words: list[str]) -> int:
     parser.add_argument("count", type=int)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--backend", choices=["shm", "gloo"])
-    parser.add_argument("--kept", action="store_true", help="a model with state outside of its state dict")
-    parser.add_argument("--averaged", action="store_true", help="no virtual workers, DDP for every second seed")
+    parser.add_argument(
+        "--kept", action="store_true", help="a model with state outside of its state dict"
+    )
+    parser.add_argument(
+        "--averaged", action="store_true", help="no virtual workers, DDP for every second seed"
+    )
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -630,15 +713,26 @@ def main(words: list[str]) -> int:
     for seed in range(options.first, options.first + options.count):
         plan = Plan.of(seed, options.backend)
         if options.kept:
-            plan = replace(plan, model="kept", virtual=True, loaders=0, parts=0, waits=True, replaces=True)
+            plan = replace(
+                plan, model="kept", virtual=True, loaders=0, parts=0, waits=True, replaces=True
+            )
         if options.averaged:
             plan = plan.averaged(plan.model.replace("norm", "plain"), ddp=seed % 2 == 1)
         begun = time.monotonic()
         outcome = run_job(plan)
-        wrong = check(plan, outcome, undisturbed(plan.model, plan.virtual, plan.loaders, plan.parts))
-        bad, completed, joined = bad + bool(wrong), completed + bool(outcome.results), joined + outcome.joined
+        wrong = check(
+            plan, outcome, undisturbed(plan.model, plan.virtual, plan.loaders, plan.parts)
+        )
+        bad, completed, joined = (
+            bad + bool(wrong),
+            completed + bool(outcome.results),
+            joined + outcome.joined,
+        )
         if wrong or options.verbose:
-            print(f"seed {seed}: {wrong or 'fine'} in {time.monotonic() - begun:.2f} s: {plan}", flush=True)
+            print(
+                f"seed {seed}: {wrong or 'fine'} in {time.monotonic() - begun:.2f} s: {plan}",
+                flush=True,
+            )
         if wrong:
             print(outcome.describe(), flush=True)
     print(f"{options.count} jobs, {completed} completed, {joined} workers joined, {bad} wrong")

@@ -1,4 +1,6 @@
-"""A membership of two workers, one of which runs at a time: what the one that is ahead has sent reaches the other."""
+"""A membership of two workers, one of which runs at a time: what the one that is ahead has sent
+reaches the other.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ class Group:
 
     def __init__(self, rank: int, sent: list[Any], behind: Any = ()) -> None:
         self.rank, self.size, self.device, self.client = rank, 1, torch.device("cpu"), Client()
-        self.is_joining, self.keeps_values, self.trainings, self.sent = rank == 1 and not behind, True, 0, sent
+        self.is_joining, self.keeps_values, self.trainings, self.sent = (
+            rank == 1 and not behind,
+            True,
+            0,
+            sent,
+        )
         self.commits: list[Any] = []
         self.behind = behind
 
@@ -66,7 +73,12 @@ class Group:
         return pickle.loads(self.sent.pop(0) if self.rank != root else self.sent[-1])
 
     def regroup_until(
-        self, commit: Any, adapt: Any, reason: str = "", at_boundary: bool = False, check: Any = None
+        self,
+        commit: Any,
+        adapt: Any,
+        reason: str = "",
+        at_boundary: bool = False,
+        check: Any = None,
     ) -> None:
         ahead = commit() if self.rank == 0 else self.commits[0]
         self.commits.append(ahead)

@@ -37,10 +37,13 @@ if comm.rank == 0:
 """
 
 
-def write_program(folder: Path, epochs: int, run_dir: Path | None, samples: int = 48, virtual_workers: int = 3) -> Path:
+def write_program(
+    folder: Path, epochs: int, run_dir: Path | None, samples: int = 48, virtual_workers: int = 3
+) -> Path:
     """Write the program into `folder`.
 
-    A file ``enough`` in the folder ends it with the epoch in progress, and ``raise`` lets rank 1 raise an error.
+    A file ``enough`` in the folder ends it with the epoch in progress, and ``raise`` lets rank 1
+    raise an error.
 
     Args:
         folder: of the program.
@@ -51,14 +54,20 @@ def write_program(folder: Path, epochs: int, run_dir: Path | None, samples: int 
     """
     program = folder / "program.py"
     text = _PROGRAM.replace("RUN_DIR", repr(None if run_dir is None else str(run_dir)))
-    for name, value in (("EPOCHS", epochs), ("SAMPLES", samples), ("VIRTUAL_WORKERS", virtual_workers)):
+    for name, value in (
+        ("EPOCHS", epochs),
+        ("SAMPLES", samples),
+        ("VIRTUAL_WORKERS", virtual_workers),
+    ):
         text = text.replace(name, str(value))
     program.write_text(text)
     return program
 
 
 def fingerprint(text: str) -> tuple[str, str]:
-    """Return the number of epochs, if it is told, and the fingerprint that a training has printed once."""
+    """Return the number of epochs, if it is told, and the fingerprint that a training has printed
+    once.
+    """
     found = re.findall(r"fingerprint (?:(\d{1,6}) )?([0-9a-f]{16,64})\b", text)
     assert len(found) == 1, text
     return found[0][0], found[0][1]
@@ -67,5 +76,7 @@ def fingerprint(text: str) -> tuple[str, str]:
 def rows(folder: Path) -> list[list[str]]:
     """Return the lines of metrics.csv in a run folder, without what depends on the clock."""
     lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-    timed = [number for number, name in enumerate(lines[0]) if name in ("seconds", "samples_per_second")]
+    timed = [
+        number for number, name in enumerate(lines[0]) if name in ("seconds", "samples_per_second")
+    ]
     return [[value for number, value in enumerate(line) if number not in timed] for line in lines]

@@ -17,8 +17,8 @@ from lockstep.transports.runtime import backoff
 
 __all__ = ["SOON_S", "Ended", "attempt", "attempt_to_start", "interrupted_nap", "kill"]
 
-# A dead rank is found at the next look, every 50 ms; this is for hosts that are very busy. The groups' own time
-# limit is 60 s.
+# A dead rank is found at the next look, every 50 ms; this is for hosts that are very busy. The
+# groups' own time limit is 60 s.
 SOON_S = 10.0
 
 
@@ -51,10 +51,13 @@ def attempt(operation: Callable[[], object]) -> Ended:
 
 
 def attempt_to_start(**options: Any) -> Ended:
-    """Call ``init_process_group("shm", ...)``, whatever comes of it; this process can then make other groups."""
+    """Call ``init_process_group("shm", ...)``, whatever comes of it; this process can then make
+    other groups.
+    """
     ended = attempt(lambda: dist.init_process_group("shm", **options))
     if ended.kind:
-        # torch has counted the attempt, on this rank, and would look for the others under another name next time
+        # torch has counted the attempt, on this rank, and would look for the others under another
+        # name next time
         dist.distributed_c10d._world.group_count = 0
     return ended
 

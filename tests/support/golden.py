@@ -1,14 +1,17 @@
-"""Tiny trainings with the same bits on every machine; `python tests/support/golden.py 0.3` stores checkpoints of them.
+"""Tiny trainings with the same bits on every machine; `python tests/support/golden.py 0.3` stores
+checkpoints of them.
 
-Each release stores a checkpoint of each training, in the middle of an epoch, with the fingerprints there and some steps
-later. The next releases resume from it, and must arrive at the same fingerprint.
+Each release stores a checkpoint of each training, in the middle of an epoch, with the fingerprints
+there and some steps later. The next releases resume from it, and must arrive at the same
+fingerprint.
 
-Kernels sum in an order of their own on each kind of processor. So that bits do not depend on it, most of these
-trainings have no rounding at all: numbers are small whole ones, global batches, learning rates and the like are powers
-of two. Their loss is linear in the weights, so that gradients depend on the batch alone and the number of digits does
-not grow. They tell whether the order of samples and the draws are as before. In "virtual_workers" sums are rounded,
-but a shard is one sample, so that no kernel has an order to choose; which shards are added first is what its bits tell.
-Draws are those of `torch.randint`, whose numbers come from a Mersenne twister everywhere.
+Kernels sum in an order of their own on each kind of processor. So that bits do not depend on it,
+most of these trainings have no rounding at all: numbers are small whole ones, global batches,
+learning rates and the like are powers of two. Their loss is linear in the weights, so that
+gradients depend on the batch alone and the number of digits does not grow. They tell whether the
+order of samples and the draws are as before. In "virtual_workers" sums are rounded, but a shard is
+one sample, so that no kernel has an order to choose; which shards are added first is what its bits
+tell. Draws are those of `torch.randint`, whose numbers come from a Mersenne twister everywhere.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ SAVED, END = 4, 8  # steps
 Sample = tuple[torch.Tensor, torch.Tensor]
 
 
-# --- data -----------------------------------------------------------------------------------------------------
+# --- data
+# --------------------------------------------------------------------------------------------------
 
 
 class Whole(Dataset[Sample]):
@@ -59,7 +63,11 @@ class Whole(Dataset[Sample]):
     """
 
     def __init__(
-        self, dtype: torch.dtype = torch.float64, draws: bool = False, least: int = -5, unit: float = 1.0
+        self,
+        dtype: torch.dtype = torch.float64,
+        draws: bool = False,
+        least: int = -5,
+        unit: float = 1.0,
     ) -> None:
         self._dtype, self._draws, self._least, self._unit = dtype, draws, least, unit
 
@@ -71,7 +79,9 @@ class Whole(Dataset[Sample]):
         inputs = torch.tensor(numbers, dtype=self._dtype)
         targets = torch.tensor([(index + j) % 5 + 1 for j in range(5)], dtype=self._dtype)
         if self._draws:
-            inputs += torch.randint(0, 4, (3,)) + 4 * random.randrange(4) + 16 * int(np.random.randint(4))
+            inputs += (
+                torch.randint(0, 4, (3,)) + 4 * random.randrange(4) + 16 * int(np.random.randint(4))
+            )
         return inputs, targets
 
 
@@ -83,7 +93,9 @@ class Rounded(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         drawn = [0.5 + (0x9E3779B97F4A7C15 * (3 * index + j + 1) % 2**52) / 2**52 for j in range(3)]
-        return torch.tensor(drawn, dtype=torch.float64), torch.tensor([2.0 ** (index % 3)] * 5, dtype=torch.float64)
+        return torch.tensor(drawn, dtype=torch.float64), torch.tensor(
+            [2.0 ** (index % 3)] * 5, dtype=torch.float64
+        )
 
 
 class InTurn(IterableDataset[Sample]):
@@ -104,11 +116,14 @@ def _stream(folder: Path) -> lockstep.data.Stream:
     return lockstep.data.Stream(paths, map=Whole().__getitem__, shuffle_window=24, lanes=3)
 
 
-# --- models and losses ----------------------------------------------------------------------------------------
+# --- models and losses
+# ----------------------------------------------------------------------------------------
 
 
 def linear_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean over samples of the product of outputs and targets; its gradient does not depend on the weights."""
+    """The mean over samples of the product of outputs and targets; its gradient does not depend on
+    the weights.
+    """
     return (outputs * targets).sum(1).mean()
 
 
@@ -125,7 +140,9 @@ class CountedLoss(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Multiplies outputs by a power of two that is drawn in each pass of training; a buffer counts the passes."""
+    """Multiplies outputs by a power of two that is drawn in each pass of training; a buffer counts
+    the passes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,11 +180,13 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _adam(parameters: Any) -> torch.optim.Optimizer:
-    # Its moments have no rounding. An update has, in a square root: with this learning rate there is none.
+    # Its moments have no rounding. An update has, in a square root: with this learning rate there
+    # is none.
     return torch.optim.AdamW(parameters, 0.0, betas=(0.5, 0.5), weight_decay=0.0)
 
 
-# --- trainings ------------------------------------------------------------------------------------------------
+# --- trainings
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -195,18 +214,22 @@ class Case:
     loss: Callable[[], Any] = lambda: linear_loss
 
     def train(self, folder: Path, steps: int, resume: Path | None = None) -> str:
-        """Train in `folder` until so many steps are done, and return the fingerprint; called by every worker.
+        """Train in `folder` until so many steps are done, and return the fingerprint; called by
+        every worker.
 
         Args:
             folder: an empty folder of the workers; the run directory is in it.
             steps: number of steps.
-            resume: a checkpoint to resume from. The weights are others than those stored, until it is loaded.
+            resume: a checkpoint to resume from. The weights are others than those stored, until it
+                is loaded.
         """
         lockstep.init("cpu")
         model = self.model()
         with torch.no_grad():
             for parameter in model.parameters():
-                whole = torch.arange(parameter.numel(), dtype=parameter.dtype).reshape(parameter.shape)
+                whole = torch.arange(parameter.numel(), dtype=parameter.dtype).reshape(
+                    parameter.shape
+                )
                 parameter.copy_(whole if resume is None or not parameter.requires_grad else -whole)
         optimizer = self.optimizer(model.parameters())
         options = dict(self.options)
@@ -216,13 +239,22 @@ class Case:
         average = AveragedWeights(0.5)
         callbacks: list[Callback] = [Checkpoints(), *([average] if self.averaged else [])]
         trainer = lockstep.Trainer(
-            model, optimizer, self.loss(), GLOBAL_BATCH, run_dir=folder / "run", callbacks=callbacks, **options
+            model,
+            optimizer,
+            self.loss(),
+            GLOBAL_BATCH,
+            run_dir=folder / "run",
+            callbacks=callbacks,
+            **options,
         )
         trainer.fit(self.data(folder), max_steps=steps, resume=resume)
         return _fingerprint(trainer, average if self.averaged else None)
 
-    def position(self, folder: Path, state: dict[str, Any] | None = None) -> tuple[dict[str, Any], str]:
-        """Return the state of a loader of a loop of one's own after `SAVED` steps, and a fingerprint of what follows.
+    def position(
+        self, folder: Path, state: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], str]:
+        """Return the state of a loader of a loop of one's own after `SAVED` steps, and a
+        fingerprint of what follows.
 
         Args:
             folder: an empty folder for files.
@@ -230,22 +262,36 @@ class Case:
         """
         lockstep.init("cpu")
         made = self.data(folder)
-        with made if isinstance(made, lockstep.Loader) else lockstep.Loader(made, GLOBAL_BATCH) as loader:
+        with (
+            made
+            if isinstance(made, lockstep.Loader)
+            else lockstep.Loader(made, GLOBAL_BATCH) as loader
+        ):
             if state is not None:
                 loader.load_state_dict(state)
             first = 0 if state is None else state["epoch"]
-            batches = (batch for epoch in range(first, first + END) for batch in loader.epoch(epoch))
+            batches = (
+                batch for epoch in range(first, first + END) for batch in loader.epoch(epoch)
+            )
             if state is None:
                 for _ in range(SAVED):
                     next(batches)
                 state = loader.state_dict()
-            return state, fingerprint_of({str(step): next(batches).data[0] for step in range(SAVED, END)})
+            return state, fingerprint_of(
+                {str(step): next(batches).data[0] for step in range(SAVED, END)}
+            )
 
 
 def _fingerprint(trainer: lockstep.Trainer, average: AveragedWeights | None) -> str:
-    """Return a fingerprint of all numbers that a training has made, except losses, which have sums of many terms."""
+    """Return a fingerprint of all numbers that a training has made, except losses, which have sums
+    of many terms.
+    """
     state = trainer.state_dict()
-    entries = {**dict(trainer.model.named_parameters()), **state["model"]} if "frozen" in state else {**state["model"]}
+    entries = (
+        {**dict(trainer.model.named_parameters()), **state["model"]}
+        if "frozen" in state
+        else {**state["model"]}
+    )
     if average is not None:
         entries |= {f"averaged.{name}": value for name, value in average.model.state_dict().items()}
     entries |= {f"loss.{name}": value for name, value in state["step"].get("loss", {}).items()}
@@ -262,11 +308,14 @@ def _by_length(_: Path) -> lockstep.Loader:
 
 
 CASES = {
-    "scheduler_and_average": Case(data=lambda folder: Whole(draws=True), scheduled=True, averaged=True),
+    "scheduler_and_average": Case(
+        data=lambda folder: Whole(draws=True), scheduled=True, averaged=True
+    ),
     "adam_frozen_lengths": Case(
         data=_by_length, model=PartlyFrozen, optimizer=_adam, options=(("save_frozen", False),)
     ),
-    # The first steps overflow, and are skipped. Sums of numbers of one sign overflow in any order, or in none.
+    # The first steps overflow, and are skipped. Sums of numbers of one sign overflow in any order,
+    # or in none.
     "fp16": Case(
         data=lambda folder: Whole(torch.float32, least=0, unit=0.125),
         model=lambda: _linear(torch.float32),
@@ -285,7 +334,8 @@ CASES = {
 }
 
 
-# --- stored checkpoints ---------------------------------------------------------------------------------------
+# --- stored checkpoints
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -312,7 +362,10 @@ class Release:
 def releases() -> list[Release]:
     """Return all releases that have stored checkpoints, the oldest first."""
     found = [json.loads(path.read_text()) for path in STORED.glob("*/fingerprints.json")]
-    return sorted((Release(**each) for each in found), key=lambda release: [*map(int, release.name.split("."))])
+    return sorted(
+        (Release(**each) for each in found),
+        key=lambda release: [*map(int, release.name.split("."))],
+    )
 
 
 def store(release: str) -> None:
@@ -326,7 +379,9 @@ def store(release: str) -> None:
             fingerprints[name] = {}
             for kind, run, steps in (("saved", short, SAVED), ("end", long, END)):
                 run.mkdir()
-                fingerprints[name][kind] = lockstep.launch(partial(case.train, run, steps), workers=case.workers)
+                fingerprints[name][kind] = lockstep.launch(
+                    partial(case.train, run, steps), workers=case.workers
+                )
             positions[name] = case.position(Path(temporary))
             shutil.copytree(short / f"run/checkpoints/step-{SAVED:010d}", folder / name)
     stored = Release(release, NUMERICS, fingerprints, positions)

@@ -1,16 +1,19 @@
-"""What the launchers, the watchdog and their commands can show to a user, in golden files that a change must accept.
+"""What the launchers, the watchdog and their commands can show to a user, in golden files that a
+change must accept.
 
-`texts` finds the texts in the source, whatever file they stand in, and `compare` holds them against a golden file.
-To accept a change, run the test that fails with UPDATE_GOLDEN=1 in its environment, and read the change of the file.
+`texts` finds the texts in the source, whatever file they stand in, and `compare` holds them against
+a golden file. To accept a change, run the test that fails with UPDATE_GOLDEN=1 in its environment,
+and read the change of the file.
 
 A text is one of these, without the docstrings, annotations and messages of `assert`:
 
 - prose: a constant or an f-string of two or more words, wherever it stands;
-- any text, also of one word, in the arguments of an error that is raised, of a call that writes to the user (`_SAYS`),
-  and in arguments whose name says that a user reads them (`_READ`).
+- any text, also of one word, in the arguments of an error that is raised, of a call that writes to
+  the user (`_SAYS`), and in arguments whose name says that a user reads them (`_READ`).
 
-No text is what only the program reads (`_INTERNAL`): names of threads, patterns, keys, the other side of a comparison.
-Each value in an f-string is shown as {}. Texts of several lines count as one text a line.
+No text is what only the program reads (`_INTERNAL`): names of threads, patterns, keys, the other
+side of a comparison. Each value in an f-string is shown as {}. Texts of several lines count as one
+text a line.
 """
 
 from __future__ import annotations
@@ -35,27 +38,64 @@ TEXTS = GOLDEN / "texts.txt"
 _SOURCES = (
     *("launcher", "elastic", "job", "watchdog", "flight_recorder", "ray"),
     *("system/heartbeat.py", "system/strangers.py"),
-    *(f"cli/{name}.py" for name in ("run", "train", "horovodrun", "join", "resize", "top", "submit")),
+    *(
+        f"cli/{name}.py"
+        for name in ("run", "train", "horovodrun", "join", "resize", "top", "submit")
+    ),
 )
 """Packages and files whose texts are pinned; those that do not exist, or not yet, have none."""
 
-_SAYS = ("print", "say", "tell", "log", "write_message", "warn", "warning", "error", "Refused", "Finding", "Difference")
+_SAYS = (
+    "print",
+    "say",
+    "tell",
+    "log",
+    "write_message",
+    "warn",
+    "warning",
+    "error",
+    "Refused",
+    "Finding",
+    "Difference",
+)
 """Functions, also with a `_` before their name, and classes whose arguments a user reads."""
 
-_READ = ("expected", "found", "hint", "help", "description", "title", "epilog", "usage", "note", "reason")
+_READ = (
+    "expected",
+    "found",
+    "hint",
+    "help",
+    "description",
+    "title",
+    "epilog",
+    "usage",
+    "note",
+    "reason",
+)
 """Names of arguments that a user reads."""
 
 _INTERNAL = (
     *("compile", "fullmatch", "match", "search", "sub", "finditer", "findall"),  # patterns
     *("startswith", "endswith", "removeprefix", "removesuffix", "split", "partition", "rpartition"),
-    *("Thread", "ThreadPoolExecutor", "getLogger", "digest", "send", "set", "load", "namedtuple", "TypeVar"),
+    *(
+        "Thread",
+        "ThreadPoolExecutor",
+        "getLogger",
+        "digest",
+        "send",
+        "set",
+        "load",
+        "namedtuple",
+        "TypeVar",
+    ),
 )
 """Functions and classes whose texts only the program reads."""
 
 _WORD = re.compile(r"[A-Za-z]{2,}|\{\}")
 
 
-# --- Texts in the source ----------------------------------------------------------------------------------------------
+# --- Texts in the source
+# ----------------------------------------------------------------------------------------------
 
 
 def read_by_users(files: Iterable[Path] = ()) -> set[str]:
@@ -136,7 +176,9 @@ class _Finder(ast.NodeVisitor):
         self._take(_text(node) or "")
         for part in node.values:
             if isinstance(part, ast.FormattedValue):
-                self._visit_as(part.value, shown=self._is_shown and isinstance(part.value, ast.IfExp))
+                self._visit_as(
+                    part.value, shown=self._is_shown and isinstance(part.value, ast.IfExp)
+                )
 
     def visit_Constant(self, node: ast.Constant) -> None:
         self._take(_text(node) or "")
@@ -155,9 +197,13 @@ class _Finder(ast.NodeVisitor):
 
 
 def _text(node: ast.AST) -> str | None:
-    """Return the text of a constant or an f-string, with {} for each value; None for anything else."""
+    """Return the text of a constant or an f-string, with {} for each value; None for anything
+    else.
+    """
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) or "{}" if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        return "".join(
+            _text(part) or "{}" if isinstance(part, ast.Constant) else "{}" for part in node.values
+        )
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.Constant) and isinstance(node.value, bytes):
@@ -172,11 +218,14 @@ def _name(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else ""
 
 
-# --- Golden files -----------------------------------------------------------------------------------------------------
+# --- Golden files
+# --------------------------------------------------------------------------------------------------
 
 
 def compare(path: Path, lines: Sequence[str]) -> None:
-    """Fail the test if the golden file `path` has other lines; with UPDATE_GOLDEN=1 it is written instead."""
+    """Fail the test if the golden file `path` has other lines; with UPDATE_GOLDEN=1 it is written
+    instead.
+    """
     before = path.read_text().splitlines() if path.exists() else []
     if before == list(lines):
         return
@@ -188,7 +237,8 @@ def compare(path: Path, lines: Sequence[str]) -> None:
     changed = list(difflib.unified_diff(before, lines, n=0, lineterm=""))[2:]
     shown = "\n".join(line for line in changed if not line.startswith("@@"))
     pytest.fail(
-        f"Users read something else than {name} says (-: before, +: now):\n{shown}\n"
-        "If that is meant, and better: run this test with UPDATE_GOLDEN=1, and commit the file with the change.",
+        f"Users read something else than {name} says (-: before, +: now):\n{shown}\nIf that is "
+        "meant, and better: run this test with UPDATE_GOLDEN=1, and commit the file with the "
+        "change.",
         pytrace=False,
     )

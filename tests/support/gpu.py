@@ -1,7 +1,8 @@
 """The device of tests that are marked `gpu`.
 
-They run where there is a GPU, and are skipped elsewhere. With LOCKSTEP_GPU_TESTS=cpu they run on the CPU instead, so
-that whoever changes them without a GPU sees that they themselves are right; what only a GPU has is skipped.
+They run where there is a GPU, and are skipped elsewhere. With LOCKSTEP_GPU_TESTS=cpu they run on
+the CPU instead, so that whoever changes them without a GPU sees that they themselves are right;
+what only a GPU has is skipped.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ def can_run() -> bool:
 
 
 def id_of(options: Any) -> str | None:
-    """Return the id of a test for these options, the same in each process; None for other parameters."""
+    """Return the id of a test for these options, the same in each process; None for other
+    parameters.
+    """
     if not isinstance(options, dict):
         return None
-    return ",".join(name if callable(value) else f"{name}={value}" for name, value in options.items()) or "plain"
+    return (
+        ",".join(name if callable(value) else f"{name}={value}" for name, value in options.items())
+        or "plain"
+    )
 
 
 @contextmanager

@@ -1,6 +1,8 @@
-"""The two ways in which data parallelism averages gradients: torch's DistributedDataParallel, or one message.
+"""The two ways in which data parallelism averages gradients: torch's DistributedDataParallel, or
+one message.
 
-The models of tests are small, and go in one message. A test that is about DistributedDataParallel says so with `way`.
+The models of tests are small, and go in one message. A test that is about DistributedDataParallel
+says so with `way`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ WAYS = ("message", "ddp")
 
 @contextmanager
 def way(name: str) -> Iterator[None]:
-    """A context in which strategies average the gradients of small models by "ddp" or in one "message"."""
+    """A context in which strategies average the gradients of small models by "ddp" or in one
+    "message".
+    """
     before = one_bucket.MOST_BYTES
     try:
         one_bucket.MOST_BYTES = before if name == "message" else 0
@@ -32,4 +36,7 @@ def check_way(strategy: Strategy, name: str) -> None:
     """Check that a strategy of several workers averages gradients in this way."""
     assert isinstance(strategy, Distributed)
     if strategy.comm.size > 1:
-        assert (strategy._ddp is None, strategy._one_bucket is None) == (name == "message", name == "ddp")
+        assert (strategy._ddp is None, strategy._one_bucket is None) == (
+            name == "message",
+            name == "ddp",
+        )

@@ -1,4 +1,6 @@
-"""Several hosts on one: ranks that take each other for far away, and network namespaces in which they are."""
+"""Several hosts on one: ranks that take each other for far away, and network namespaces in which
+they are.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def network(count: int) -> Iterator[Network]:
             _ip(f"-n {name} link set lo up")
         yield Network(names, f"{address}.1")
     finally:
-        devices = (f"link del {bridge}v{i}" for i in range(count))  # those of a namespace go later, by and by
+        devices = (
+            f"link del {bridge}v{i}" for i in range(count)
+        )  # those of a namespace go later, by and by
         for command in (*devices, *(f"netns del {name}" for name in names), f"link del {bridge}"):
             with suppress(OSError, subprocess.CalledProcessError):
                 _ip(command)

@@ -1,10 +1,12 @@
-"""An elastic job on several hosts under a simulated network: random schedules, and what must hold in each of them.
+"""An elastic job on several hosts under a simulated network: random schedules, and what must hold
+in each of them.
 
-The hosts are those of the product: election, coordinator of the workers, what each host remembers and passes on. The
-network, the processes of the workers, storage and time are simulated.
+The hosts are those of the product: election, coordinator of the workers, what each host remembers
+and passes on. The network, the processes of the workers, storage and time are simulated.
 
-Run as a program it tries many schedules: ``python tests/support/job_simulation.py 20000 --first 0``, or one of them,
-by its number, with what has happened: ``python tests/support/job_simulation.py 1 --first 4711 --verbose``.
+Run as a program it tries many schedules: ``python tests/support/job_simulation.py 20000 --first
+0``, or one of them, by its number, with what has happened: ``python tests/support/job_simulation.py
+1 --first 4711 --verbose``.
 """
 
 from __future__ import annotations
@@ -60,8 +62,28 @@ STEPS, FAULTS_UNTIL_S, PAUSE_S = 45, 25.0, 60.0
 LIMIT_S = FAULTS_UNTIL_S + 2 * PAUSE_S + 150.0
 SILENT_S, HUNG_S, GRACE_S = 3.0, 10.0, 20.0
 WORKERS_WAIT_S = HUNG_S + 3.0  # for a launcher that does not run
-MILD = ("worker", "workers", "cut", "isolate", "freeze", "fail", "join")  # faults after which the job goes on
-FAULTS = (*MILD, *MILD, "worker", "worker", "agent", "agent", "power", "power", "leave", "leave", "stop")
+MILD = (
+    "worker",
+    "workers",
+    "cut",
+    "isolate",
+    "freeze",
+    "fail",
+    "join",
+)  # faults after which the job goes on
+FAULTS = (
+    *MILD,
+    *MILD,
+    "worker",
+    "worker",
+    "agent",
+    "agent",
+    "power",
+    "power",
+    "leave",
+    "leave",
+    "stop",
+)
 STORM = ("agent", "cut", "cut", "isolate", "freeze", "join", "join", "worker")
 
 
@@ -69,7 +91,8 @@ class PropertyError(AssertionError):
     """Something that must hold does not."""
 
 
-# --- What takes the place of processes, sockets, files and time ---------------------------------------------
+# --- What takes the place of processes, sockets, files and time
+# ---------------------------------------------
 
 
 class Clock:
@@ -175,7 +198,9 @@ class SimulatedWorkers:
 
     killed, watchdog_report = False, None
 
-    def __init__(self, setup: Any, folder: object, selector: object, on_message: Callable[[int, Up], None]) -> None:
+    def __init__(
+        self, setup: Any, folder: object, selector: object, on_message: Callable[[int, Up], None]
+    ) -> None:
         self.world: World = setup.world
         self.on_message, self.part = on_message, None
         self.nodes: dict[int, Node] = {}
@@ -204,7 +229,11 @@ class SimulatedWorkers:
 
     def supervise(self, state: JobState, in_training: object) -> None:
         """Kill the workers that do not end in time."""
-        self.kill_at = min(self.kill_at, CLOCK.now + GRACE_S) if state.is_ending or state.stops else float("inf")
+        self.kill_at = (
+            min(self.kill_at, CLOCK.now + GRACE_S)
+            if state.is_ending or state.stops
+            else float("inf")
+        )
         for node in list(self.nodes.values()) if CLOCK.now >= self.kill_at else ():
             self.world.after(0.0, 0.1, node.exit, 0)
 
@@ -253,7 +282,8 @@ def simulated() -> Iterator[None]:
         yield
 
 
-# --- Workers ------------------------------------------------------------------------------------------------
+# --- Workers
+# ------------------------------------------------------------------------------------------------
 
 
 class Node:
@@ -263,7 +293,14 @@ class Node:
         self.world, self.workers, self.number = world, workers, start.number
         self.commit: Commit = NO_STATE
         self.first = int(start.resume.rpartition("-")[2] or 0)
-        self.doing, self.generation, self.due, self.next, self.wished, self.signal = "starts", 0, 0, 0, -1, 0
+        self.doing, self.generation, self.due, self.next, self.wished, self.signal = (
+            "starts",
+            0,
+            0,
+            0,
+            -1,
+            0,
+        )
         self.view: View | None = None
         self.bye: Bye | None = None
         self.leased_until = float("inf")
@@ -326,7 +363,11 @@ class Node:
             self.generation, self.doing = self.next, "arrives"
             self.leave_if_told()
             self.tell(Arrived(self.generation, self.commit, self.leaving))
-        elif self.doing == "arrives" and self.view is not None and self.view.generation == self.generation:
+        elif (
+            self.doing == "arrives"
+            and self.view is not None
+            and self.view.generation == self.generation
+        ):
             self.use_view(self.view)
 
     def fail(self) -> None:
@@ -461,7 +502,8 @@ class Node:
         self.world.wake(self.workers)
 
 
-# --- Hosts --------------------------------------------------------------------------------------------------
+# --- Hosts
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -534,7 +576,10 @@ class World:
         most = sum(self.slots)
         self.most = random.choice([1, most, random.randint(1, most)])
         self.minimum = random.choice([1, 1, 1, self.most])
-        entries = [HostEntry(number, f"h{number}", f"a{number}", 1, self.slots[number]) for number in range(hosts)]
+        entries = [
+            HostEntry(number, f"h{number}", f"a{number}", 1, self.slots[number])
+            for number in range(hosts)
+        ]
         for entry in entries:
             self.launchers.append(Launcher(entry.address))
             self.add(self.launchers[-1], entry)
@@ -558,12 +603,17 @@ class World:
 
     def add(self, launcher: Launcher, entry: HostEntry) -> Part:
         """Let a launcher take part."""
-        multiplexer = SimpleNamespace(write_message=partial(self.note, entry.name), is_blocked=False)
+        multiplexer = SimpleNamespace(
+            write_message=partial(self.note, entry.name), is_blocked=False
+        )
         limits = Limits(self.minimum, self.most, PAUSE_S)
         if entry.number in self.parts:
             raise PropertyError(f"two hosts have the number {entry.number}")
         setup: Any = SimpleNamespace(
-            limits=limits, multiplexer=multiplexer, patience=Patience(HUNG_S / 2, HUNG_S), world=self
+            limits=limits,
+            multiplexer=multiplexer,
+            patience=Patience(HUNG_S / 2, HUNG_S),
+            world=self,
         )
         mesh: Any = SimulatedMesh(self, entry)
         host: Any = ElasticHost(setup, entry, Path("/simulated"), None, mesh)  # type: ignore[arg-type]
@@ -612,7 +662,9 @@ class World:
             raise PropertyError(f"two views: {view} and {self.views[view.number]}")
         if host._over is not None:
             is_bad = host._over.message and not host._over.signal
-            self.end(part, host._over.message if is_bad else "left" if self.has_left(host) else "well")
+            self.end(
+                part, host._over.message if is_bad else "left" if self.has_left(host) else "well"
+            )
 
     def has_left(self, host: Any) -> bool:
         return host._me in host._state.leaving and not host.knows_outcome
@@ -672,7 +724,9 @@ class World:
         self.after(0.5, 0.7, self.knock, launcher)
 
     def ask(self, launcher: Launcher, other: Launcher, redirected: bool = False) -> Any:
-        """Return "" if nobody takes part there, "other" for another refusal, else the answer and who has given it."""
+        """Return "" if nobody takes part there, "other" for another refusal, else the answer and
+        who has given it.
+        """
         if other.dead == "power" or self.is_cut(launcher, other) or other.frozen_since >= 0:
             return "other"
         if other.dead or other.waits or other.part is None:
@@ -690,7 +744,9 @@ class World:
         return self.slots[self.launchers.index(launcher)]
 
     def join(self, launcher: Launcher, welcome: Welcome, leader: Part) -> None:
-        entry = HostEntry(welcome.number, f"h{welcome.number}", launcher.address, 1, self.slots_of(launcher))
+        entry = HostEntry(
+            welcome.number, f"h{welcome.number}", launcher.address, 1, self.slots_of(launcher)
+        )
         part = self.add(launcher, entry)
         self.note(entry.name, f"is let in by {leader.number}")
         part.host.join(None, welcome)
@@ -720,7 +776,9 @@ class World:
                 self.end_of(connection, part.number, other, Link.SILENT)
 
     def end_of(self, connection: Connection, number: int, other: int, link: Link) -> None:
-        """A host reads the end of a connection after all that was sent on it, unless the network is cut."""
+        """A host reads the end of a connection after all that was sent on it, unless the network is
+        cut.
+        """
         when = max(self.now, connection.last.get(other, 0.0)) + 0.01
         if self.is_cut(self.parts[number].launcher, self.parts[other].launcher):
             self.after(SILENT_S, SILENT_S + 0.5, self.lose, connection, other, number, Link.SILENT)
@@ -728,7 +786,9 @@ class World:
             self.at(when, self.lose, connection, other, number, link)
 
     def die(self, launcher: Launcher, how: str, reset: bool = False) -> None:
-        """A launcher's process, or its machine, is gone; with `reset` what it sent last may be lost."""
+        """A launcher's process, or its machine, is gone; with `reset` what it sent last may be
+        lost.
+        """
         part, launcher.dead = launcher.part, how
         launcher.waits = False
         if part is None or part.is_over:
@@ -743,7 +803,9 @@ class World:
             (other,) = pair - {part.number}
             connection.up.discard(part.number)
             if how == "power":
-                self.after(SILENT_S, SILENT_S + 0.5, self.lose, connection, other, part.number, Link.SILENT)
+                self.after(
+                    SILENT_S, SILENT_S + 0.5, self.lose, connection, other, part.number, Link.SILENT
+                )
             elif reset and not self.is_cut(launcher, self.parts[other].launcher):
                 self.lose(connection, other, part.number, Link.LOST)
             else:
@@ -762,7 +824,9 @@ class World:
         return is_gone and not self.is_cut(self.parts[number].launcher, found.launcher)
 
     def silent_s(self, number: int, other: int) -> float:
-        """Return for how long a host has not heard of another one, which sends something twice a second."""
+        """Return for how long a host has not heard of another one, which sends something twice a
+        second.
+        """
         connection = self.connections.get(frozenset((number, other)))
         if connection is None or number not in connection.up:
             return float("inf")
@@ -787,7 +851,10 @@ class World:
         connection = self.connections.get(frozenset((number, other)))
         if one.is_over or peer.is_over or (connection is not None and number in connection.up):
             return
-        if self.is_cut(one.launcher, peer.launcher) or max(one.launcher.frozen_since, peer.launcher.frozen_since) >= 0:
+        if (
+            self.is_cut(one.launcher, peer.launcher)
+            or max(one.launcher.frozen_since, peer.launcher.frozen_since) >= 0
+        ):
             self.after(0.5, 1.0, self.try_to_connect, number, other)
         else:
             self.connect(number, other)
@@ -806,7 +873,10 @@ class World:
 
     def lose(self, connection: Connection, number: int, other: int, link: Link) -> None:
         """A host learns that a connection has ended."""
-        if number not in connection.up or self.connections[frozenset((number, other))] is not connection:
+        if (
+            number not in connection.up
+            or self.connections[frozenset((number, other))] is not connection
+        ):
             return
         part = self.parts[number]
         if part.launcher.frozen_since >= 0 and not part.is_over:
@@ -823,14 +893,19 @@ class World:
         """Send on a connection, which keeps the order; nothing is lost but with the connection."""
         connection = self.connections.get(frozenset((number, other)))
         if connection is not None and number in connection.up:
-            delay = self.random.choice([0.001, 0.1, 0.5] if self.is_storm else [0.001, 0.002, 0.01, 0.1])
+            delay = self.random.choice(
+                [0.001, 0.1, 0.5] if self.is_storm else [0.001, 0.002, 0.01, 0.1]
+            )
             when = connection.last[other] = max(self.now + delay, connection.last.get(other, 0.0))
             self.at(when, self.deliver, connection, number, other, message)
 
     def deliver(self, connection: Connection, number: int, other: int, message: object) -> None:
         """Deliver a message, after a cut if there is one."""
         sender, receiver = self.parts[number].launcher, self.parts[other]
-        if self.connections[frozenset((number, other))] is not connection or other not in connection.up:
+        if (
+            self.connections[frozenset((number, other))] is not connection
+            or other not in connection.up
+        ):
             return
         if self.is_cut(sender, receiver.launcher):
             until = self.cut_until[frozenset((sender.address, receiver.launcher.address))] + 0.01
@@ -867,9 +942,13 @@ class World:
 
     def members(self, view: View) -> list[Node]:
         """Return the living members of a view."""
-        return [node for node in self.nodes.values() if node.number in view.members and not node.is_dead]
+        return [
+            node for node in self.nodes.values() if node.number in view.members and not node.is_dead
+        ]
 
-    def contribution(self, sender: Node, node: Node, view: View, what: object, requests: tuple[bool, bool]) -> None:
+    def contribution(
+        self, sender: Node, node: Node, view: View, what: object, requests: tuple[bool, bool]
+    ) -> None:
         """What a member contributes reaches another one."""
         one, other = self.part_of(sender.workers), self.part_of(node.workers)
         if one is not None and other is not None and self.is_cut(one.launcher, other.launcher):
@@ -891,12 +970,18 @@ class World:
     def check_nothing_lost(self, node: Node, group: Group) -> None:
         """Check that the newest step is kept, or that nobody in reach has it any more."""
         part = self.part_of(node.workers)
-        hosts = () if part is None or part.host._election.view is None else part.host._election.view.hosts
+        hosts = (
+            ()
+            if part is None or part.host._election.view is None
+            else part.host._election.view.hosts
+        )
         for other in self.nodes.values():
             at = self.part_of(other.workers)
             is_in_reach = at is not None and at.number in hosts and not at.is_over
             if is_in_reach and not other.is_dead and other.steps > group.first + 1:
-                raise PropertyError(f"{other.number} has made step {other.steps}, which is lost in {group.view}")
+                raise PropertyError(
+                    f"{other.number} has made step {other.steps}, which is lost in {group.view}"
+                )
 
     def note_step(self, node: Node, view: View, step: int) -> None:
         """A worker completes a step: no later group may have begun more than one step before it."""
@@ -904,7 +989,8 @@ class World:
             if group.began > node.began and step > group.first + 1:
                 raise PropertyError(
                     f"{node.number} goes on with step {step} of {view.generation} {view.members}, "
-                    f"{group.view.generation} {group.view.members} has begun after {group.first} at {group.began:.2f}"
+                    f"{group.view.generation} {group.view.members} has begun after {group.first} "
+                    f"at {group.began:.2f}"
                 )
 
     # --- faults
@@ -912,7 +998,11 @@ class World:
     def fault(self) -> None:
         """Let one thing go wrong."""
         random = self.random
-        alive = [launcher for launcher in self.launchers if not launcher.dead and launcher.part is not None]
+        alive = [
+            launcher
+            for launcher in self.launchers
+            if not launcher.dead and launcher.part is not None
+        ]
         nodes = [node for node in self.nodes.values() if not node.is_dead]
         if not alive:
             return
@@ -930,7 +1020,10 @@ class World:
             is_reset = launcher.frozen_since >= 0 or random.random() < 0.2
             self.die(launcher, "killed" if kind == "agent" else "power", is_reset)
         elif kind == "cut":
-            self.cut(set(random.sample(addresses, random.randint(1, max(1, len(addresses) // 2)))), seconds)
+            self.cut(
+                set(random.sample(addresses, random.randint(1, max(1, len(addresses) // 2)))),
+                seconds,
+            )
         elif kind == "isolate":
             self.cut({launcher.address}, seconds)
         elif kind == "freeze" and launcher.frozen_since < 0:
@@ -1009,12 +1102,22 @@ class World:
         errors = {end for end in self.ends if end not in ("well", "left")}
         is_mild = self.minimum == 1 and all(fault.split()[1] in MILD for fault in self.faults)
         in_vain = "without any progress|killed by SIGKILL|before the job had begun"
-        if is_mild and "well" not in self.ends and not any(re.search(in_vain, error) for error in errors):
+        if (
+            is_mild
+            and "well" not in self.ends
+            and not any(re.search(in_vain, error) for error in errors)
+        ):
             raise PropertyError(f"a job that could go on has ended: {errors}")
-        return "success" if "well" in self.ends else "; ".join(sorted(errors)) or "all hosts were lost or left"
+        return (
+            "success"
+            if "well" in self.ends
+            else "; ".join(sorted(errors)) or "all hosts were lost or left"
+        )
 
     def are_all_over(self) -> bool:
-        return all(launcher.dead for launcher in self.launchers) and all(node.is_dead for node in self.nodes.values())
+        return all(launcher.dead for launcher in self.launchers) and all(
+            node.is_dead for node in self.nodes.values()
+        )
 
 
 def try_schedules(seeds: Iterable[int]) -> Counter[str]:
@@ -1063,7 +1166,8 @@ def main(words: list[str]) -> int:
     for result, times in results.most_common(14):
         print(f"{times:7d}  {result}")
     print(
-        f"{sum(results.values())} schedules in {time.process_time() - began:.0f} s of processor time, {broken} broken"
+        f"{sum(results.values())} schedules in {time.process_time() - began:.0f} s of processor "
+        f"time, {broken} broken"
     )
     return int(broken > 0)
 

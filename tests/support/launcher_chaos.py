@@ -1,4 +1,5 @@
-"""Elastic jobs whose hosts are lost, leave and join at random: launchers on this machine, each of which is a host.
+"""Elastic jobs whose hosts are lost, leave and join at random: launchers on this machine, each of
+which is a host.
 
 Run as a program it tries many seeds: ``python tests/support/launcher_chaos.py 100 --first 0``.
 """
@@ -34,16 +35,20 @@ from support.warm_python import WarmProcess
 EPOCHS, VIRTUAL_WORKERS = 12, 8
 STEPS = 4 * EPOCHS
 LIMIT_S = 90.0
-SAID = "the job goes on|was lost|has left|joined|coordinates|paused|started again|waits for|others went on|have ended"
+SAID = (
+    "the job goes on|was lost|has left|joined|coordinates|paused|started again|waits for|others "
+    "went on|have ended"
+)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens when the training has done `step` steps, to the `which`-th of the hosts that are left.
+    """What happens when the training has done `step` steps, to the `which`-th of the hosts that are
+    left.
 
-    "lose" kills a host's launcher with its workers, "launcher" the launcher alone, "worker" one of its workers,
-    "workers" all of them at once; "stop" stops the launcher for a moment; "leave" tells it to leave; "join" adds a
-    host; "resize" changes the number of workers.
+    "lose" kills a host's launcher with its workers, "launcher" the launcher alone, "worker" one of
+    its workers, "workers" all of them at once; "stop" stops the launcher for a moment; "leave"
+    tells it to leave; "join" adds a host; "resize" changes the number of workers.
     """
 
     step: int
@@ -53,7 +58,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job: its hosts, with so many workers each, its faults, whether all see its run folder, and its transport."""
+    """A job: its hosts, with so many workers each, its faults, whether all see its run folder, and
+    its transport.
+    """
 
     hosts: int
     workers: int
@@ -105,7 +112,11 @@ class Job:
     def start(self, *words: object) -> None:
         """Start a launcher."""
         index = len(self.hosts)
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TRANSPORT": self.plan.transport}
+        variables = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "LOCKSTEP_TRANSPORT": self.plan.transport,
+        }
         process = warm_python.popen(["-m", "lockstep", *words], self.folder, variables)
         self.hosts.append(process)
         for stream in (process.stdout, process.stderr):
@@ -122,7 +133,11 @@ class Job:
 
     @property
     def steps(self) -> int:
-        found = [int(match[1]) for line in list(self.lines) if (match := re.search(r" step (\d+) of ", line))]
+        found = [
+            int(match[1])
+            for line in list(self.lines)
+            if (match := re.search(r" step (\d+) of ", line))
+        ]
         return max(found, default=-1) + 1
 
     @property
@@ -146,9 +161,26 @@ class Job:
 
     def _run(self) -> str:
         plan, deadline = self.plan, time.monotonic() + LIMIT_S
-        words = ("run", "--elastic", f"1:{VIRTUAL_WORKERS}", "--nnodes", plan.hosts, "--master-addr", "127.0.0.1")
+        words = (
+            "run",
+            "--elastic",
+            f"1:{VIRTUAL_WORKERS}",
+            "--nnodes",
+            plan.hosts,
+            "--master-addr",
+            "127.0.0.1",
+        )
         for node in range(plan.hosts):
-            self.start(*words, "--master-port", self.port, "-np", plan.workers, "--node-rank", node, self.program)
+            self.start(
+                *words,
+                "--master-port",
+                self.port,
+                "-np",
+                plan.workers,
+                "--node-rank",
+                node,
+                self.program,
+            )
         faults = list(plan.faults)
         while self.running:
             while faults and self.steps > faults[0].step:
@@ -202,7 +234,11 @@ class Job:
             os.kill(pid, signal.SIGCONT)
 
     def kill_workers(self, launcher: psutil.Process, count: int | None) -> None:
-        workers = [each for each in launcher.children(recursive=True) if each.name().startswith("lockstep rank")]
+        workers = [
+            each
+            for each in launcher.children(recursive=True)
+            if each.name().startswith("lockstep rank")
+        ]
         for worker in workers[:count]:
             worker.kill()
 
@@ -221,16 +257,23 @@ class Job:
                 with suppress(LockstepError):
                     yield request(job.control, what, number)
 
-    # --- what has come out ------------------------------------------------------------------------------------
+    # --- what has come out
+    # ------------------------------------------------------------------------------------
 
     def check(self) -> str:
         """Return what is wrong."""
         staying = [
-            index for index in range(len(self.hosts)) if index not in self.lost | self.left and not self.may_fail(index)
+            index
+            for index in range(len(self.hosts))
+            if index not in self.lost | self.left and not self.may_fail(index)
         ]
         out = "\n".join(self.lines)
         if "fingerprint" not in out:
-            return "" if not staying else f"nobody has completed the training, though {staying} have not been lost"
+            return (
+                ""
+                if not staying
+                else f"nobody has completed the training, though {staying} have not been lost"
+            )
         if out.count("fingerprint") > 1:
             return "it has trained again what was complete"
         epochs, bits = fingerprint(out)
@@ -241,7 +284,9 @@ class Job:
         if (self.folder / "run-2").exists():
             return "a second run folder"
         codes = {index: self.hosts[index].returncode for index in staying}
-        failed = ", ".join(f"host {index} with {code}" for index, code in codes.items() if code != 0)
+        failed = ", ".join(
+            f"host {index} with {code}" for index, code in codes.items() if code != 0
+        )
         return f"failed: {failed}" if failed else ""
 
     def may_fail(self, index: int) -> bool:
@@ -289,13 +334,22 @@ def main(words: list[str]) -> int:
                     problem = job.run()
                 except KeyboardInterrupt:
                     problem = "interrupted"
-            wrong, completed = wrong + bool(problem), completed + any("fingerprint" in line for line in job.lines)
+            wrong, completed = (
+                wrong + bool(problem),
+                completed + any("fingerprint" in line for line in job.lines),
+            )
             if problem or options.verbose:
-                print(f"seed {seed}: {problem or 'fine'} in {time.monotonic() - begun:.2f} s: {plan}", flush=True)
+                print(
+                    f"seed {seed}: {problem or 'fine'} in {time.monotonic() - begun:.2f} s: {plan}",
+                    flush=True,
+                )
             if problem:
                 print("\n".join(job.lines), flush=True)
             elif options.verbose:
-                print("\n".join(line for line in job.lines if "---" in line or re.search(SAID, line)), flush=True)
+                print(
+                    "\n".join(line for line in job.lines if "---" in line or re.search(SAID, line)),
+                    flush=True,
+                )
     finally:
         warm_python.unload()
     print(f"{options.count} jobs, {completed} completed, {wrong} wrong")

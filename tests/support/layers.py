@@ -1,4 +1,6 @@
-"""Checks that the modules of the package keep to the layers of the architecture; reads the source, imports nothing."""
+"""Checks that the modules of the package keep to the layers of the architecture; reads the source,
+imports nothing.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Module:
 
     Attributes:
         name: its full name; a package's is that of its folder.
-        part: the top-level module or package it lies in, as the layers table names it: `name`, or `name/`.
+        part: the top-level module or package it lies in, as the layers table names it: `name`, or
+            `name/`.
         text: its source.
         tree: its syntax tree.
         imports: everything it imports, wherever in the file.
@@ -63,11 +66,14 @@ class Module:
     imports: list[Import] = field(default_factory=list, repr=False)
 
 
-# --- reading ------------------------------------------------------------------------------------------------
+# --- reading
+# ------------------------------------------------------------------------------------------------
 
 
 def read_table(document: str) -> dict[str, int]:
-    """The layer of every part, from the rows ``| layer | `part`, `part` | purpose |`` of a Markdown table."""
+    """The layer of every part, from the rows ``| layer | `part`, `part` | purpose |`` of a Markdown
+    table.
+    """
     layers: dict[str, int] = {}
     for row in re.findall(r"^\|\s*(\d+)\s*\|([^|]*)\|", document, flags=re.MULTILINE):
         for part in re.findall(r"`([^`]+)`", row[1]):
@@ -86,7 +92,10 @@ def read_package(root: Path) -> dict[str, Module]:
         name = ".".join((root.name, *(parts[:-1] if parts[-1] == "__init__" else parts)))
         text = path.read_text()
         modules[name] = Module(name, part, text, ast.parse(text, str(path)))
-    packages = {f"{root.name}.{path.relative_to(root).as_posix().replace('/', '.')}" for path in _folders(root)}
+    packages = {
+        f"{root.name}.{path.relative_to(root).as_posix().replace('/', '.')}"
+        for path in _folders(root)
+    }
     for module in modules.values():
         is_package = module.name == root.name or module.name in packages
         module.imports = list(_imports(module, is_package, modules))
@@ -135,14 +144,18 @@ def _walk_node(node: ast.AST, top: bool, runtime: bool) -> Iterator[tuple[ast.AS
         yield from _walk_node(child, top, runtime)
 
 
-# --- the checks: each returns what is wrong, in words -------------------------------------------------------
+# --- the checks: each returns what is wrong, in words
+# -------------------------------------------------------
 
 
 def check_table(modules: Mapping[str, Module], layers: Mapping[str, int]) -> list[str]:
     """Every part of the package is in the table, and nothing else is."""
     parts = {module.part for module in modules.values()}
     missing = [f"{part} is not in the layers table" for part in sorted(parts - layers.keys())]
-    return missing + [f"the layers table names {part}, which is not there" for part in sorted(layers.keys() - parts)]
+    return missing + [
+        f"the layers table names {part}, which is not there"
+        for part in sorted(layers.keys() - parts)
+    ]
 
 
 def check_layers(modules: Mapping[str, Module], layers: Mapping[str, int]) -> list[str]:
@@ -155,25 +168,37 @@ def check_layers(modules: Mapping[str, Module], layers: Mapping[str, int]) -> li
                 continue
             own, below = layers.get(module.part), layers.get(other.part)
             if own is not None and below is not None and below >= own:
-                found.append(f"{module.name}:{used.line} (layer {own}) imports {other.name} (layer {below})")
+                found.append(
+                    f"{module.name}:{used.line} (layer {own}) imports {other.name} (layer {below})"
+                )
     return found
 
 
-def check_tiny(modules: Mapping[str, Module], excused: Collection[str] = (), lines: int = 80) -> list[str]:
-    """A module of fewer than `lines` lines that one other module alone imports belongs into that one.
+def check_tiny(
+    modules: Mapping[str, Module], excused: Collection[str] = (), lines: int = 80
+) -> list[str]:
+    """A module of fewer than `lines` lines that one other module alone imports belongs into that
+    one.
 
     Args:
         modules: of the package.
-        excused: modules that may stand alone, as what registers name, commands, data; each must need its excuse.
+        excused: modules that may stand alone, as what registers name, commands, data; each must
+            need its excuse.
         lines: how many are enough.
     """
     importers = _importers(modules)
     tiny = {
         name: next(iter(importers[name]))
         for name, module in modules.items()
-        if len(importers[name]) == 1 and module.text.count("\n") < lines and not _is_package(name, modules)
+        if len(importers[name]) == 1
+        and module.text.count("\n") < lines
+        and not _is_package(name, modules)
     }
-    found = [f"{name} has one importer, {importer}: merge it" for name, importer in tiny.items() if name not in excused]
+    found = [
+        f"{name} has one importer, {importer}: merge it"
+        for name, importer in tiny.items()
+        if name not in excused
+    ]
     return found + [f"{name} is excused without need" for name in excused if name not in tiny]
 
 
@@ -192,7 +217,8 @@ def _is_package(name: str, modules: Mapping[str, Module]) -> bool:
 
 
 def check_names(modules: Mapping[str, Module], roles: Collection[str] = ()) -> list[str]:
-    """No two modules have the same name, unless it is that of a role that each plays in its own package.
+    """No two modules have the same name, unless it is that of a role that each plays in its own
+    package.
 
     Args:
         modules: of the package.
@@ -203,16 +229,23 @@ def check_names(modules: Mapping[str, Module], roles: Collection[str] = ()) -> l
         if not _is_package(name, modules):
             places.setdefault(name.rpartition(".")[2], []).append(name)
     several = {last: names for last, names in places.items() if len(names) > 1}
-    found = [f"{last} is the name of {' and '.join(names)}" for last, names in several.items() if last not in roles]
+    found = [
+        f"{last} is the name of {' and '.join(names)}"
+        for last, names in several.items()
+        if last not in roles
+    ]
     return found + [f"{role} is not the name of several" for role in roles if role not in several]
 
 
-def check_cycles(modules: Mapping[str, Module], excused: Collection[tuple[str, str]] = ()) -> list[str]:
+def check_cycles(
+    modules: Mapping[str, Module], excused: Collection[tuple[str, str]] = ()
+) -> list[str]:
     """No module imports itself by way of others, imports for type checkers included.
 
     Args:
         modules: of the package.
-        excused: imports (module, imported module) that may close a cycle; each must be needed for that.
+        excused: imports (module, imported module) that may close a cycle; each must be needed for
+            that.
     """
     graph = {name: _neighbours(module, modules) for name, module in modules.items()}
     gone = [(name, target) for name, target in excused if target not in graph.get(name, ())]
@@ -220,7 +253,11 @@ def check_cycles(modules: Mapping[str, Module], excused: Collection[tuple[str, s
         graph[name] = [other for other in graph.get(name, ()) if other != target]
     idle = [pair for pair in excused if pair not in gone and not _leads(pair[1], pair[0], graph)]
     found = [f"{name} is excused for importing {target}, and does not" for name, target in gone]
-    return _cycles(graph) + found + [f"{name} imports {target} without a cycle" for name, target in idle]
+    return (
+        _cycles(graph)
+        + found
+        + [f"{name} imports {target} without a cycle" for name, target in idle]
+    )
 
 
 def _leads(start: str, end: str, graph: Mapping[str, list[str]]) -> bool:
@@ -245,10 +282,14 @@ def _cycles(graph: Mapping[str, list[str]]) -> list[str]:
 
 def _neighbours(module: Module, modules: Mapping[str, Module]) -> list[str]:
     targets = (_inside(used.target, modules) for used in module.imports)
-    return sorted({target.name for target in targets if target is not None and target is not module})
+    return sorted(
+        {target.name for target in targets if target is not None and target is not module}
+    )
 
 
-def _cycle_from(name: str, graph: Mapping[str, list[str]], done: set[str], path: list[str]) -> list[str]:
+def _cycle_from(
+    name: str, graph: Mapping[str, list[str]], done: set[str], path: list[str]
+) -> list[str]:
     if name in path:
         return [*path[path.index(name) :], name]
     if name in done:
@@ -284,7 +325,11 @@ def _uses_of_environment(tree: ast.Module) -> Iterator[tuple[ast.Attribute | ast
             if isinstance(node.value, ast.Name) and node.value.id in names:
                 yield node, node.attr
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
-            yield from ((node, alias.name) for alias in node.names if alias.name in {*ENVIRONMENT_NAMES, "*"})
+            yield from (
+                (node, alias.name)
+                for alias in node.names
+                if alias.name in {*ENVIRONMENT_NAMES, "*"}
+            )
 
 
 def check_docstrings(modules: Mapping[str, Module]) -> list[str]:
@@ -295,7 +340,9 @@ def check_docstrings(modules: Mapping[str, Module]) -> list[str]:
         if not paragraph:
             found.append(f"{module.name} has no docstring")
         elif not paragraph.endswith((".", "?", "!")) or _has_more_sentences(paragraph):
-            found.append(f"{module.name}: its docstring begins with other than one sentence: {paragraph!r}")
+            found.append(
+                f"{module.name}: its docstring begins with other than one sentence: {paragraph!r}"
+            )
     return found
 
 
@@ -304,8 +351,12 @@ def _has_more_sentences(paragraph: str) -> bool:
     return re.search(r"[.!?]\s+[A-Z`\"]", plain) is not None
 
 
-def check_optional(modules: Mapping[str, Module], optional: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Packages in `optional` are imported where they are used, or at the top of the modules named for them."""
+def check_optional(
+    modules: Mapping[str, Module], optional: Mapping[str, tuple[str, ...]]
+) -> list[str]:
+    """Packages in `optional` are imported where they are used, or at the top of the modules named
+    for them.
+    """
     found = []
     for module in modules.values():
         for used in module.imports:

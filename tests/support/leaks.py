@@ -22,7 +22,15 @@ import psutil
 import torch
 import torch.distributed as dist
 
-__all__ = ["LINGER", "State", "Watch", "descriptors", "forget_communicator", "remaining", "resources"]
+__all__ = [
+    "LINGER",
+    "State",
+    "Watch",
+    "descriptors",
+    "forget_communicator",
+    "remaining",
+    "resources",
+]
 
 LINGER = 2.0  # seconds in which what a test has let go of may end by itself
 
@@ -32,8 +40,8 @@ DAEMONS_ALLOWED = ("pytest_timeout",)
 # The driver keeps its device files open from first use to the end of the process.
 FILES_ALLOWED = ("/dev/nvidia",)
 
-# pytest sets the first for every phase of a test. scikit-learn sets the next two when imported, and torch.compile
-# the others when first used, each for the rest of the process.
+# pytest sets the first for every phase of a test. scikit-learn sets the next two when imported, and
+# torch.compile the others when first used, each for the rest of the process.
 VARIABLES_ALLOWED = (
     "PYTEST_CURRENT_TEST",
     "KMP_DUPLICATE_LIB_OK",
@@ -42,8 +50,9 @@ VARIABLES_ALLOWED = (
     "TRITON_CACHE_DIR",
 )
 
-# pytest-timeout owns SIGALRM. torch's first loader with worker processes sets SIGCHLD's handler once for good, and
-# would not notice that it was put back. The handlers of all other signals are watched.
+# pytest-timeout owns SIGALRM. torch's first loader with worker processes sets SIGCHLD's handler
+# once for good, and would not notice that it was put back. The handlers of all other signals are
+# watched.
 SIGNALS = sorted(signal.valid_signals() - {signal.SIGALRM, signal.SIGCHLD})
 
 
@@ -51,7 +60,8 @@ SIGNALS = sorted(signal.valid_signals() - {signal.SIGALRM, signal.SIGCHLD})
 File = tuple[int, str]
 
 
-# --- resources: counted, and gone or not --------------------------------------------------------------------
+# --- resources: counted, and gone or not
+# --------------------------------------------------------------------
 
 
 def resources(known_pids: Collection[int] = (), known_files: Collection[File] = ()) -> Counter[str]:
@@ -63,14 +73,18 @@ def resources(known_pids: Collection[int] = (), known_files: Collection[File] = 
     """
     known = {*known_files, *_machinery_files()}
     held = Counter(
-        f"open file descriptor: {target}" for number, target in descriptors() if (number, target) not in known
+        f"open file descriptor: {target}"
+        for number, target in descriptors()
+        if (number, target) not in known
     )
     held.update(_children({*known_pids, *_machinery_pids()}))
     held.update(_threads())
     return held
 
 
-def remaining(before: Counter[str], now: Callable[[], Counter[str]], linger: float = LINGER) -> list[str]:
+def remaining(
+    before: Counter[str], now: Callable[[], Counter[str]], linger: float = LINGER
+) -> list[str]:
     """What is held beyond `before` after waiting at most `linger` seconds for it to go."""
     left = now() - before
     if not left:
@@ -110,7 +124,9 @@ def _children(known: Collection[int]) -> list[str]:
 
 
 def _with_command(line: str) -> str:
-    """Add the command to a line about a child process, at the end only: one that has just been started has none yet."""
+    """Add the command to a line about a child process, at the end only: one that has just been
+    started has none yet.
+    """
     match = re.match(r"child process (\d+) ", line)
     if match is None:
         return line
@@ -122,10 +138,14 @@ def _with_command(line: str) -> str:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The children of a process, theirs, and so on; asked of the kernel where it has lists of them."""
+    """The children of a process, theirs, and so on; asked of the kernel where it has lists of
+    them.
+    """
     lists = list(Path(f"/proc/{pid}/task").glob("*/children"))
     if not lists and pid == os.getpid():
-        return [child.pid for child in psutil.Process().children(recursive=True)]  # looks at every process there is
+        return [
+            child.pid for child in psutil.Process().children(recursive=True)
+        ]  # looks at every process there is
     found = []
     for path in lists:
         with suppress(OSError):  # a thread that has ended meanwhile
@@ -137,7 +157,8 @@ def _threads() -> list[str]:
     return [
         f"{'daemon ' if thread.daemon else ''}thread: {thread.name}"
         for thread in threading.enumerate()
-        if thread is not threading.main_thread() and not (thread.daemon and thread.name.startswith(DAEMONS_ALLOWED))
+        if thread is not threading.main_thread()
+        and not (thread.daemon and thread.name.startswith(DAEMONS_ALLOWED))
     ]
 
 
@@ -158,7 +179,8 @@ def _fork_server() -> object:
     return getattr(forkserver, "_forkserver", None)
 
 
-# --- state: global settings, read before and put back after -------------------------------------------------
+# --- state: global settings, read before and put back after
+# -------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -195,15 +217,27 @@ def _leave_group(_value: bool) -> None:
 
 def _cudnn(name: str) -> Setting:
     cudnn: Any = torch.backends.cudnn
-    return Setting(f"torch.backends.cudnn.{name}", lambda: getattr(cudnn, name), lambda v: setattr(cudnn, name, v))
+    return Setting(
+        f"torch.backends.cudnn.{name}",
+        lambda: getattr(cudnn, name),
+        lambda v: setattr(cudnn, name, v),
+    )
 
 
 SETTINGS = (
     Setting("working directory", _read_folder, os.chdir),
     Setting("torch thread count", torch.get_num_threads, torch.set_num_threads),
     Setting("torch default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting("torch gradient mode", torch.is_grad_enabled, lambda value: torch._C._set_grad_enabled(value)),
-    Setting("torch matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Setting(
+        "torch gradient mode",
+        torch.is_grad_enabled,
+        lambda value: torch._C._set_grad_enabled(value),
+    ),
+    Setting(
+        "torch matmul precision",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
     Setting(
         "torch deterministic algorithms",
         lambda: (
@@ -229,7 +263,9 @@ class State:
 
     @classmethod
     def now(cls) -> State:
-        environment = {name: value for name, value in os.environ.items() if name not in VARIABLES_ALLOWED}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in VARIABLES_ALLOWED
+        }
         handlers: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
         return cls({setting.name: setting.read() for setting in SETTINGS}, environment, handlers)
 
@@ -246,7 +282,9 @@ class State:
                 found.append(f"environment variable {name}: was {_value(old)}, is {_value(new)}")
         for number, handler in self.handlers.items():
             if handler != now.handlers[number]:
-                name = signal.Signals(number).name if number in list(signal.Signals) else str(number)
+                name = (
+                    signal.Signals(number).name if number in list(signal.Signals) else str(number)
+                )
                 found.append(f"handler of {name}: was {handler!r}, is {now.handlers[number]!r}")
         return found
 
@@ -274,18 +312,22 @@ def forget_communicator() -> None:
     """Let the next `lockstep.init()` look for its job anew; one process serves many jobs here."""
     module: Any = sys.modules.get("lockstep.communicator.initialization")
     if module is not None:
-        assert hasattr(module, "_default"), "lockstep.communicator keeps its communicator elsewhere now; follow it"
+        assert hasattr(module, "_default"), (
+            "lockstep.communicator keeps its communicator elsewhere now; follow it"
+        )
         module._default = None
 
 
-# --- both together ------------------------------------------------------------------------------------------
+# --- both together
+# ------------------------------------------------------------------------------------------
 
 
 class Watch:
     """Compares this process before and after a test.
 
     Args:
-        known: gives the child processes and file descriptors that belong to the test run, when asked.
+        known: gives the child processes and file descriptors that belong to the test run, when
+            asked.
     """
 
     def __init__(self, known: Callable[[], tuple[Collection[int], Collection[File]]]) -> None:

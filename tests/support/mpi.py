@@ -32,7 +32,10 @@ TESTS = Path(__file__).parents[1]
 
 def find_mpiexec() -> str | None:
     """The path of mpiexec: the one installed beside this Python, or else that of the system."""
-    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    return shutil.which(
+        "mpiexec",
+        path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    )
 
 
 def missing() -> str:
@@ -43,7 +46,9 @@ def missing() -> str:
 
 
 class RankProcess:
-    """One process of the job, with what of `multiprocessing.Process` the pool asks for; it is mpiexec's child."""
+    """One process of the job, with what of `multiprocessing.Process` the pool asks for; it is
+    mpiexec's child.
+    """
 
     exitcode = None  # mpiexec has it
 
@@ -85,7 +90,8 @@ class MpiWorker(WorkerProcess):
 
 
 class MpiJob:
-    """One `mpiexec` whose ranks serve the pool; started when first needed, and again when a rank has ended.
+    """One `mpiexec` whose ranks serve the pool; started when first needed, and again when a rank
+    has ended.
 
     Args:
         folder: where it keeps its files.
@@ -131,27 +137,47 @@ class MpiJob:
 
     def _start(self, port: int) -> None:
         said = self._folder / "mpiexec"
-        with tempfile.TemporaryDirectory(dir=self._folder) as folder, socket.socket(socket.AF_UNIX) as server:
+        with (
+            tempfile.TemporaryDirectory(dir=self._folder) as folder,
+            socket.socket(socket.AF_UNIX) as server,
+        ):
             server.bind(f"{folder}/pool")
             server.listen(self._ranks)
-            command = [str(find_mpiexec()), "-n", str(self._ranks), sys.executable, "-m", "support.mpi"]
+            command = [
+                str(find_mpiexec()),
+                "-n",
+                str(self._ranks),
+                sys.executable,
+                "-m",
+                "support.mpi",
+            ]
             paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
             env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
             with said.open("wb") as file:
                 self._program = subprocess.Popen(
-                    [*command, f"{folder}/pool"], stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env
+                    [*command, f"{folder}/pool"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    env=env,
                 )
             links = [self._accept(server, said) for _ in range(self._ranks)]
         workers = [MpiWorker(self._folder, port, link=link) for link in links]
         self._workers = sorted(workers, key=lambda worker: worker.rank)
         for worker in self._workers:
             worker.wait_until_ready()
-        self.pids = {self._program.pid} | {c.pid for c in psutil.Process(self._program.pid).children(recursive=True)}
+        self.pids = {self._program.pid} | {
+            c.pid for c in psutil.Process(self._program.pid).children(recursive=True)
+        }
 
     def _accept(self, server: socket.socket, said: Path) -> Connection:
         deadline = time.monotonic() + START_LIMIT
         server.settimeout(0.2)
-        while self._program is not None and self._program.poll() is None and time.monotonic() < deadline:
+        while (
+            self._program is not None
+            and self._program.poll() is None
+            and time.monotonic() < deadline
+        ):
             with suppress(TimeoutError):
                 accepted, _ = server.accept()
                 accepted.setblocking(True)
@@ -163,7 +189,8 @@ class MpiJob:
 def _be_a_rank(address: str) -> None:
     for name in PRELOAD:
         importlib.import_module(name)
-    fresh_store()  # torch keeps two descriptors from its first store on; no job shall seem to leave them
+    # torch keeps two descriptors from its first store on; no job shall seem to leave them
+    fresh_store()
     from mpi4py import MPI  # starts MPI, which all ranks must do together
 
     with socket.socket(socket.AF_UNIX) as client:

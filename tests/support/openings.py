@@ -1,4 +1,6 @@
-"""What others could get at: sockets that listen, and folders that they have made before this user could."""
+"""What others could get at: sockets that listen, and folders that they have made before this user
+could.
+"""
 
 from __future__ import annotations
 
@@ -35,4 +37,8 @@ def squat(folder: Path, kind: str) -> None:
 def listens_at(port: int) -> set[str]:
     """The addresses at which this process listens at `port`."""
     found = psutil.Process().net_connections("tcp")
-    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN and each.laddr.port == port}
+    return {
+        each.laddr.ip
+        for each in found
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == port
+    }

@@ -11,7 +11,9 @@ __all__ = ["Operations"]
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of torch, those of backward passes and of records for a profiler as well."""
+    """Counts the operations of torch, those of backward passes and of records for a profiler as
+    well.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,6 @@
-"""Every operation of a process group as one function that calls it and knows what must come of it."""
+"""Every operation of a process group as one function that calls it and knows what must come of
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,25 @@ from torch import Tensor
 
 from .conformance import Case
 
-__all__ = ["MOVING", "OPERATIONS", "REDUCING", "all_gather_single", "perform", "reduce_scatter_single"]
+__all__ = [
+    "MOVING",
+    "OPERATIONS",
+    "REDUCING",
+    "all_gather_single",
+    "perform",
+    "reduce_scatter_single",
+]
 
 Check = Callable[[], None]
 Started = tuple[list[Any], Check]
 
 # The two older names bring a deprecation warning where the newer are there.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def perform(operation: str, case: Case) -> None:
@@ -38,7 +51,8 @@ def _expect_all(case: Case, got: list[Tensor], expected: list[Tensor], what: str
         case.expect(one, other, f"{what} {part}")
 
 
-# --- what moves values ----------------------------------------------------------------------------------------
+# --- what moves values
+# ----------------------------------------------------------------------------------------
 
 
 def broadcast(case: Case, later: bool) -> Started:
@@ -76,7 +90,9 @@ def all_gather_rows(case: Case, later: bool) -> Started:
     """The ranks' tensors as the rows of one."""
     out = case.blank((case.size, *case.shape))
     work = all_gather_single(out, case.place(case.bits(case.rank)), case.group, later)
-    return _works(work), lambda: case.expect(out, torch.stack([case.bits(rank) for rank in range(case.size)]))
+    return _works(work), lambda: case.expect(
+        out, torch.stack([case.bits(rank) for rank in range(case.size)])
+    )
 
 
 def gather(case: Case, later: bool) -> Started:
@@ -94,7 +110,11 @@ def gather(case: Case, later: bool) -> Started:
 
 def scatter(case: Case, later: bool) -> Started:
     out = case.blank()
-    parts = [case.place(case.bits(case.root, part)) for part in range(case.size)] if case.rank == case.root else None
+    parts = (
+        [case.place(case.bits(case.root, part)) for part in range(case.size)]
+        if case.rank == case.root
+        else None
+    )
     work = dist.scatter(out, parts, case.global_rank(case.root), case.group, later)
     return _works(work), lambda: case.expect(out, case.bits(case.root, case.rank))
 
@@ -112,12 +132,16 @@ def all_to_all(case: Case, later: bool) -> Started:
 
 
 def all_to_all_single(case: Case, later: bool) -> Started:
-    mine = case.place(torch.cat([case.bits(case.rank, part, _rows(case)) for part in range(case.size)]))
+    mine = case.place(
+        torch.cat([case.bits(case.rank, part, _rows(case)) for part in range(case.size)])
+    )
     out = case.blank(mine.shape)
     work = dist.all_to_all_single(out, mine, group=case.group, async_op=later)
 
     def check() -> None:
-        case.expect(out, torch.cat([case.bits(rank, case.rank, _rows(case)) for rank in range(case.size)]))
+        case.expect(
+            out, torch.cat([case.bits(rank, case.rank, _rows(case)) for rank in range(case.size)])
+        )
 
     return _works(work), check
 
@@ -141,13 +165,16 @@ def _rows(case: Case) -> tuple[int, ...]:
     return case.shape or (1,)
 
 
-# --- what reduces values --------------------------------------------------------------------------------------
+# --- what reduces values
+# --------------------------------------------------------------------------------------
 
 
 def all_reduce(case: Case, later: bool) -> Started:
     tensor = case.place(case.numbers(case.rank))
     work = dist.all_reduce(tensor, case.reduce_op, case.group, later)
-    return _works(work), lambda: case.expect(tensor, case.folded([case.numbers(r) for r in range(case.size)]))
+    return _works(work), lambda: case.expect(
+        tensor, case.folded([case.numbers(r) for r in range(case.size)])
+    )
 
 
 def reduce(case: Case, later: bool) -> Started:
@@ -169,7 +196,9 @@ def reduce_scatter(case: Case, later: bool) -> Started:
 
     def check() -> None:
         case.expect(out, case.folded([case.numbers(rank, case.rank) for rank in range(case.size)]))
-        _expect_all(case, parts, [case.numbers(case.rank, part) for part in range(case.size)], "input")
+        _expect_all(
+            case, parts, [case.numbers(case.rank, part) for part in range(case.size)], "input"
+        )
 
     return _works(work), check
 
@@ -184,7 +213,10 @@ def reduce_scatter_tensor(case: Case, later: bool) -> Started:
     work = reduce_scatter_single(out, mine, case.reduce_op, case.group, later)
 
     def check() -> None:
-        case.expect(out, case.folded([case.numbers(rank, case.rank, _rows(case)) for rank in range(case.size)]))
+        case.expect(
+            out,
+            case.folded([case.numbers(rank, case.rank, _rows(case)) for rank in range(case.size)]),
+        )
         case.expect(mine, held(case.rank), "input")
 
     return _works(work), check
@@ -200,7 +232,8 @@ def reduce_scatter_rows(case: Case, later: bool) -> Started:
     )
 
 
-# --- between two ranks ----------------------------------------------------------------------------------------
+# --- between two ranks
+# ----------------------------------------------------------------------------------------
 
 
 def ring(case: Case, later: bool) -> Started:
@@ -221,7 +254,9 @@ def batch(case: Case, later: bool) -> Started:
         mine = case.place(case.bits(case.rank, peer))
         ops.append(dist.P2POp(dist.isend, mine, case.global_rank(peer), case.group))
     works = dist.batch_isend_irecv(ops)
-    return works, lambda: _expect_all(case, list(out.values()), [case.bits(p, case.rank) for p in peers], "from")
+    return works, lambda: _expect_all(
+        case, list(out.values()), [case.bits(p, case.rank) for p in peers], "from"
+    )
 
 
 def barrier(case: Case, later: bool) -> Started:

@@ -11,7 +11,9 @@ __all__ = ["MasterSGD"]
 
 
 class MasterSGD(torch.optim.Optimizer):
-    """SGD on a float32 copy of each parameter, with a counter, and a list of a float32 tensor and a mask."""
+    """SGD on a float32 copy of each parameter, with a counter, and a list of a float32 tensor and a
+    mask.
+    """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.003) -> None:
         super().__init__(params, {"lr": lr})
@@ -26,5 +28,7 @@ class MasterSGD(torch.optim.Optimizer):
                     state["count"] = torch.zeros((), dtype=torch.int64)
                     state["parts"] = [torch.full((3,), 1 + 2**-12), torch.tensor([True, False])]
                 state["count"] += 1
-                state["master"].sub_(p.grad.float(), alpha=group["lr"] * float(state["parts"][0][0]))
+                state["master"].sub_(
+                    p.grad.float(), alpha=group["lr"] * float(state["parts"][0][0])
+                )
                 p.copy_(state["master"])

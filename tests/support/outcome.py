@@ -17,7 +17,8 @@ class Outcome:
 
     Attributes:
         rank: which.
-        ending: "returned", "raised" (an exception), "died" (its process ended) or "hung" (past the deadline).
+        ending: "returned", "raised" (an exception), "died" (its process ended) or "hung" (past the
+            deadline).
         value: what it returned.
         kind: class name of what it raised; "" unless it raised.
         message: the text of what it raised, how it died, or how long it hung.
@@ -48,7 +49,9 @@ class Outcome:
 
     @property
     def began(self) -> float:
-        """A time to order failures by: a death is noticed a little after the neighbours' reactions to it."""
+        """A time to order failures by: a death is noticed a little after the neighbours' reactions
+        to it.
+        """
         return self.at - (1.0 if self.ending == "died" else 0.0)
 
     def line(self) -> str:
@@ -79,6 +82,8 @@ class RanksFailedError(Exception):
         parts = [f"{self.what}: {count}, rank {self.first.rank} first"]
         for outcome in self.failures:
             first = " (first)" if outcome is self.first else ""
-            parts.append(f"--- rank {outcome.rank}{first}: {outcome.line()}\n{outcome.trace}".rstrip())
+            parts.append(
+                f"--- rank {outcome.rank}{first}: {outcome.line()}\n{outcome.trace}".rstrip()
+            )
         parts += [f"--- rank {o.rank}: {o.line()}" for o in self.outcomes if not o.failed]
         return "\n".join(parts)

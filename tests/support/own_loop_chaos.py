@@ -1,7 +1,8 @@
 """Loops of one's own in elastic jobs under the faults of `elastic_chaos`.
 
-Run as a program it tries many seeds: ``python tests/support/own_loop_chaos.py 100 --first 0 --backend shm``; with
-``--prepare``, loops over a loader of `lockstep.prepare` in place of those of `lockstep.elastic.steps`.
+Run as a program it tries many seeds: ``python tests/support/own_loop_chaos.py 100 --first 0
+--backend shm``; with ``--prepare``, loops over a loader of `lockstep.prepare` in place of those of
+`lockstep.elastic.steps`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
     chaos = Chaos(number, plan.faults)
     if hasattr(trainer.comm, "client"):
         arm(chaos, SimpleNamespace(optimizer=optimizer), net)
-    training = lockstep.elastic.steps(loader, step, EPOCHS, state={"scheduler": scheduler, "seen": seen})
+    training = lockstep.elastic.steps(
+        loader, step, EPOCHS, state={"scheduler": scheduler, "seen": seen}
+    )
     for batch in training:
         seen["order"].append([batch.epoch, batch.step])
         if plan.model == "kept" and (batch.epoch, batch.step) == (1, 0):
@@ -58,7 +61,9 @@ def write(result: Path, fingerprint: str, seen: dict[str, Any]) -> None:
 
 
 def train_prepared(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
-    """The same with passes of its own; one epoch is left before its end, and two have the shards in a loop."""
+    """The same with passes of its own; one epoch is left before its end, and two have the shards in
+    a loop.
+    """
     trainer, net, data = make_trainer(plan, None, [])
     optimizer, loss_fn = trainer.optimizer, trainer.loss_fn
     scheduler, seen = ExponentialLR(optimizer, 0.97), {"losses": [], "rows": [], "order": []}
@@ -88,8 +93,12 @@ def train_prepared(plan: Plan, number: int, run_dir: Path | None, result: Path) 
         average.update_parameters(net)
         if optimizer.stepped:
             seen["losses"].append(float(mean))
-            seen["order"].append([epoch, loader.state_dict()["step"], optimizer.param_groups[0]["lr"]])
-            if len(seen["losses"]) % 5 == 3 and not has_buffers:  # else they have those of the batch only after it
+            seen["order"].append(
+                [epoch, loader.state_dict()["step"], optimizer.param_groups[0]["lr"]]
+            )
+            if (
+                len(seen["losses"]) % 5 == 3 and not has_buffers
+            ):  # else they have those of the batch only after it
                 measure(net)
 
     def measure(model: Any) -> None:
@@ -119,8 +128,12 @@ def main(words: list[str]) -> int:
     parser.add_argument("count", type=int)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--backend", choices=["shm", "gloo"])
-    parser.add_argument("--kept", action="store_true", help="a model with state outside of its state dict")
-    parser.add_argument("--prepare", action="store_true", help="loops over a loader of lockstep.prepare")
+    parser.add_argument(
+        "--kept", action="store_true", help="a model with state outside of its state dict"
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="loops over a loader of lockstep.prepare"
+    )
     options = parser.parse_args(words)
     elastic_chaos.train = train_prepared if options.prepare else train
     expected: dict[str, Any] = {}

@@ -65,22 +65,30 @@ class Pool:
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank; return what each returned, in rank order.
 
-        Every rank has the test's environment and torchrun's variables, the test's working directory and warning
-        filters, seeds of 0, and one thread. Afterwards its process group is destroyed and all that is put back.
+        Every rank has the test's environment and torchrun's variables, the test's working directory
+        and warning filters, seeds of 0, and one thread. Afterwards its process group is destroyed
+        and all that is put back.
 
         Args:
             fn: any function, also one defined in a test; it is sent by cloudpickle.
             workers: number of ranks.
-            backend: of the default process group that each rank has when `fn` is called; with "mpi4py" the ranks are
-                processes of one `mpiexec`.
-            init: False leaves that group to `fn`; MASTER_ADDR and MASTER_PORT lead to a store that is there.
+            backend: of the default process group that each rank has when `fn` is called; with
+                "mpi4py" the ranks are processes of one `mpiexec`.
+            init: False leaves that group to `fn`; MASTER_ADDR and MASTER_PORT lead to a store that
+                is there.
             timeout: seconds after which a rank that has not ended counts as hung.
             env: variables to set on top (None: to unset), or a function that gives them for a rank.
 
         Raises:
             RanksFailedError: when a rank raised, died, hung or left something open.
         """
-        options: dict[str, Any] = {"workers": workers, "backend": backend, "init": init, "timeout": timeout, "env": env}
+        options: dict[str, Any] = {
+            "workers": workers,
+            "backend": backend,
+            "init": init,
+            "timeout": timeout,
+            "env": env,
+        }
         outcomes = self.outcomes(fn, *args, **options, **kwargs)
         if any(outcome.failed for outcome in outcomes):
             raise RanksFailedError(_name(fn), outcomes)
@@ -159,7 +167,9 @@ def _gather(staff: Sequence[WorkerProcess], timeout: float, grace: float) -> lis
     outcomes: dict[int, Outcome] = {}
     while pending := [rank for rank in range(len(staff)) if rank not in outcomes]:
         handles = {
-            handle: rank for rank in pending for handle in (staff[rank].connection, staff[rank].process.sentinel)
+            handle: rank
+            for rank in pending
+            for handle in (staff[rank].connection, staff[rank].process.sentinel)
         }
         ready = wait(list(handles), max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -180,8 +190,12 @@ def _gather(staff: Sequence[WorkerProcess], timeout: float, grace: float) -> lis
     return [outcomes[rank] for rank in range(len(staff))]
 
 
-def _tidy(staff: Sequence[WorkerProcess], outcomes: Sequence[Outcome], linger: float | None) -> None:
-    answering = [(w, o) for w, o in zip(staff, outcomes, strict=True) if o.ending in ("returned", "raised")]
+def _tidy(
+    staff: Sequence[WorkerProcess], outcomes: Sequence[Outcome], linger: float | None
+) -> None:
+    answering = [
+        (w, o) for w, o in zip(staff, outcomes, strict=True) if o.ending in ("returned", "raised")
+    ]
     for worker, _ in answering:
         worker.release(linger)
     for worker, outcome in answering:
@@ -198,7 +212,9 @@ def _tidy(staff: Sequence[WorkerProcess], outcomes: Sequence[Outcome], linger: f
 
 @contextmanager
 def _killing(workers: Sequence[WorkerProcess]) -> Iterator[None]:
-    """Kill the workers when the body is left by an exception: nobody knows what they are doing then."""
+    """Kill the workers when the body is left by an exception: nobody knows what they are doing
+    then.
+    """
     try:
         yield
     except BaseException:
@@ -208,9 +224,22 @@ def _killing(workers: Sequence[WorkerProcess]) -> Iterator[None]:
 
 
 def _job(
-    call: bytes, place: tuple[int, int], variables: dict[str, str], group: tuple[str, str] | None, timeout: float
+    call: bytes,
+    place: tuple[int, int],
+    variables: dict[str, str],
+    group: tuple[str, str] | None,
+    timeout: float,
 ) -> Job:
-    return Job(call, place, variables, str(Path.cwd()), list(sys.path), list(warnings.filters), group, timeout)
+    return Job(
+        call,
+        place,
+        variables,
+        str(Path.cwd()),
+        list(sys.path),
+        list(warnings.filters),
+        group,
+        timeout,
+    )
 
 
 def _variables(rank: int, workers: int, port: int | None, extra: Environment) -> dict[str, str]:
@@ -225,7 +254,11 @@ def _variables(rank: int, workers: int, port: int | None, extra: Environment) ->
         "OMP_NUM_THREADS": 1,
     }
     if port is not None:  # there is a store, so rank 0 must not open one at that port
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        own |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
     merged: dict[str, str | None] = {
         **os.environ,
         **{name: str(value) for name, value in own.items()},
@@ -235,18 +268,24 @@ def _variables(rank: int, workers: int, port: int | None, extra: Environment) ->
 
 
 def _ship(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle a call; test modules go along by value, as they cannot be imported by name elsewhere."""
+    """Pickle a call; test modules go along by value, as they cannot be imported by name
+    elsewhere.
+    """
     inner = fn
     while isinstance(inner, functools.partial):
         inner = inner.func
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
-    if module is not None and Path(getattr(module, "__file__", None) or "").name.startswith("test_"):
+    if module is not None and Path(getattr(module, "__file__", None) or "").name.startswith(
+        "test_"
+    ):
         cloudpickle.register_pickle_by_value(module)
     return pickled((fn, args, kwargs))
 
 
 def _make_modules_picklable() -> None:
-    """Let functions that mention modules such as torch.backends.cudnn be sent; cloudpickle knows plain modules only."""
+    """Let functions that mention modules such as torch.backends.cudnn be sent; cloudpickle knows
+    plain modules only.
+    """
     for kind in {type(module) for module in sys.modules.values()} - {ModuleType}:
         if issubclass(kind, ModuleType):
             copyreg.pickle(kind, _by_name)

@@ -24,8 +24,8 @@ from .worker import STACK_SIGNAL, Job, Release, serve
 
 __all__ = ["WorkerProcess", "start_server"]
 
-# Imported once, by the server from which all workers are forked. The first optimizer of a process imports the last,
-# which takes longer than all others but torch itself.
+# Imported once, by the server from which all workers are forked. The first optimizer of a process
+# imports the last, which takes longer than all others but torch itself.
 PRELOAD = ["numpy", "psutil", "cloudpickle", "pytest", "lockstep.training.trainer", "torch._dynamo"]
 
 START_LIMIT = 100.0  # seconds for the first worker: importing torch from a cold disk
@@ -34,7 +34,9 @@ STACK_LIMIT = 2.0  # seconds to wait for the stacks of a rank that hangs
 
 
 def start_server() -> None:
-    """Start multiprocessing's fork server, if there is none yet, with all that workers of tests need."""
+    """Start multiprocessing's fork server, if there is none yet, with all that workers of tests
+    need.
+    """
     with _one_thread():
         start_fork_server(PRELOAD)
 
@@ -61,7 +63,10 @@ class WorkerProcess:
         files = tempfile.mkdtemp(dir=self.folder)
         self.output, self.stacks = Path(files, "output"), Path(files, "stacks")
         self.process: ForkServerProcess = context.Process(
-            target=serve, args=(far, self.port, self.output, self.stacks), name="pool worker", daemon=True
+            target=serve,
+            args=(far, self.port, self.output, self.stacks),
+            name="pool worker",
+            daemon=True,
         )
         self.process.start()
         far.close()
@@ -74,7 +79,8 @@ class WorkerProcess:
 
     def is_usable(self) -> bool:
         """Whether it lives and waits for a job."""
-        # its end of the connection closes before the fork server knows that it has ended; no answer is due otherwise
+        # its end of the connection closes before the fork server knows that it has ended; no answer
+        # is due otherwise
         if not self.gone and (self.connection.poll() or not self.process.is_alive()):
             self.kill()
         return not self.gone
@@ -83,7 +89,10 @@ class WorkerProcess:
         """Return when it can take a job."""
         answer = self._receive(START_LIMIT)
         if answer != "ready":
-            raise RuntimeError(f"a pool worker did not start: {answer or 'no answer'}\n{self.new_text(self.output)}")
+            raise RuntimeError(
+                "a pool worker did not start: "
+                f"{answer or 'no answer'}\n{self.new_text(self.output)}"
+            )
 
     def start(self, job: Job) -> None:
         """Give it a job."""
@@ -101,7 +110,9 @@ class WorkerProcess:
         self.process.join(5)
         code = self.process.exitcode
         how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        return Outcome(rank, "died", at, message=how, exit_code=code, trace=self.new_text(self.stacks))
+        return Outcome(
+            rank, "died", at, message=how, exit_code=code, trace=self.new_text(self.stacks)
+        )
 
     def release(self, linger: float | None) -> None:
         """Let it leave the process group."""
@@ -113,9 +124,15 @@ class WorkerProcess:
         answer = self._receive(TIDY_LIMIT)
         if answer is None and self.process.is_alive():
             wrote = self.new_text(self.output)  # an exception of its own, if it no longer serves
-            return [f"a process group that it cannot leave within {TIDY_LIMIT:g} s\n{self.dump_stacks()}\n{wrote}"]
+            return [
+                f"a process group that it cannot leave within {TIDY_LIMIT:g} "
+                f"s\n{self.dump_stacks()}\n{wrote}"
+            ]
         if answer is None:
-            return [f"nothing, as its process died while tidying up with exit code {self.process.exitcode}"]
+            return [
+                "nothing, as its process died while tidying up with exit code "
+                f"{self.process.exitcode}"
+            ]
         left: list[str] = answer
         return left
 
@@ -178,7 +195,9 @@ class WorkerProcess:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Libraries size their thread pools on import, which happens in the server that all workers are forked from."""
+    """Libraries size their thread pools on import, which happens in the server that all workers are
+    forked from.
+    """
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, "1"))

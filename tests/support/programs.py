@@ -1,4 +1,6 @@
-"""Programs run as they are, to the end of their interpreters, without importing torch anew for each."""
+"""Programs run as they are, to the end of their interpreters, without importing torch anew for
+each.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ class Ending:
     at: float
 
 
-# Imports what is slow to import, then forks a process for each rank of each program. A rank leaves the loops, becomes
-# the program, and ends as any Python program does. Each line of standard input has a folder and programs.
+# Imports what is slow to import, then forks a process for each rank of each program. A rank leaves
+# the loops, becomes the program, and ends as any Python program does. Each line of standard input
+# has a folder and programs.
 _SERVER = """
 import gc, json, os, sys, time
 import torch, torch.distributed, torch.nn.parallel, lockstep.transports.creation
@@ -72,7 +75,8 @@ if not FULL_END:
 exec(program, {"__name__": "__main__"})
 """
 
-# Runs the program and ends the process where the interpreter would begin to take PyTorch apart: 0.3 s of a core.
+# Runs the program and ends the process where the interpreter would begin to take PyTorch apart: 0.3
+# s of a core.
 _LEAVE = """
 import atexit, threading
 code = 1
@@ -92,14 +96,15 @@ os._exit(code)
 
 
 class ProgramServer:
-    """A process that has imported `preload`, and runs programs on their numbers of ranks, one after the other.
+    """A process that has imported `preload`, and runs programs on their numbers of ranks, one after
+    the other.
 
     A program finds in `sys.argv` its rank, the number of ranks, and a path that is its own.
 
     Args:
         preload: modules.
-        full_end: whether ranks end as a Python program does, down to the end of its libraries, or faster: with the
-            functions of `atexit`.
+        full_end: whether ranks end as a Python program does, down to the end of its libraries, or
+            faster: with the functions of `atexit`.
     """
 
     def __init__(self, preload: Sequence[str] = (), full_end: bool = True) -> None:
@@ -109,16 +114,22 @@ class ProgramServer:
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
-        server = subprocess.Popen(self._command, stdin=-1, stdout=-1, text=True, start_new_session=True)
+        server = subprocess.Popen(
+            self._command, stdin=-1, stdout=-1, text=True, start_new_session=True
+        )
         assert server.stdout is not None
-        server.stdout.readline()  # it is ready: from now on it sleeps whenever a test begins or ends
+        # it is ready: from now on it sleeps whenever a test begins or ends
+        server.stdout.readline()
         return server
 
-    def run(self, programs: Sequence[tuple[str, int]], folder: Path, timeout: float) -> list[list[Ending]]:
+    def run(
+        self, programs: Sequence[tuple[str, int]], folder: Path, timeout: float
+    ) -> list[list[Ending]]:
         """Run the programs; returns how each rank of each has ended.
 
         Raises:
-            subprocess.TimeoutExpired: all together have taken longer than `timeout` seconds; the server has ended.
+            subprocess.TimeoutExpired: all together have taken longer than `timeout` seconds; the
+                server has ended.
         """
         if self._process.poll() is not None:  # killed by the limit of an earlier call
             self.close()
@@ -138,7 +149,9 @@ class ProgramServer:
         if late and len(lines) < len(programs):
             raise subprocess.TimeoutExpired(f"{len(programs)} programs in {folder}", timeout)
         assert len(lines) == len(programs), f"{len(lines)} of {len(programs)} programs have ended"
-        return [_endings(json.loads(line), f"{folder}/{number}") for number, line in enumerate(lines)]
+        return [
+            _endings(json.loads(line), f"{folder}/{number}") for number, line in enumerate(lines)
+        ]
 
     def close(self) -> None:
         """End the server, and what its programs have left behind."""
@@ -152,9 +165,13 @@ class ProgramServer:
 
 
 def run_programs(
-    programs: Sequence[tuple[str, int]], folder: Path, timeout: float = 60.0, preload: Sequence[str] = ()
+    programs: Sequence[tuple[str, int]],
+    folder: Path,
+    timeout: float = 60.0,
+    preload: Sequence[str] = (),
 ) -> list[list[Ending]]:
-    """Run each program on its number of ranks, one program after the other, by a `ProgramServer` of their own.
+    """Run each program on its number of ranks, one program after the other, by a `ProgramServer` of
+    their own.
 
     Raises:
         subprocess.TimeoutExpired: all together have taken longer than `timeout` seconds.

@@ -1,4 +1,6 @@
-"""A backend for tensors of the device "meta", which are without data: it notes what it is asked to do."""
+"""A backend for tensors of the device "meta", which are without data: it notes what it is asked to
+do.
+"""
 
 from __future__ import annotations
 

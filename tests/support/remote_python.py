@@ -1,6 +1,8 @@
-"""A ``python`` for `--remote-python` that costs no import of PyTorch: what it runs is a fork, as in `warm_python`.
+"""A ``python`` for `--remote-python` that costs no import of PyTorch: what it runs is a fork, as in
+`warm_python`.
 
-The fork is in the network and has the host name of who has called it, and its streams, folder, variables and signals.
+The fork is in the network and has the host name of who has called it, and its streams, folder,
+variables and signals.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def remote_python(folder: Path) -> Iterator[Path]:
 
 
 class _Forks:
-    """Starts forks for clients, and tells these how they end; a fork whose client was killed is killed."""
+    """Starts forks for clients, and tells these how they end; a fork whose client was killed is
+    killed.
+    """
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener, self._server = listener, Server("torch._dynamo")
@@ -91,7 +95,9 @@ class _Forks:
     def _start(self, client: socket.socket) -> None:
         text, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
         caller, (_, *words), folder, variables = json.loads(text)
-        pid = self._server.fork([["-c", _FORK, str(caller), *words], folder, variables, True], streams)
+        pid = self._server.fork(
+            [["-c", _FORK, str(caller), *words], folder, variables, True], streams
+        )
         for stream in streams:
             os.close(stream)
         self._clients[pid] = client

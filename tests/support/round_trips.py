@@ -1,4 +1,6 @@
-"""Counts what a program waits for at other hosts: collectives, their pre-flight checks, and requests to the store."""
+"""Counts what a program waits for at other hosts: collectives, their pre-flight checks, and
+requests to the store.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,18 @@ class RoundTrips:
 
     def since(self, before: RoundTrips) -> RoundTrips:
         """What has been added since `before`, a copy."""
-        counts = (getattr(self, name) - getattr(before, name) for name in ("calls", "checks", "store", "beside"))
+        counts = (
+            getattr(self, name) - getattr(before, name)
+            for name in ("calls", "checks", "store", "beside")
+        )
         return RoundTrips(*counts, self.what[len(before.what) :])
 
 
 @contextmanager
 def counted() -> Iterator[RoundTrips]:
-    """Count what this thread waits for during the body, in groups that are watched and have ranks on several hosts."""
+    """Count what this thread waits for during the body, in groups that are watched and have ranks
+    on several hosts.
+    """
     found, thread, last_request = RoundTrips(), threading.get_ident(), ("", ())
 
     def entering(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +112,10 @@ def counted() -> Iterator[RoundTrips]:
         Replaced(PreflightCheck, "_compare", counting("checks")),
         Replaced(PreflightCheck, "_run_beside", counting("beside")),
         Replaced(PreflightCheck, "start", counting("beside")),
-        *(Replaced(store, name, requesting) for name in ("set", "get", "add", "check", "wait", "multi_get")),
+        *(
+            Replaced(store, name, requesting)
+            for name in ("set", "get", "add", "check", "wait", "multi_get")
+        ),
         Replaced(store, "compare_set", requesting),
     ]
     try:
@@ -117,7 +127,9 @@ def counted() -> Iterator[RoundTrips]:
 
 @contextmanager
 def on_hosts_of_their_own(backend: str) -> Iterator[None]:
-    """Let this rank be watched in a default group whose ranks are on a host each, as far as Lockstep knows."""
+    """Let this rank be watched in a default group whose ranks are on a host each, as far as
+    Lockstep knows.
+    """
     key = host_identity.host_key
     with ExitStack() as stack:
         stack.callback(setattr, host_identity, "host_key", key)

@@ -25,12 +25,16 @@ def images(n: int = 67, seed: int = 5) -> TensorDataset:
     """67 samples in batches of 16: five steps an epoch."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 4, (n,), generator=generator)
-    return TensorDataset(torch.randn(n, 1, 8, 8, generator=generator) + labels[:, None, None, None], labels)
+    return TensorDataset(
+        torch.randn(n, 1, 8, 8, generator=generator) + labels[:, None, None, None], labels
+    )
 
 
 def model(width: int = 16, dropout: float = 0.2) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 4))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 4)
+    )
 
 
 class At(Callback):
@@ -46,7 +50,9 @@ class At(Callback):
             self.action(trainer)
 
 
-def make(out: Path | None, callbacks: list[Callback], optimizer: Any = torch.optim.AdamW, **options: Any) -> Trainer:
+def make(
+    out: Path | None, callbacks: list[Callback], optimizer: Any = torch.optim.AdamW, **options: Any
+) -> Trainer:
     """A trainer; `optimizer` takes parameters and a learning rate."""
     lockstep.init("cpu")
     net = model(options.pop("width", 16), options.pop("dropout", 0.2))
@@ -55,7 +61,13 @@ def make(out: Path | None, callbacks: list[Callback], optimizer: Any = torch.opt
     return Trainer(net, made, loss_fn, GLOBAL_BATCH, run_dir=out, callbacks=callbacks, **options)
 
 
-def fit(out: Path | None, *callbacks: Callback, epochs: int = 3, resume: str | None = None, **options: Any) -> Any:
+def fit(
+    out: Path | None,
+    *callbacks: Callback,
+    epochs: int = 3,
+    resume: str | None = None,
+    **options: Any,
+) -> Any:
     """(fingerprint, history) of a run with an evaluation after each epoch."""
     trainer = make(out, list(callbacks), **options)
     history = trainer.fit(images(), epochs, validate=images(31, seed=6), resume=resume)
@@ -63,7 +75,10 @@ def fit(out: Path | None, *callbacks: Callback, epochs: int = 3, resume: str | N
 
 
 def timeless(history: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in row.items() if k not in ("seconds", "samples_per_second")} for row in history]
+    return [
+        {k: v for k, v in row.items() if k not in ("seconds", "samples_per_second")}
+        for row in history
+    ]
 
 
 def send(number: int, only: int) -> Any:

@@ -24,7 +24,9 @@ Make = Callable[[], nn.Module]
 def pictures(n: int = 22, shape: tuple[int, ...] = (1, 28, 28)) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     labels = torch.randint(0, 10, (n,), generator=generator)
-    return TensorDataset(torch.randn(n, *shape, generator=generator) + labels[:, None, None, None] / 5, labels)
+    return TensorDataset(
+        torch.randn(n, *shape, generator=generator) + labels[:, None, None, None] / 5, labels
+    )
 
 
 class Augmented(Dataset[Any]):
@@ -43,7 +45,9 @@ class Augmented(Dataset[Any]):
 
 
 class _Counting(nn.Module):
-    """Keeps a running scale of its own in a buffer, puts another tensor in its place, and counts its calls."""
+    """Keeps a running scale of its own in a buffer, puts another tensor in its place, and counts
+    its calls.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,8 +64,12 @@ class _Counting(nn.Module):
 
 def busy() -> nn.Module:
     """Dropout, batch norm, a frozen layer, and buffers of its own."""
-    body = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3))
-    head = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8, momentum=None), _Counting(), nn.Flatten())
+    body = nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3)
+    )
+    head = nn.Sequential(
+        nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8, momentum=None), _Counting(), nn.Flatten()
+    )
     model = nn.Sequential(body, head, nn.Dropout(0.2), nn.Linear(288, 10))
     model[3].bias.requires_grad_(False)
     return model
@@ -97,9 +105,15 @@ def run(
     torch.manual_seed(0)
     model = make()
     made = optimizer([p for p in model.parameters() if p.requires_grad])
-    step = TrainStep(model, made, loss_fn or F.cross_entropy, virtual_workers=virtual_workers, **options)
+    step = TrainStep(
+        model, made, loss_fn or F.cross_entropy, virtual_workers=virtual_workers, **options
+    )
     loader = Loader(
-        data or pictures(), global_batch_size, virtual_workers=virtual_workers, num_workers=num_workers, comm=comm
+        data or pictures(),
+        global_batch_size,
+        virtual_workers=virtual_workers,
+        num_workers=num_workers,
+        comm=comm,
     )
     losses: list[float] = []
     try:

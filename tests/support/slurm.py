@@ -1,4 +1,6 @@
-"""A Slurm of two nodes on this host: its own munged, slurmctld and two slurmd, which are gone at its end."""
+"""A Slurm of two nodes on this host: its own munged, slurmctld and two slurmd, which are gone at
+its end.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ __all__ = ["NODES", "Slurm", "make_cluster", "missing"]
 NODES = ("127.0.0.2", "127.0.0.3")
 """The names of the nodes: on a cluster names can be resolved, and here these can."""
 
-_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue", "sinfo")
+_PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "sbatch",
+    "scancel",
+    "scontrol",
+    "squeue",
+    "sinfo",
+)
 _START_S, _STOP_S = 60.0, 20.0
 
 # Neither systemd nor cgroups nor an accounting database are needed.
@@ -61,7 +73,11 @@ PartitionName=main Nodes={names} Default=YES DefaultTime=10 MaxTime=60 State=UP
 def missing() -> str:
     """Why there can be no cluster here; "" if there can."""
     names = [name for name in _PROGRAMS if _which(name) is None]
-    return f"not installed: {', '.join(names)} (apt-get install slurm-wlm munge, or make test-cluster)" if names else ""
+    return (
+        f"not installed: {', '.join(names)} (apt-get install slurm-wlm munge, or make test-cluster)"
+        if names
+        else ""
+    )
 
 
 def _which(name: str) -> str | None:
@@ -80,7 +96,9 @@ class Slurm:
     folder: Path
     environment: dict[str, str]
 
-    def run(self, *words: object, cwd: Path, limit: float = 100.0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: object, cwd: Path, limit: float = 100.0
+    ) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands, or a program that calls them."""
         command = [str(word) for word in words]
         return subprocess.run(
@@ -157,16 +175,29 @@ def _configure(folder: Path) -> None:
     (folder / "state").mkdir()
     host, nodes = socket.gethostname().partition(".")[0], ""
     for name in NODES:
-        nodes += f"NodeName={name} NodeHostname={host} NodeAddr={name} Port={_free_port()} CPUs=2 State=UNKNOWN\n"
+        nodes += (
+            f"NodeName={name} NodeHostname={host} NodeAddr={name} Port={_free_port()} CPUs=2 "
+            "State=UNKNOWN\n"
+        )
     user = pwd.getpwuid(os.getuid()).pw_name
     text = _CONFIG.format(
-        folder=folder, host=host, port=_free_port(), user=user, nodes=nodes.strip(), names=",".join(NODES)
+        folder=folder,
+        host=host,
+        port=_free_port(),
+        user=user,
+        nodes=nodes.strip(),
+        names=",".join(NODES),
     )
     (folder / "slurm.conf").write_text(text)
 
 
 def _munge_options(folder: Path) -> list[str]:
-    names = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid", "seed-file": "munged.seed"}
+    names = {
+        "key-file": "munge.key",
+        "socket": "munge.socket",
+        "pid-file": "munged.pid",
+        "seed-file": "munged.seed",
+    }
     return [f"--{option}={folder / name}" for option, name in names.items()]
 
 
@@ -204,7 +235,9 @@ def _end_processes(folder: Path) -> None:
     """Kill what jobs have left: everything that knows this cluster, besides this process."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == str(folder / "slurm.conf"):
+            if process.pid != os.getpid() and process.environ().get("SLURM_CONF") == str(
+                folder / "slurm.conf"
+            ):
                 process.kill()
 
 
@@ -212,7 +245,9 @@ def _wait_until_idle(cluster: Slurm) -> None:
     states: list[str] = []
 
     def are_idle() -> bool:
-        states[:] = cluster.run("sinfo", "--Node", "--noheader", "--format=%T", cwd=cluster.folder).stdout.split()
+        states[:] = cluster.run(
+            "sinfo", "--Node", "--noheader", "--format=%T", cwd=cluster.folder
+        ).stdout.split()
         return states == ["idle"] * len(NODES)
 
     wait_for(are_idle, lambda: f"nodes are {states}\n{_log(cluster.folder, 'slurmctld')}", _START_S)

@@ -68,7 +68,9 @@ class Hosts:
 
     def processes(self, name: str) -> list[int]:
         """Those on the host `name`."""
-        found = subprocess.run(["ip", "netns", "pids", self.namespaces[name]], capture_output=True, text=True)
+        found = subprocess.run(
+            ["ip", "netns", "pids", self.namespaces[name]], capture_output=True, text=True
+        )
         return [int(word) for word in found.stdout.split()]
 
     def programs(self, name: str) -> list[psutil.Process]:
@@ -77,7 +79,10 @@ class Hosts:
         for process in self.processes(name):
             with suppress(psutil.NoSuchProcess):
                 program = psutil.Process(process)
-                if not program.name().startswith("sshd") and program.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    not program.name().startswith("sshd")
+                    and program.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(program)
         return found
 
@@ -88,18 +93,37 @@ class Hosts:
 
     def link(self, name: str, state: str) -> None:
         """Set the host's network device "up" or "down"."""
-        subprocess.run(["ip", "-n", self.namespaces[name], "link", "set", "eth0", state], check=True)
+        subprocess.run(
+            ["ip", "-n", self.namespaces[name], "link", "set", "eth0", state], check=True
+        )
 
     def cut(self, one: str, other: str, change: str = "add") -> None:
         """Let two hosts not reach each other, or with "del" do so again; the others reach both."""
         for host, far in ((one, other), (other, one)):
-            command = ["ip", "-n", self.namespaces[host], "route", change, "blackhole", self.addresses[far]]
+            command = [
+                "ip",
+                "-n",
+                self.namespaces[host],
+                "route",
+                change,
+                "blackhole",
+                self.addresses[far],
+            ]
             subprocess.run(command, check=True)
 
     def inside(self, name: str) -> list[str]:
         """The words before a command that shall run on the host `name`."""
         named = f'hostname {name} && exec "$@"'
-        return ["nsenter", f"--net=/run/netns/{self.namespaces[name]}", "unshare", "--uts", "sh", "-c", named, "sh"]
+        return [
+            "nsenter",
+            f"--net=/run/netns/{self.namespaces[name]}",
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            named,
+            "sh",
+        ]
 
 
 @contextmanager
@@ -118,7 +142,9 @@ def make_hosts(count: int, folder: Path) -> Iterator[Hosts]:
         found = Hosts(namespaces, addresses, made.address, path, key, {}, [])
         try:
             for name in names:  # each goes into the background, and is no child of the tests
-                subprocess.run([*found.inside(name), _SERVER, "-f", str(folder / "sshd_config")], check=True)
+                subprocess.run(
+                    [*found.inside(name), _SERVER, "-f", str(folder / "sshd_config")], check=True
+                )
             for address in addresses.values():
                 _wait_for(address)
             found.servers.update({name: found.processes(name)[0] for name in names})
@@ -139,10 +165,19 @@ def _write_keys(folder: Path) -> Path:
 
 def _write_client(folder: Path, key: Path, addresses: dict[str, str]) -> str:
     host_key = (folder / "host.pub").read_text()
-    (folder / "known_hosts").write_text("".join(f"{address} {host_key}" for address in addresses.values()))
-    known = "".join(f"Host {name}\n  HostName {address}\n  IdentityFile {key}\n" for name, address in addresses.items())
-    (folder / "ssh_config").write_text(known + "Host *" + _CLIENT_CONFIG.format(folder=folder).replace("\n", "\n  "))
-    program = folder / "bin" / "ssh"  # ssh itself looks for its configuration in the home of passwd alone
+    (folder / "known_hosts").write_text(
+        "".join(f"{address} {host_key}" for address in addresses.values())
+    )
+    known = "".join(
+        f"Host {name}\n  HostName {address}\n  IdentityFile {key}\n"
+        for name, address in addresses.items()
+    )
+    (folder / "ssh_config").write_text(
+        known + "Host *" + _CLIENT_CONFIG.format(folder=folder).replace("\n", "\n  ")
+    )
+    program = (
+        folder / "bin" / "ssh"
+    )  # ssh itself looks for its configuration in the home of passwd alone
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder / "ssh_config"} "$@"\n')
     program.chmod(0o755)

@@ -1,4 +1,6 @@
-"""A store that counts what it is asked, by as many ranks as one likes: each is a thread of this process."""
+"""A store that counts what it is asked, by as many ranks as one likes: each is a thread of this
+process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _MESSAGES = {"get": 2, "multi_get": 2}
 
 
 class CountingStore:
-    """One rank's connection to `inner`. Attributes: messages, to the store; received, bytes of values from it."""
+    """One rank's connection to `inner`. Attributes: messages, to the store; received, bytes of
+    values from it.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -38,7 +42,9 @@ class CountingStore:
 
 
 class _Store:
-    """As torch's, in this process. Whoever waits is woken by what he waits for alone: torch's HashStore wakes all."""
+    """As torch's, in this process. Whoever waits is woken by what he waits for alone: torch's
+    HashStore wakes all.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

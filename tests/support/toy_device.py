@@ -1,13 +1,16 @@
-"""An accelerator that is none: torch takes it for a device of its own, named "toy", and its memory is the host's.
+"""An accelerator that is none: torch takes it for a device of its own, named "toy", and its memory
+is the host's.
 
-It shows on any machine what is otherwise seen on an accelerator alone: tensors of two devices in one operation, code
-that means "the model's device" and says "cuda", code that waits for the device, and backward passes in a thread of the
-device. Its values are computed by torch's kernels for the CPU, so they equal the CPU's.
+It shows on any machine what is otherwise seen on an accelerator alone: tensors of two devices in
+one operation, code that means "the model's device" and says "cuda", code that waits for the device,
+and backward passes in a thread of the device. Its values are computed by torch's kernels for the
+CPU, so they equal the CPU's.
 
-Made with torch's hook for backends that are written in Python (`torch.utils.backend_registration`), and a fallback for
-all operations. The tensors are plain ones of torch: their storage lies at the address of host memory, and its object
-holds that memory. One device a process; it has streams and events, in which everything runs at once, and no generator
-of its own: it draws from that of the CPU. A process that has called `register` has the device for the rest of its life.
+Made with torch's hook for backends that are written in Python (`torch.utils.backend_registration`),
+and a fallback for all operations. The tensors are plain ones of torch: their storage lies at the
+address of host memory, and its object holds that memory. One device a process; it has streams and
+events, in which everything runs at once, and no generator of its own: it draws from that of the
+CPU. A process that has called `register` has the device for the rest of its life.
 """
 
 from __future__ import annotations
@@ -55,10 +58,16 @@ _READS = {
     _aten._unique2.default,
 }
 _COPIES = {_aten.copy_.default, _aten._copy_from.default, _aten._to_copy.default}
-_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+_INDEXED = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+}
 
 
-# --- What is played ---------------------------------------------------------------------------------------------------
+# --- What is played
+# --------------------------------------------------------------------------------------------------
 
 _played: Callable[[str], None] | None = None
 
@@ -72,7 +81,8 @@ def play(fault: Callable[[str], None] | None) -> None:
     _played = fault
 
 
-# --- Time -------------------------------------------------------------------------------------------------------------
+# --- Time
+# --------------------------------------------------------------------------------------------------
 
 
 class _Queue:
@@ -80,7 +90,8 @@ class _Queue:
 
     Attributes:
         operations: how many there were.
-        arriving: copies to the host that nobody has waited for: (number of the operation, where to, values).
+        arriving: copies to the host that nobody has waited for: (number of the operation, where to,
+            values).
     """
 
     def __init__(self) -> None:
@@ -88,7 +99,9 @@ class _Queue:
         self.arriving: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def copy_later(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy `values` into `target`, a tensor of the host, when the host waits; until then there is rubbish in it."""
+        """Copy `values` into `target`, a tensor of the host, when the host waits; until then there
+        is rubbish in it.
+        """
         kept = values.clone()
         target.fill_(float("nan") if target.is_floating_point() else 77)
         self.arriving.append((self.operations, target, kept))
@@ -113,13 +126,17 @@ def _wait(cause: str) -> None:
 def _place() -> str:
     """Return the file and line that made the host wait."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or _TORCH in frame.f_code.co_filename):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == __file__ or _TORCH in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 class _Event:
-    """An event of the device. A wait for it counts, unless the device has got other work since it was recorded."""
+    """An event of the device. A wait for it counts, unless the device has got other work since it
+    was recorded.
+    """
 
     def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
         self.recorded = -1
@@ -236,7 +253,8 @@ class _DeviceModule:
         return [torch.float16, torch.bfloat16]
 
 
-# --- Tensors ----------------------------------------------------------------------------------------------------------
+# --- Tensors
+# --------------------------------------------------------------------------------------------------
 
 
 def _is_toy(value: Any) -> bool:
@@ -246,10 +264,13 @@ def _is_toy(value: Any) -> bool:
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the host that shares the memory of one of the device."""
     memory = tensor.untyped_storage().host_memory  # type: ignore[attr-defined]
-    return torch.empty(0, dtype=tensor.dtype).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        memory, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
-# The storages of the device by the address of their memory, so that a view of a tensor shares its storage.
+# The storages of the device by the address of their memory, so that a view of a tensor shares its
+# storage.
 _storages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -268,7 +289,9 @@ def _storage_of(host: torch.Tensor) -> Any:
 
 
 def _toy(host: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the device that has the memory, the shape and the strides of one of the host."""
+    """Return a tensor of the device that has the memory, the shape and the strides of one of the
+    host.
+    """
     made: torch.Tensor = torch._C._acc.create_empty_tensor((0,), host.dtype)  # type: ignore[attr-defined]
     _become(made, host)
     return made
@@ -281,7 +304,8 @@ def _become(tensor: torch.Tensor, host: torch.Tensor) -> None:
     )
 
 
-# --- Operations -------------------------------------------------------------------------------------------------------
+# --- Operations
+# --------------------------------------------------------------------------------------------------
 
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,11 +315,22 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     _queue.operations += 1
     if op in _COPIES:
         return _copy(op, args, kwargs)
-    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    others = [tensor for tensor in tensors if tensor.dim() and not _is_toy(tensor) and tensor.device.type != "meta"]
+    tensors = [
+        each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+    ]
+    others = [
+        tensor
+        for tensor in tensors
+        if tensor.dim() and not _is_toy(tensor) and tensor.device.type != "meta"
+    ]
     if others and len(others) < len(tensors) and op not in _INDEXED:
-        raise RuntimeError(f"{op}: expected all tensors to be on the same device, got one on the CPU and one on toy:0")
-    by_mask = op in _INDEXED and any(each is not None and each.dtype is torch.bool for each in args[1])
+        raise RuntimeError(
+            f"{op}: expected all tensors to be on the same device, got one on the CPU and one on "
+            "toy:0"
+        )
+    by_mask = op in _INDEXED and any(
+        each is not None and each.dtype is torch.bool for each in args[1]
+    )
     if by_mask or op in _READS:
         _wait(op._schema.name.removeprefix("aten::"))
     if kwargs.get("device") is not None:
@@ -322,7 +357,10 @@ def _host_operation(op: Any, args: Any) -> Any:
     """Return what is called for an operation on the host's memory."""
     # torch gives the fallback a number where the operation has a tensor that was made of one
     taken = zip(args, op._schema.arguments, strict=False)
-    if any(isinstance(value, (int, float)) and argument.type.kind() == "TensorType" for value, argument in taken):
+    if any(
+        isinstance(value, (int, float)) and argument.type.kind() == "TensorType"
+        for value, argument in taken
+    ):
         return op.overloadpacket
     return _HOST_OPERATIONS.get(op, op)
 
@@ -338,21 +376,31 @@ _HOST_OPERATIONS: dict[Any, Any] = {
 
 
 def _changed(op: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Return the arguments that an operation has changed, in the places in which it returns them."""
+    """Return the arguments that an operation has changed, in the places in which it returns
+    them.
+    """
     given = {
         argument.name: args[number] if number < len(args) else kwargs.get(argument.name)
         for number, argument in enumerate(op._schema.arguments)
     }
     aliases = {argument.name: argument.alias_info for argument in op._schema.arguments}
-    written = [given[name] for name, alias in aliases.items() if alias is not None and alias.is_write]
+    written = [
+        given[name] for name, alias in aliases.items() if alias is not None and alias.is_write
+    ]
     returned = op._schema.returns
     if not returned:
         return None
     if len(returned) == 1:
-        return written[0] if returned[0].alias_info is not None else pytree.tree_map_only(torch.Tensor, _toy, result)
+        return (
+            written[0]
+            if returned[0].alias_info is not None
+            else pytree.tree_map_only(torch.Tensor, _toy, result)
+        )
     rest = iter(written)
     return tuple(
-        next(rest) if each.alias_info is not None else pytree.tree_map_only(torch.Tensor, _toy, value)
+        next(rest)
+        if each.alias_info is not None
+        else pytree.tree_map_only(torch.Tensor, _toy, value)
         for each, value in zip(returned, result, strict=True)
     )
 
@@ -402,7 +450,8 @@ def _to_host(target: torch.Tensor, values: torch.Tensor, later: bool) -> None:
         target.copy_(values)
 
 
-# --- Communication ----------------------------------------------------------------------------------------------------
+# --- Communication
+# --------------------------------------------------------------------------------------------------
 
 
 class _ToyGroup(dist.ProcessGroup):
@@ -417,8 +466,23 @@ class _ToyGroup(dist.ProcessGroup):
 
 
 _COLLECTIVES = (
-    *("_allgather_base", "_reduce_scatter_base", "allgather", "allgather_into_tensor_coalesced", "allreduce"),
-    *("allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "recv", "reduce"),
+    *(
+        "_allgather_base",
+        "_reduce_scatter_base",
+        "allgather",
+        "allgather_into_tensor_coalesced",
+        "allreduce",
+    ),
+    *(
+        "allreduce_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "barrier",
+        "broadcast",
+        "gather",
+        "recv",
+        "reduce",
+    ),
     *("reduce_scatter", "scatter", "send"),
 )
 # since torch 2.13, beside the older ones
@@ -432,7 +496,9 @@ _NEW_NAMES = {
 def _over_gloo(name: str) -> Callable[..., Any]:
     def call(group: _ToyGroup, *args: Any, **kwargs: Any) -> Any:
         _queue.operations += 1
-        given, named = pytree.tree_map(lambda each: _host(each) if _is_toy(each) else each, (args, kwargs))
+        given, named = pytree.tree_map(
+            lambda each: _host(each) if _is_toy(each) else each, (args, kwargs)
+        )
         work = getattr(group._gloo, name)(*given, **named)
         return _ToyWork(work, args[0] if args and isinstance(args[0], list) else [])
 
@@ -457,7 +523,8 @@ class _ToyWork(dist.Work):
         return self._inner.get_future().then(lambda _: self._result)
 
 
-# --- Operations that torch does not leave to the fallback -------------------------------------------------------------
+# --- Operations that torch does not leave to the fallback
+# -------------------------------------------------------------
 
 _OWN = (
     _aten._to_copy.default,
@@ -465,7 +532,8 @@ _OWN = (
     _aten.convolution_backward_overrideable.default,
 )
 
-# What autocast does on the CPU, for the operations of the tests: None stands for the dtype of autocast.
+# What autocast does on the CPU, for the operations of the tests: None stands for the dtype of
+# autocast.
 _AUTOCAST = {
     **dict.fromkeys(("addmm", "baddbmm", "bmm", "linear", "matmul", "mm"), None),
     **dict.fromkeys(("cross_entropy_loss", "mse_loss", "nll_loss"), torch.float32),
@@ -484,9 +552,12 @@ def _cast(op: Any, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
         return op(*given, **named)
 
 
-# --- Registration -----------------------------------------------------------------------------------------------------
+# --- Registration
+# --------------------------------------------------------------------------------------------------
 
-_library: list[Any] = []  # torch takes an operation back when the object with which it was registered is gone
+_library: list[
+    Any
+] = []  # torch takes an operation back when the object with which it was registered is gone
 
 
 def register() -> None:
@@ -505,7 +576,9 @@ def register() -> None:
     for operation in _OWN:
         of_aten.impl(operation, partial(_run, operation), "PrivateUse1")
     for name, dtype in _AUTOCAST.items():
-        of_aten.impl(name, partial(_cast, getattr(_aten, name).default, dtype), "AutocastPrivateUse1")
+        of_aten.impl(
+            name, partial(_cast, getattr(_aten, name).default, dtype), "AutocastPrivateUse1"
+        )
     _library.extend((operations, of_aten))
     dist.Backend.register_backend(BACKEND, _ToyGroup, devices=[NAME])  # type: ignore[attr-defined]
     _complete_torch()

@@ -1,4 +1,6 @@
-"""Trains in an elastic job whose rank 1 kills itself in step 5. Arguments: the device, and a file for the result."""
+"""Trains in an elastic job whose rank 1 kills itself in step 5. Arguments: the device, and a file
+for the result.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,15 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 trainer = lockstep.Trainer(
-    model, optimizer, nn.CrossEntropyLoss(), 16, virtual_workers=4, callbacks=[Dies()] if comm.size > 1 else []
+    model,
+    optimizer,
+    nn.CrossEntropyLoss(),
+    16,
+    virtual_workers=4,
+    callbacks=[Dies()] if comm.size > 1 else [],
 )
 trainer.fit(TensorDataset(x, (x.sum(1) > 0).long()), 2)
 if comm.rank == 0:
-    RESULT.write_text(f"{comm.size} worker on {comm.device.type}: {lockstep.fingerprint(model, optimizer)}")
+    RESULT.write_text(
+        f"{comm.size} worker on {comm.device.type}: {lockstep.fingerprint(model, optimizer)}"
+    )

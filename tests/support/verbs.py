@@ -1,4 +1,6 @@
-"""Every verb of a communicator as one function that calls it and compares with what MPI defines, told in NumPy."""
+"""Every verb of a communicator as one function that calls it and compares with what MPI defines,
+told in NumPy.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def defined(dtype: str) -> tuple[str, ...]:
         return "and", "or", "xor"
     if dtype.startswith("complex"):
         return "sum", "mean"
-    return ("sum", "mean", "product", "min", "max") if dtype in REAL else ("sum", "product", "min", "max", "and", "xor")
+    return (
+        ("sum", "mean", "product", "min", "max")
+        if dtype in REAL
+        else ("sum", "product", "min", "max", "and", "xor")
+    )
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class Call:
     Attributes:
         verb: among `VERBS`.
         dtype: of the tensors.
-        rows: lengths of parts; rank r's part for rank p has `rows[(r + p) % len(rows)]`, or `rows[0]` where all agree.
+        rows: lengths of parts; rank r's part for rank p has `rows[(r + p) % len(rows)]`, or
+            `rows[0]` where all agree.
         tail: the other dimensions.
         op: the operation, where there is one.
         root: taken modulo the number of ranks.
@@ -57,7 +64,8 @@ class Call:
         layout: how tensors lie in memory.
         given: whether the tensors to be filled are passed in.
         later: whether the verb is only started.
-        colors: where not empty, the call is made in a part of the communicator: this rank's color is that of its rank.
+        colors: where not empty, the call is made in a part of the communicator: this rank's color
+            is that of its rank.
         keys: the order in that part.
     """
 
@@ -80,7 +88,9 @@ class Call:
         draw = np.random.default_rng((self.seed, rank, part))
         low = 0 if self.dtype.startswith("u") or self.dtype == "bool" else -3
         values = draw.integers(low, 2 if self.dtype == "bool" else 4, shape)
-        return (values + 1j * values[::-1] if self.dtype.startswith("c") else values).astype(self.dtype)
+        return (values + 1j * values[::-1] if self.dtype.startswith("c") else values).astype(
+            self.dtype
+        )
 
     def count(self, rank: int, part: int) -> int:
         """The rows that `rank` has for `part`."""
@@ -102,8 +112,16 @@ class Call:
     def same(self, got: Any, expected: Any) -> None:
         """Compare a tensor with an array; means may be rounded."""
         assert isinstance(got, Tensor), (self, got)
-        assert (tuple(got.shape), got.numpy().dtype) == (expected.shape, expected.dtype), (self, got.shape, got.dtype)
-        close = np.allclose(got.numpy(), expected, rtol=2e-3) if self.op == "mean" else (got.numpy() == expected).all()
+        assert (tuple(got.shape), got.numpy().dtype) == (expected.shape, expected.dtype), (
+            self,
+            got.shape,
+            got.dtype,
+        )
+        close = (
+            np.allclose(got.numpy(), expected, rtol=2e-3)
+            if self.op == "mean"
+            else (got.numpy() == expected).all()
+        )
         assert close, (self, got, expected)
 
     def same_all(self, got: Any, expected: Sequence[Any]) -> None:
@@ -155,8 +173,14 @@ def scatter_counts(comm: Communicator, call: Call) -> Check:
     root, size = call.root % comm.size, comm.size
     whole = np.concatenate([call.array(root, part) for part in range(size)])
     counts = [call.count(root, part) for part in range(size)] if call.given else None
-    parts = np.split(whole, np.cumsum(counts)[:-1]) if counts is not None else np.array_split(whole, size)
-    result = call.ask(comm.scatter, call.tensor(whole) if comm.rank == root else None, root, counts=counts)
+    parts = (
+        np.split(whole, np.cumsum(counts)[:-1])
+        if counts is not None
+        else np.array_split(whole, size)
+    )
+    result = call.ask(
+        comm.scatter, call.tensor(whole) if comm.rank == root else None, root, counts=counts
+    )
     return lambda: call.same(result(), parts[comm.rank])
 
 
@@ -222,7 +246,9 @@ def reduce(comm: Communicator, call: Call) -> Check:
     def check() -> None:
         assert result() is (tensor if comm.rank == root else None)
         if comm.rank == root:
-            call.same(tensor, call.folded([call.array(rank, rows=rows) for rank in range(comm.size)]))
+            call.same(
+                tensor, call.folded([call.array(rank, rows=rows) for rank in range(comm.size)])
+            )
         else:
             call.same(tensor, call.array(comm.rank, rows=rows))
 
@@ -295,12 +321,14 @@ def objects(comm: Communicator, call: Call) -> Check:
     me, size, root = comm.rank, comm.size, call.root % comm.size
     everyone = [value(rank) for rank in range(size)]
     assert comm.broadcast_object(value(me), root) == value(root)
-    assert comm.scatter_object([value(root, part) for part in range(size)] if me == root else None, root) == value(
-        root, me
-    )
+    assert comm.scatter_object(
+        [value(root, part) for part in range(size)] if me == root else None, root
+    ) == value(root, me)
     assert comm.gather_object(value(me), root) == (everyone if me == root else None)
     assert comm.allgather_object(value(me)) == everyone
-    assert comm.alltoall_object([value(me, part) for part in range(size)]) == [value(rank, me) for rank in range(size)]
+    assert comm.alltoall_object([value(me, part) for part in range(size)]) == [
+        value(rank, me) for rank in range(size)
+    ]
     if me:
         comm.send_object(value(me), 0, tag=2000 + call.seed)
     else:

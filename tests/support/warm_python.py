@@ -1,9 +1,11 @@
-"""Runs Python in forks of one process that has PyTorch loaded, because loading it takes a core 3 s each time.
+"""Runs Python in forks of one process that has PyTorch loaded, because loading it takes a core 3 s
+each time.
 
-The fork has the command line, folder, variables and streams that are asked for, and ends as any interpreter does. The
-fork server that a launcher starts is a fork as well. Two things differ from a process started by the system, and tests
-about these start one: /proc/PID/environ and /proc/PID/cmdline are those of the first process, and libraries have read
-their variables (OMP_NUM_THREADS) when they were loaded.
+The fork has the command line, folder, variables and streams that are asked for, and ends as any
+interpreter does. The fork server that a launcher starts is a fork as well. Two things differ from a
+process started by the system, and tests about these start one: /proc/PID/environ and
+/proc/PID/cmdline are those of the first process, and libraries have read their variables
+(OMP_NUM_THREADS) when they were loaded.
 """
 
 from __future__ import annotations
@@ -121,13 +123,19 @@ class Server:
             command = [sys.executable, "-c", _SERVER, str(far.fileno()), *modules]
             variables = {**os.environ, "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
-                command, env=variables, pass_fds=[far.fileno()], start_new_session=True, stdin=subprocess.DEVNULL
+                command,
+                env=variables,
+                pass_fds=[far.fileno()],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
             )
         self._is_ready = False
         self._codes: dict[int, int] = {}
 
     def fork(self, request: Sequence[object], streams: Sequence[int]) -> int:
-        """Start a program whose standard streams are the descriptors `streams`; returns its process ID."""
+        """Start a program whose standard streams are the descriptors `streams`; returns its process
+        ID.
+        """
         if not self._is_ready:
             assert self._requests.recv(100) == b"ready"
             self._is_ready = True
@@ -140,7 +148,9 @@ class Server:
             self._codes[pid] = code
 
     def exit_code(self, pid: int, timeout: float) -> int | None:
-        """Return the exit code of the program `pid`; None if it has not ended within `timeout` seconds."""
+        """Return the exit code of the program `pid`; None if it has not ended within `timeout`
+        seconds.
+        """
         deadline = time.monotonic() + timeout
         while pid not in self._codes:
             self._requests.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -198,7 +208,9 @@ class WarmProcess:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Return its exit code when it has ended; raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Return its exit code when it has ended; raises subprocess.TimeoutExpired after `timeout`
+        seconds.
+        """
         if self.returncode is None:
             self.returncode = self._server.exit_code(self.pid, timeout)
         if self.returncode is None:
@@ -222,7 +234,9 @@ class WarmProcess:
             seen += line
             if re.search(pattern, line):
                 return seen
-        raise AssertionError(f"no line with {pattern!r} in:\n{seen}\n{self.stderr.read() if self.stderr else ''}")
+        raise AssertionError(
+            f"no line with {pattern!r} in:\n{seen}\n{self.stderr.read() if self.stderr else ''}"
+        )
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Return all that it still writes, once it has ended."""
@@ -282,7 +296,8 @@ def run(
     """Run ``python WORDS`` with `stdin` to its end, otherwise as `popen`.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer than `timeout` seconds; it and all others are killed.
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds; it and all others are
+            killed.
     """
     with (
         tempfile.TemporaryFile("w+") as given,
@@ -291,7 +306,9 @@ def run(
     ):
         given.write(stdin)
         given.seek(0)
-        process = WarmProcess(_request(words, cwd, env, False), given.fileno(), out.fileno(), err.fileno())
+        process = WarmProcess(
+            _request(words, cwd, env, False), given.fileno(), out.fileno(), err.fileno()
+        )
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -299,7 +316,9 @@ def run(
             raise
         out.seek(0)
         err.seek(0)
-        return subprocess.CompletedProcess(["python", *map(str, words)], code, out.read(), err.read())
+        return subprocess.CompletedProcess(
+            ["python", *map(str, words)], code, out.read(), err.read()
+        )
 
 
 def _request(

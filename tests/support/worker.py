@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Its default arguments hold for ever the process group that is there when it is imported, and other parts of torch
-# import it when first used: so now, while there is none.
+# Its default arguments hold for ever the process group that is there when it is imported, and other
+# parts of torch import it when first used: so now, while there is none.
 import torch.distributed.nn.functional
 
 from . import leaks
@@ -34,7 +34,8 @@ from .outcome import Outcome
 
 __all__ = ["STACK_SIGNAL", "Job", "Release", "fresh_store", "serve"]
 
-# Asks a rank for the stacks of its threads; a real-time signal, as programs under test may use SIGUSR1 and 2.
+# Asks a rank for the stacks of its threads; a real-time signal, as programs under test may use
+# SIGUSR1 and 2.
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 
 
@@ -49,7 +50,8 @@ class Job:
         folder: its working directory.
         path: its `sys.path`.
         warnings: the warning filters of the test.
-        group: backend and unique name of the process group made for it; None when the function makes its own.
+        group: backend and unique name of the process group made for it; None when the function
+            makes its own.
         timeout: seconds that the run may take.
     """
 
@@ -68,7 +70,8 @@ class Release:
     """Every rank has ended: leave the process group, tidy up and say what is left over.
 
     Attributes:
-        linger: seconds in which what was let go of may end by itself; None when nobody asks what is left.
+        linger: seconds in which what was let go of may end by itself; None when nobody asks what is
+            left.
     """
 
     linger: float | None
@@ -82,15 +85,17 @@ def fresh_store() -> Any:
 def serve(connection: Connection, port: int, output: Path, stacks: Path) -> None:
     """Run jobs until the pool closes the connection."""
     _redirect(output)
-    # As in a worker of `lockstep run`: a process of a fork server would start its own by another one, which imports
-    # PyTorch first, and under load that takes as long as a test may.
+    # As in a worker of `lockstep run`: a process of a fork server would start its own by another
+    # one, which imports PyTorch first, and under load that takes as long as a test may.
     multiprocessing.set_start_method(None, force=True)
     with stacks.open("w") as file:
         faulthandler.enable(file)
         faulthandler.register(STACK_SIGNAL, file, all_threads=True)
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
-        gc.freeze()  # what is imported by now is no garbage, and each collection after a test would go through it
+        # what is imported by now is no garbage, and each collection after a test would go through
+        # it
+        gc.freeze()
         connection.send("ready")
         with suppress(EOFError, KeyboardInterrupt, ConnectionError):
             while True:
@@ -144,7 +149,11 @@ def _as_rank(job: Job) -> Iterator[None]:
         warnings.resetwarnings()
         for action, message, category, module, line in reversed(job.warnings):
             warnings.filterwarnings(
-                action, getattr(message, "pattern", ""), category, getattr(module, "pattern", ""), line
+                action,
+                getattr(message, "pattern", ""),
+                category,
+                getattr(module, "pattern", ""),
+                line,
             )
         yield
 
@@ -156,9 +165,13 @@ def _answer(job: Job, store: Any) -> tuple[bool, bytes]:
             _join(job, store, *job.group)
         value = function(*arguments, **named)
         # what cannot be sent back is this rank's failure
-        return True, cloudpickle.dumps(Outcome(job.place[0], "returned", time.monotonic(), value=value))
+        return True, cloudpickle.dumps(
+            Outcome(job.place[0], "returned", time.monotonic(), value=value)
+        )
     except BaseException as error:
-        outcome = Outcome(job.place[0], "raised", time.monotonic(), kind=type(error).__name__, message=str(error))
+        outcome = Outcome(
+            job.place[0], "raised", time.monotonic(), kind=type(error).__name__, message=str(error)
+        )
         outcome.trace = "".join(traceback.format_exception(error))
         return False, _with_exception(outcome, error)
 
@@ -184,7 +197,8 @@ def _with_exception(outcome: Outcome, error: BaseException) -> bytes:
 
 def _leave_group() -> None:
     if dist.is_initialized():
-        gc.collect()  # here, and not in one of Gloo's threads: what a test has left may hold its group
+        # here, and not in one of Gloo's threads: what a test has left may hold its group
+        gc.collect()
         with suppress(Exception):  # a group that has failed may also fail to end
             dist.destroy_process_group()
     if (last_rank := sys.modules.get("lockstep.watchdog.last_rank")) is not None:

@@ -49,7 +49,9 @@ def log(capfd: pytest.CaptureFixture[str]) -> Log:
 def test_lines_go_on_until_the_block_ends(log: Log) -> None:
     with Activity("lockstep train: loading PyTorch"):
         text = log.wait_for("\n", 2)
-    assert text.startswith("lockstep train: loading PyTorch ... 0 s\nlockstep train: loading PyTorch ... ")
+    assert text.startswith(
+        "lockstep train: loading PyTorch ... 0 s\nlockstep train: loading PyTorch ... "
+    )
     after = log.text()
     time.sleep(0.06)
     assert log.text() == after
@@ -67,12 +69,16 @@ def test_of_nested_blocks_the_innermost_is_shown(log: Log) -> None:
         log.wait_for("outer")
         with Activity("inner"):
             before = log.wait_for("inner").count("outer")
-            assert log.wait_for("inner", 4).count("outer") <= before + 1  # one that was being written
+            assert (
+                log.wait_for("inner", 4).count("outer") <= before + 1
+            )  # one that was being written
         log.wait_for("outer", log.text().count("outer") + 1)
 
 
 @pytest.mark.parametrize("how", ["not shown", "switched off"])
-def test_nothing_is_shown_of_quiet_commands(log: Log, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_nothing_is_shown_of_quiet_commands(
+    log: Log, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     if how == "switched off":
         monkeypatch.setenv("LOCKSTEP_PROGRESS", "off")
     with Activity("lockstep: quiet", shown=how == "switched off"):
@@ -95,7 +101,9 @@ def test_a_terminal_gets_one_line_that_disappears(monkeypatch: pytest.MonkeyPatc
     assert shown.endswith("\r\x1b[K")
 
 
-def test_a_closed_standard_error_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_closed_standard_error_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with (tmp_path / "log").open("w") as stream:
         pass
     monkeypatch.setattr(sys, "stderr", stream)

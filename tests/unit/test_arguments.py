@@ -1,4 +1,6 @@
-"""What arguments must be: the valid values are returned as they are, and the error names what was expected."""
+"""What arguments must be: the valid values are returned as they are, and the error names what was
+expected.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_a_flag_may_be_a_number_or_numpys_own_and_no_text() -> None:
     assert arguments.flag("shuffle", None, none="False") is None
     with pytest.raises(ConfigError, match=r"^shuffle: expected True or False, got 'False'$"):
         arguments.flag("shuffle", "False")
-    with pytest.raises(ConfigError, match=r"^shuffle: expected True or False, or None for False, got 2$"):
+    with pytest.raises(
+        ConfigError, match=r"^shuffle: expected True or False, or None for False, got 2$"
+    ):
         arguments.flag("shuffle", 2, none="False")
 
 
@@ -81,7 +85,9 @@ def test_one_of_a_few_texts_and_what_is_near() -> None:
         arguments.choice("mode", "d", "abc")
     with pytest.raises(ConfigError, match=r"^mode: expected a, got None$"):
         arguments.choice("mode", None, ["a"])
-    with pytest.raises(ConfigError, match=r"^mode: expected online or offline, got 'ofline'\. Did you mean offl"):
+    with pytest.raises(
+        ConfigError, match=r"^mode: expected online or offline, got 'ofline'\. Did you mean offl"
+    ):
         arguments.choice("mode", "ofline", ("online", "offline"))
     with pytest.raises(ConfigError, match=r"^mode: expected online or offline, got array"):
         arguments.choice("mode", np.array(["online"]), ("online", "offline"))
@@ -112,7 +118,8 @@ def test_an_instance_and_its_class() -> None:
     with pytest.raises(ConfigError, match=r"^model: expected a value, got list$"):
         arguments.instance("model", [], (int, str), "a value")
     with pytest.raises(
-        ConfigError, match=r"^model: expected a value, got the class int\. Create an instance: int\(...\)"
+        ConfigError,
+        match=r"^model: expected a value, got the class int\. Create an instance: int\(...\)",
     ):
         arguments.instance("model", int, (int, str), "a value")
 
@@ -131,5 +138,7 @@ def test_a_function_and_what_it_takes() -> None:
         arguments.function("fn", lambda a: a, "a function", takes=2)
     with pytest.raises(ConfigError, match=r"^fn: expected a function, got 3\. Give one\.$"):
         arguments.function("fn", 3, "a function", hint="Give one.")
-    with pytest.raises(ConfigError, match=r"got the class dict\. Create an instance: dict\(...\)\.$"):
+    with pytest.raises(
+        ConfigError, match=r"got the class dict\. Create an instance: dict\(...\)\.$"
+    ):
         arguments.function("fn", dict, "a function", of_class=False)

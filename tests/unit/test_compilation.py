@@ -55,9 +55,13 @@ def test_the_model_stays_the_same_object_with_the_same_results() -> None:
 def test_models_have_programs_of_their_own() -> None:
     x, calls = torch.randn(4, 3), []
     for number in range(10):  # more than the programs that torch keeps of one piece of code
-        model = compile_or_fallback(nn.Sequential(*(nn.Tanh() for _ in range(number % 9 + 1))), backend="eager")
+        model = compile_or_fallback(
+            nn.Sequential(*(nn.Tanh() for _ in range(number % 9 + 1))), backend="eager"
+        )
         model.register_forward_hook(lambda *_, number=number: calls.append(number))
-        torch.testing.assert_close(model(x), nn.Sequential.forward(model, x))  # a fallback would warn: an error here
+        torch.testing.assert_close(
+            model(x), nn.Sequential.forward(model, x)
+        )  # a fallback would warn: an error here
     assert calls == list(range(10))
 
 
@@ -69,7 +73,9 @@ def test_only_modules_are_compiled() -> None:
 def test_what_is_no_single_program_is_compiled_in_parts() -> None:
     model = compile_or_fallback(Branching(), backend="eager")
     x = torch.randn(4, 3)
-    with pytest.warns(RuntimeWarning, match="Branching runs in parts, not as one program: .*[Dd]ata-dependent"):
+    with pytest.warns(
+        RuntimeWarning, match="Branching runs in parts, not as one program: .*[Dd]ata-dependent"
+    ):
         found = model(x)
     torch.testing.assert_close(found, Branching.forward(model, x))
     model(x)  # said once
@@ -84,7 +90,9 @@ def test_what_cannot_be_compiled_runs_as_before() -> None:
 
     model = compile_or_fallback(nn.Linear(3, 2), backend=backend)
     x = torch.randn(4, 3)
-    with pytest.warns(RuntimeWarning, match="Linear runs uncompiled, not in parts: .*no compiler here"):
+    with pytest.warns(
+        RuntimeWarning, match="Linear runs uncompiled, not in parts: .*no compiler here"
+    ):
         found = model(x)
     count = len(tried)
     model(torch.randn(5, 3))  # said and tried once
@@ -120,7 +128,9 @@ def test_a_model_on_several_devices_is_saved_as_one(tmp_path: Path) -> None:
     model = lockstep.DataParallel(nn.Linear(3, 2), ["cpu", "cpu"])
     lockstep.export(model, (torch.randn(4, 3),), tmp_path / "model.pt2", onnx=False)
     x = torch.randn(2, 3)
-    torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(x), model.module(x))
+    torch.testing.assert_close(
+        torch.export.load(tmp_path / "model.pt2").module()(x), model.module(x)
+    )
 
 
 class Doubling(nn.Module):
@@ -145,7 +155,9 @@ def test_a_model_with_an_inner_module_is_saved_whole(tmp_path: Path) -> None:
     torch.testing.assert_close(found, model(x), equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "said"), [("model.onnx", "another suffix"), ("none/model.pt2", "an existing folder")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("model.onnx", "another suffix"), ("none/model.pt2", "an existing folder")]
+)
 def test_paths_that_cannot_be_written(tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"path: expected .*{said}"):
         lockstep.export(nn.Linear(3, 2), torch.randn(4, 3), tmp_path / name)
@@ -158,7 +170,9 @@ def test_a_model_that_cannot_be_traced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_program_that_gives_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_gives_something_else_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     traced = compilation._trace
 
     def other(model: nn.Module, *args: object) -> object:
@@ -167,7 +181,9 @@ def test_a_program_that_gives_something_else_is_not_written(tmp_path: Path, monk
         return traced(model, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(compilation, "_trace", other)
-    with pytest.raises(LockstepError, match="expected the archive program to give the model's outputs"):
+    with pytest.raises(
+        LockstepError, match="expected the archive program to give the model's outputs"
+    ):
         lockstep.export(nn.Linear(3, 2), torch.randn(4, 3), tmp_path / "model.pt2", onnx=False)
     assert list(tmp_path.iterdir()) == []
 
@@ -187,7 +203,9 @@ def test_onnx_goes_beside_the_archive(tmp_path: Path) -> None:
 
 def test_onnx_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "_ONNX", ("no_such_package",))
-    with pytest.raises(ConfigError, match=r"^onnx needs the package no_such_package: .*lockstep-train\[onnx\]"):
+    with pytest.raises(
+        ConfigError, match=r"^onnx needs the package no_such_package: .*lockstep-train\[onnx\]"
+    ):
         lockstep.export(nn.Linear(3, 2), torch.randn(4, 3), tmp_path / "model.pt2", onnx=True)
     written = lockstep.export(nn.Linear(3, 2), torch.randn(4, 3), tmp_path / "model.pt2")
     assert [file.name for file in written] == ["model.pt2"]
@@ -216,4 +234,6 @@ def test_a_model_without_an_onnx_form(tmp_path: Path) -> None:
         lockstep.export(Bessel(), torch.randn(4, 3), tmp_path / "model.pt2", onnx=True)
     assert list(tmp_path.iterdir()) == []
     with pytest.warns(RuntimeWarning, match=r"no ONNX file was written\. .*bessel"):
-        assert lockstep.export(Bessel(), torch.randn(4, 3), tmp_path / "model.pt2") == [tmp_path / "model.pt2"]
+        assert lockstep.export(Bessel(), torch.randn(4, 3), tmp_path / "model.pt2") == [
+            tmp_path / "model.pt2"
+        ]

@@ -34,7 +34,9 @@ def forgets() -> Any:
 
 def test_what_torch_knows() -> None:
     assert [devices.is_known(kind) for kind in ("cuda", "xpu", "mps")] == [True] * 3
-    assert [devices.is_known(kind) for kind in ("cpu", "meta", "cuda:1", "gpu", "", "vulkan")] == [False] * 6
+    assert [devices.is_known(kind) for kind in ("cpu", "meta", "cuda:1", "gpu", "", "vulkan")] == [
+        False
+    ] * 6
     assert devices.known_names() == ["cuda", "mps", "xpu"]
 
 
@@ -53,7 +55,11 @@ def test_memory_that_cannot_be_page_locked_is_done_without(
         raise RuntimeError("no allocator")
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", fail)
-    assert not devices.pins_memory(XPU) and not devices.pins_memory(MPS) and not devices.pins_memory(CPU)
+    assert (
+        not devices.pins_memory(XPU)
+        and not devices.pins_memory(MPS)
+        and not devices.pins_memory(CPU)
+    )
     devices._pins_memory.cache_clear()
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     assert devices.pins_memory(XPU) and not devices.pins_memory(MPS)
@@ -64,9 +70,15 @@ def test_without_streams_numbers_are_read_at_once(monkeypatch: pytest.MonkeyPatc
     assert HostCopy(torch.tensor([1.0, 2.0])).read() == [1.0, 2.0]
 
 
-def test_memory_is_what_a_module_says(module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_what_a_module_says(
+    module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "accelerator", SimpleNamespace())
-    assert devices.memory_of(XPU) is None and devices.peak_memory(XPU) is None and devices.memory_of(CPU) is None
+    assert (
+        devices.memory_of(XPU) is None
+        and devices.peak_memory(XPU) is None
+        and devices.memory_of(CPU) is None
+    )
     devices.reset_peak_memory(XPU)
     module.mem_get_info = lambda device: (3, 8)
     module.memory_reserved = lambda device: 4
@@ -90,7 +102,9 @@ def test_a_generator_is_seeded_where_it_is(module: SimpleNamespace) -> None:
     assert devices.generator_of(XPU) is None
     module.init = lambda: None
     module.default_generators = [
-        SimpleNamespace(manual_seed=lambda key, number=number: seeded.append((f"number {number}", key)))
+        SimpleNamespace(
+            manual_seed=lambda key, number=number: seeded.append((f"number {number}", key))
+        )
         for number in range(2)
     ]
     devices.seed(XPU, 6)
@@ -99,8 +113,12 @@ def test_a_generator_is_seeded_where_it_is(module: SimpleNamespace) -> None:
     assert devices.generator_of(XPU) is module.default_generators[1]
 
 
-def test_float64_and_bf16_are_used_where_they_are(module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=False))
+def test_float64_and_bf16_are_used_where_they_are(
+    module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=False)
+    )
     assert [devices.has_float64(device) for device in (CPU, XPU, MPS)] == [True, False, False]
     assert devices.supports_bf16(XPU) and devices.supports_bf16(CPU)
     module.is_bf16_supported = lambda: False

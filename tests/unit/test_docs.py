@@ -28,11 +28,15 @@ def test_the_first_example_is_the_program_that_can_be_run(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
-    missing = [link for link in links if not link.startswith("http") and not (page.parent / link).exists()]
+    missing = [
+        link for link in links if not link.startswith("http") and not (page.parent / link).exists()
+    ]
     assert missing == []
 
 
-@pytest.mark.parametrize(("english", "chinese"), [("README.md", "README.zh.md"), ("docs/index.md", "docs/zh/index.md")])
+@pytest.mark.parametrize(
+    ("english", "chinese"), [("README.md", "README.zh.md"), ("docs/index.md", "docs/zh/index.md")]
+)
 def test_both_languages_show_the_same_commands_and_figures(english: str, chinese: str) -> None:
     first, second = ((ROOT / name).read_text() for name in (english, chinese))
     assert _code(first) == _code(second)
@@ -66,23 +70,39 @@ def test_the_readme_is_short_and_says_first_what_it_is_about() -> None:
     words = re.sub(beside_words, "", text, flags=re.DOTALL | re.MULTILINE).split()
     assert 300 <= len(words) <= 500
     first = " ".join(text.splitlines()[:10])
-    assert "trains a PyTorch model on any number of workers" in first and "It is for people who" in first
+    assert (
+        "trains a PyTorch model on any number of workers" in first
+        and "It is for people who" in first
+    )
 
 
-def test_the_figures_of_the_readmes_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_of_the_readmes_are_those_of_the_benchmarks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     readme = importlib.import_module("readme")
-    english, chinese = ((ROOT / language.file).read_text() for language in (readme.ENGLISH, readme.CHINESE))
+    english, chinese = (
+        (ROOT / language.file).read_text() for language in (readme.ENGLISH, readme.CHINESE)
+    )
     assert readme.table(readme.ENGLISH) in english and readme.table(readme.CHINESE) in chinese
     measured = [
-        row["over_one_pass"]["8"]["median"] for row in readme.read("invariance")["rows"] if row["over_one_pass"]
+        row["over_one_pass"]["8"]["median"]
+        for row in readme.read("invariance")["rows"]
+        if row["over_one_pass"]
     ]
     most = round(100 * (max(measured) - 1))
     assert f"took up to {most} % longer" in english and f"最多增加 {most} %" in chinese
     resumed = readme.read("trainers")["resumed"]
     left_out = {resumed[side][1]["left out"] for side in ("accelerate", "lightning")}
-    assert left_out == {80} and "left out 80 of 360 samples" in english and "360 个样本中的 80 个" in chinese
-    pauses = [f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" for seconds in readme.recoveries().values()]
+    assert (
+        left_out == {80}
+        and "left out 80 of 360 samples" in english
+        and "360 个样本中的 80 个" in chinese
+    )
+    pauses = [
+        f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+        for seconds in readme.recoveries().values()
+    ]
     assert all(each in english and each.removesuffix("s") in chinese for each in pauses)
 
 
@@ -101,14 +121,21 @@ def test_the_architecture_names_files_that_are_there() -> None:
     assert [name for name in files if not (ROOT / "src/lockstep" / name).exists()] == []
 
 
-SYMPTOMS_OF_OTHERS = ("lockstep: command not found", "stack expects each tensor to be equal size", "runs/a-2")
+SYMPTOMS_OF_OTHERS = (
+    "lockstep: command not found",
+    "stack expects each tensor to be equal size",
+    "runs/a-2",
+)
 
 
 def test_symptoms_are_messages_of_the_code() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
     tables = re.findall(r"^\| Symptom .*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
     shown = [
-        code for table in tables for row in table.splitlines() for code in re.findall(r"`([^`]+)`", row.split("|")[1])
+        code
+        for table in tables
+        for row in table.splitlines()
+        for code in re.findall(r"`([^`]+)`", row.split("|")[1])
     ]
     ours = [code for code in shown if code not in SYMPTOMS_OF_OTHERS]
     assert len(ours) >= 25
@@ -124,7 +151,9 @@ def _fixed_parts(message: str) -> list[str]:
 
 def _texts_of_the_code() -> str:
     sources = [ast.parse(path.read_text()) for path in (ROOT / "src/lockstep").rglob("*.py")]
-    nodes = (node for source in sources for node in ast.walk(source) if isinstance(node, ast.Constant))
+    nodes = (
+        node for source in sources for node in ast.walk(source) if isinstance(node, ast.Constant)
+    )
     return "\n".join(node.value for node in nodes if isinstance(node.value, str))
 
 
@@ -135,4 +164,7 @@ def test_the_changed_lines_shown_are_those_of_the_ports(monkeypatch: pytest.Monk
     shown = re.findall(r"^\| (.*?) \| (\d+) \| (\d+) \| [\d.]+ \| [\d.]+ \|$", page, re.MULTILINE)
     assert shown == [(port.name, *map(str, ports.changes(port.file))) for port in ports.ALL]
     prepare = next(lines for name, lines, _ in shown if "prepare" in name)
-    assert f"[{prepare} changed lines](coming-from/accelerate.md" in (ROOT / "docs/tasks.md").read_text()
+    assert (
+        f"[{prepare} changed lines](coming-from/accelerate.md"
+        in (ROOT / "docs/tasks.md").read_text()
+    )

@@ -21,7 +21,11 @@ from support.documented_code import (
     subcommands,
 )
 
-BLOCKS = [block for page in PAGES for block in read_blocks(page.relative_to(ROOT).as_posix(), page.read_text())]
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in read_blocks(page.relative_to(ROOT).as_posix(), page.read_text())
+]
 PROGRAMS = {
     block.text: f"{block.page}:{block.line}"
     for block in reversed(BLOCKS)  # of equal programs, the name of the first
@@ -34,23 +38,32 @@ def test_commands_and_code_fit_the_package(page: Path) -> None:
     name = page.relative_to(ROOT).as_posix()
     problems = [(block.line, check_block(block)) for block in BLOCKS if block.page == name]
     assert [f"{name}:{line}: {problem}" for line, found in problems for problem in found] == []
-    assert [problem for code in read_inline(page.read_text()) for problem in check_inline(code)] == []
+    assert [
+        problem for code in read_inline(page.read_text()) for problem in check_inline(code)
+    ] == []
 
 
 def test_examples_in_help_texts_fit_the_options() -> None:
     texts = {name: parser.format_help() for name, parser in subcommands().items()}
     lines = [line.strip() for text in texts.values() for line in text.splitlines()]
     # a remark follows after several spaces
-    examples = [re.split(r" {2,}", line)[0] for line in lines if re.match(r"(?:lockstep|srun) ", line)]
+    examples = [
+        re.split(r" {2,}", line)[0] for line in lines if re.match(r"(?:lockstep|srun) ", line)
+    ]
     assert len(examples) >= 30 and {example.split()[1] for example in examples} > {*texts}
-    assert [problem for example in examples for problem in check_command(example.partition(" | ")[0])] == []
+    assert [
+        problem for example in examples for problem in check_command(example.partition(" | ")[0])
+    ] == []
 
 
 @pytest.mark.leaks("matplotlib keeps its fonts open")
 @pytest.mark.parametrize("text", PROGRAMS, ids=PROGRAMS.values())
 def test_whole_programs_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("digits", "fashion_mnist"):  # images of the same shape, without a download and in less time
+    for name in (
+        "digits",
+        "fashion_mnist",
+    ):  # images of the same shape, without a download and in less time
         monkeypatch.setattr(lockstep.data, name, lambda: lockstep.data.synthetic(train=64, test=16))
     exec(compile(text, "<documentation>", "exec"), {"__name__": "__main__"})
 
@@ -100,7 +113,10 @@ def test_a_block_that_does_not_fit_is_found(language: str, text: str, problem: s
 
 
 def test_a_marked_block_needs_no_check_of_its_commands() -> None:
-    text = "Text.\n<!-- not run: needs a cluster -->\n```console\nkubectl apply\n```\n\n```console\nkubectl get\n```\n"
+    text = (
+        "Text.\n<!-- not run: needs a cluster -->\n```console\nkubectl "
+        "apply\n```\n\n```console\nkubectl get\n```\n"
+    )
     marked, other = read_blocks("page.md", text)
     assert (marked.not_run, marked.line, other.line) == ("needs a cluster", 4, 8)
     assert check_block(marked) == [] and len(check_block(other)) == 1
@@ -109,18 +125,24 @@ def test_a_marked_block_needs_no_check_of_its_commands() -> None:
 
 
 def test_a_mark_needs_a_reason_directly_above() -> None:
-    for text in ("<!-- not run: -->\n```console\nls\n```\n", "<!-- not run: x -->\n\n```console\nls\n```\n"):
+    for text in (
+        "<!-- not run: -->\n```console\nls\n```\n",
+        "<!-- not run: x -->\n\n```console\nls\n```\n",
+    ):
         (block,) = read_blocks("page.md", text)
         assert block.not_run == ""
 
 
 def test_inline_code_is_checked() -> None:
     text = (
-        "Use `lockstep run --fast`.\n\n| Other | Ours |\n|---|---|\n| `Trainer(..., x=1)` | `Trainer(..., out=1)` |\n"
+        "Use `lockstep run --fast`.\n\n| Other | Ours |\n|---|---|\n| `Trainer(..., x=1)` | "
+        "`Trainer(..., out=1)` |\n"
     )
     assert [problem for code in read_inline(text) for problem in check_inline(code)] == [
         "lockstep run --fast: no option --fast",
         "line 1: Trainer(): got an unexpected keyword argument 'out'",
     ]
-    assert check_inline("lockstep.evaluat(model)") == ["line 1: lockstep has no attribute 'evaluat'"]
+    assert check_inline("lockstep.evaluat(model)") == [
+        "line 1: lockstep has no attribute 'evaluat'"
+    ]
     assert check_inline("lockstep run --restarts N") == check_inline("some words") == []

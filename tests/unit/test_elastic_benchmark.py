@@ -20,7 +20,10 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def events(elastic: Any, *lines: tuple[float, int, str, int, dict[str, Any]]) -> list[Any]:
     names = ("time", "pid", "kind", "generation")
-    return [elastic.Event.of(json.dumps(dict(zip(names, line, strict=False)) | line[4])) for line in lines]
+    return [
+        elastic.Event.of(json.dumps(dict(zip(names, line, strict=False)) | line[4]))
+        for line in lines
+    ]
 
 
 LOSS: list[tuple[float, int, str, int, dict[str, Any]]] = [
@@ -42,7 +45,9 @@ LOSS: list[tuple[float, int, str, int, dict[str, Any]]] = [
 
 def test_a_pause_lasts_until_a_step_of_the_group_without_the_lost_worker(elastic: Any) -> None:
     found = elastic.pause_of(events(elastic, *LOSS), 10.0, {1, 2})
-    assert found == pytest.approx({"seen": 0.3, "left": 0.4, "formed": 0.4, "begun": 0.6, "step": 0.8})
+    assert found == pytest.approx(
+        {"seen": 0.3, "left": 0.4, "formed": 0.4, "begun": 0.6, "step": 0.8}
+    )
     assert elastic.pause_of(events(elastic, *LOSS[:-5]), 10.0, {1, 2}) == {}
 
 
@@ -53,5 +58,7 @@ def test_a_replacement_is_at_work_after_its_first_step(elastic: Any) -> None:
 
 
 def test_steps_that_are_done_again_are_counted(elastic: Any) -> None:
-    assert elastic.recovery_of(events(elastic, *LOSS), 10.0, {1, 2, 3}) == pytest.approx({"pause": 0.8, "redone": 1})
+    assert elastic.recovery_of(events(elastic, *LOSS), 10.0, {1, 2, 3}) == pytest.approx(
+        {"pause": 0.8, "redone": 1}
+    )
     assert elastic.recovery_of(events(elastic, *LOSS[:4]), 10.0, {1, 2, 3}) == {}

@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 
 from lockstep import errors
-from lockstep.errors import ConfigError, InterruptedRunError, LockstepError, WorkerError, unknown_name
+from lockstep.errors import (
+    ConfigError,
+    InterruptedRunError,
+    LockstepError,
+    WorkerError,
+    unknown_name,
+)
 
 
 def test_the_message_has_all_parts() -> None:
     error = ConfigError("global_batch_size", "a whole number of at least 1", -4, "Use more.")
-    assert str(error) == "global_batch_size: expected a whole number of at least 1, got -4. Use more."
+    assert (
+        str(error) == "global_batch_size: expected a whole number of at least 1, got -4. Use more."
+    )
     assert error.render("--global-batch-size").startswith("--global-batch-size: expected")
 
 
@@ -43,7 +51,9 @@ def test_a_description_of_what_was_found_is_not_quoted() -> None:
 
 
 def _is_prose(value: ast.expr) -> bool:
-    return isinstance(value, ast.JoinedStr) or (isinstance(value, ast.Constant) and isinstance(value.value, str))
+    return isinstance(value, ast.JoinedStr) or (
+        isinstance(value, ast.Constant) and isinstance(value.value, str)
+    )
 
 
 def test_near_names_are_offered() -> None:

@@ -1,4 +1,6 @@
-"""The sockets of Gloo groups: what is not acknowledged is sent again soon, also after a network was cut for long."""
+"""The sockets of Gloo groups: what is not acknowledged is sent again soon, also after a network was
+cut for long.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,37 @@ def connected() -> Iterator[socket.socket]:
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                    if (
+                        copy.family in (socket.AF_INET, socket.AF_INET6)
+                        and copy.type == socket.SOCK_STREAM
+                    ):
                         copy.getpeername()
                         yield copy
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an option of Linux")
-def test_the_connections_of_a_group_between_hosts_send_again_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connections_of_a_group_between_hosts_send_again_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store, made = HashStore(), []
     before = {copy.getsockname() for copy in connected()}
     threads = [
-        threading.Thread(target=lambda rank=rank: made.append(GlooConnection(store, rank, 2, LIMIT))) for rank in (0, 1)
+        threading.Thread(
+            target=lambda rank=rank: made.append(GlooConnection(store, rank, 2, LIMIT))
+        )
+        for rank in (0, 1)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     try:
-        options = [copy.getsockopt(socket.IPPROTO_TCP, 16) for copy in connected() if copy.getsockname() not in before]
+        options = [
+            copy.getsockopt(socket.IPPROTO_TCP, 16)
+            for copy in connected()
+            if copy.getsockname() not in before
+        ]
     finally:
         for connection in made:
             connection.close()

@@ -16,7 +16,9 @@ COMMANDS = ("run", "train", "horovodrun", "join", "resize", "top", "submit")
 
 def test_messages_to_users() -> None:
     found = golden_texts.read_by_users()
-    before = set(golden_texts.TEXTS.read_text().splitlines()) if golden_texts.TEXTS.exists() else set()
+    before = (
+        set(golden_texts.TEXTS.read_text().splitlines()) if golden_texts.TEXTS.exists() else set()
+    )
     if before - found:  # a text may have moved to a file in which texts are not pinned
         found |= before & golden_texts.read_by_users(sorted(golden_texts.PACKAGE.rglob("*.py")))
     golden_texts.compare(golden_texts.TEXTS, sorted(found))
@@ -28,9 +30,13 @@ def test_options() -> None:
 
 
 def options_of(command: str) -> Iterator[str]:
-    """The options of a command in the order of its help, with their groups; argparse lays it out."""
+    """The options of a command in the order of its help, with their groups; argparse lays it
+    out.
+    """
     top = _parser()
-    (commands,) = (each.choices for each in top._actions if isinstance(each, argparse._SubParsersAction))
+    (commands,) = (
+        each.choices for each in top._actions if isinstance(each, argparse._SubParsersAction)
+    )
     parser: argparse.ArgumentParser = commands[command]
     yield f"lockstep {command}"
     for group in parser._action_groups:
@@ -88,7 +94,9 @@ def test_what_counts_as_a_text() -> None:
     }
 
 
-def test_a_change_is_shown_and_accepted_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_is_shown_and_accepted_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "tests" / "golden" / "texts.txt"
     monkeypatch.setattr(golden_texts, "GOLDEN", tmp_path / "tests" / "data" / "golden")
     monkeypatch.setenv("UPDATE_GOLDEN", "1")
@@ -96,5 +104,8 @@ def test_a_change_is_shown_and_accepted_on_demand(tmp_path: Path, monkeypatch: p
         golden_texts.compare(path, ["a", "b"])
     monkeypatch.delenv("UPDATE_GOLDEN")
     golden_texts.compare(path, ["a", "b"])
-    with pytest.raises(pytest.fail.Exception, match=r"tests/golden/texts.txt (.|\n)*\n-b\n\+c\n(.|\n)*UPDATE_GOLDEN=1"):
+    with pytest.raises(
+        pytest.fail.Exception,
+        match=r"tests/golden/texts.txt (.|\n)*\n-b\n\+c\n(.|\n)*UPDATE_GOLDEN=1",
+    ):
         golden_texts.compare(path, ["a", "c"])

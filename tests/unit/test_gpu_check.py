@@ -1,4 +1,6 @@
-"""What `make gpu-check` does around its parts: limits, failures, reports and the page. The parts need a GPU."""
+"""What `make gpu-check` does around its parts: limits, failures, reports and the page. The parts
+need a GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def setting(check: Any, tmp_path: Path) -> Any:
     return check.Setting("cpu", True, tmp_path, time.monotonic() + 60)
 
 
-def test_a_part_that_hangs_is_ended_with_all_that_it_has_started(check: Any, setting: Any, tmp_path: Path) -> None:
+def test_a_part_that_hangs_is_ended_with_all_that_it_has_started(
+    check: Any, setting: Any, tmp_path: Path
+) -> None:
     late = tmp_path / "late"
     script = f"""
 import os, time
@@ -68,7 +72,9 @@ def test_a_failure_stands_on_the_page_and_the_rest_goes_on(
     def measures(part: Any, setting: Any) -> dict[str, Any]:
         return {"state": "passed", "found": {"LeNet": {"best of ours over best by hand": 1.5}}}
 
-    monkeypatch.setattr(check, "PARTS", [check.Part("tests", 5, fails), check.Part("epochs", 5, measures)])
+    monkeypatch.setattr(
+        check, "PARTS", [check.Part("tests", 5, fails), check.Part("epochs", 5, measures)]
+    )
     monkeypatch.setattr(sys, "argv", ["check.py", "--device", "cpu", "--output", str(tmp_path)])
     assert check.main() == 1
     kept = json.loads((tmp_path / "gpu.json").read_text())["the CPU"]

@@ -58,8 +58,15 @@ def test_what_cannot_be_read_is_named(text: str, told: str) -> None:
 
 def test_a_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# four hosts\n\nnode1 slots=4\nme@node2:2  # old\n  node3\tmax_slots=8 slots=2\n[::1]:3\n")
-    assert read_hostfile(path) == [Host("node1", 4), Host("node2", 2, "me"), Host("node3", 2), Host("::1", 3)]
+    path.write_text(
+        "# four hosts\n\nnode1 slots=4\nme@node2:2  # old\n  node3\tmax_slots=8 slots=2\n[::1]:3\n"
+    )
+    assert read_hostfile(path) == [
+        Host("node1", 4),
+        Host("node2", 2, "me"),
+        Host("node3", 2),
+        Host("::1", 3),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,10 @@ SLOW = {"accelerate", "matplotlib", "psutil", "rich", "sklearn", "tensorboard", 
 
 @pytest.fixture(scope="module")
 def imports() -> list[dict[str, Any]]:
-    runs = [subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True) for _ in range(3)]
+    runs = [
+        subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True)
+        for _ in range(3)
+    ]
     return [json.loads(run.stdout) for run in runs]
 
 
@@ -44,5 +47,11 @@ def test_import_brings_in_nothing_slow(imports: list[dict[str, Any]]) -> None:
 
 def test_a_launcher_starts_the_fork_server_before_it_loads_pytorch() -> None:
     """Then both load it at once; one after the other takes twice as long."""
-    program = "import sys; import lockstep.launcher.start, lockstep.launcher.ssh; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"False\n"
+    program = (
+        "import sys; import lockstep.launcher.start, lockstep.launcher.ssh; print('torch' in "
+        "sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout
+        == b"False\n"
+    )

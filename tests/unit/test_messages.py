@@ -41,10 +41,16 @@ def test_other_fields_are_ignored_and_missing_ones_have_defaults() -> None:
         ("", "Expecting value"),
         ("[" * 100_000, "nested too deeply"),
         ("[1]", "Expected `object`, got `array`"),
-        ('{"by_rank": {"x": {"number": 1}}}', r"Expected `int`, got `str` - at `key` in `\$\.by_rank`"),
+        (
+            '{"by_rank": {"x": {"number": 1}}}',
+            r"Expected `int`, got `str` - at `key` in `\$\.by_rank`",
+        ),
         ('{"by_rank": {"1": {}}}', "missing required field `number`"),
         ('{"by_rank": {"1": {"number": true}}}', "Expected `int`, got `bool`"),
-        (f'{{"by_rank": {{"1": {{"number": {10**30}}}}}}}', "Expected `int` <= 9223372036854775807"),
+        (
+            f'{{"by_rank": {{"1": {{"number": {10**30}}}}}}}',
+            "Expected `int` <= 9223372036854775807",
+        ),
         (f'{{"names": {["a"] * 10_001}}}'.replace("'", '"'), "Expected `array` of length <= 10000"),
         ('{"seconds": NaN}', "expected a finite number, got NaN"),
     ],
@@ -59,8 +65,8 @@ def test_numbers_that_are_not_finite_are_not_written() -> None:
         encode(Message(seconds=float("nan")))
 
 
-# Threads that analyse the fields of a struct at the same time crash inside msgspec 0.22. Without the lock in `convert`
-# this program crashes in every run.
+# Threads that analyse the fields of a struct at the same time crash inside msgspec 0.22. Without
+# the lock in `convert` this program crashes in every run.
 THREADS = """
 import importlib, sys, threading
 from lockstep.messages import convert
@@ -86,5 +92,7 @@ for _ in range(20):
 
 
 def test_several_threads_may_read_the_first_message_of_a_kind() -> None:
-    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=100
+    )
     assert (done.returncode, done.stderr) == (0, "")

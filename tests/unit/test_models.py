@@ -28,11 +28,16 @@ EXPECTED = {
     "mlp": linear(784, 256) + linear(256, 128) + linear(128, 10),
     # W1 (20,1,3,3), W2 (50,20,5,5), W3 (800,128), W4 (128,10), each with its bias
     "lenet": convolution(1, 20, 3) + convolution(20, 50, 5) + linear(800, 128) + linear(128, 10),
-    "convnet": convolution(1, 64, 3) + convolution(64, 128, 3) + linear(14 * 14 * 128, 1024) + linear(1024, 10),
+    "convnet": convolution(1, 64, 3)
+    + convolution(64, 128, 3)
+    + linear(14 * 14 * 128, 1024)
+    + linear(1024, 10),
     "resnet18": convolution(1, 64, 3)
     + 2 * 64
     + 2 * residual(64, 64, False)
-    + sum(residual(a, b, True) + residual(b, b, False) for a, b in ((64, 128), (128, 256), (256, 512)))
+    + sum(
+        residual(a, b, True) + residual(b, b, False) for a, b in ((64, 128), (128, 256), (256, 512))
+    )
     + linear(512, 10),
 }
 
@@ -61,7 +66,9 @@ def test_lenet_is_the_tutorials_function() -> None:
     w1, b1, w2, b2, w3, b3, w4, b4 = model.parameters()
     x = torch.randn(3, 1, 28, 28)
     h1 = torch.nn.functional.avg_pool2d(torch.relu(torch.nn.functional.conv2d(x, w1, b1)), 2)
-    h2 = torch.nn.functional.avg_pool2d(torch.relu(torch.nn.functional.conv2d(h1, w2, b2)), 2).reshape(3, -1)
+    h2 = torch.nn.functional.avg_pool2d(
+        torch.relu(torch.nn.functional.conv2d(h1, w2, b2)), 2
+    ).reshape(3, -1)
     expected = torch.relu(h2 @ w3.T + b3) @ w4.T + b4
     torch.testing.assert_close(model(x), expected)
 
@@ -93,7 +100,9 @@ def test_factories_of_the_users() -> None:
     assert parameters(build(f"{__name__}:make_shaped", 3, (7,))) == 24
 
 
-@pytest.mark.parametrize(("factory", "said"), [("make_greedy", "width"), ("make_nothing", "NoneType")])
+@pytest.mark.parametrize(
+    ("factory", "said"), [("make_greedy", "width"), ("make_nothing", "NoneType")]
+)
 def test_factories_that_cannot_be_used(factory: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         build(f"{__name__}:{factory}", 3, (7,))

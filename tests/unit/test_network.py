@@ -35,7 +35,10 @@ def test_links_are_understood(text: str, bandwidth: float, latency: float) -> No
 
 
 def test_presets_are_links_by_name_with_a_source() -> None:
-    assert all(parse_link(name.upper()) == preset.link and preset.source for name, preset in PRESETS.items())
+    assert all(
+        parse_link(name.upper()) == preset.link and preset.source
+        for name, preset in PRESETS.items()
+    )
     assert PRESETS["10gbe"].link.bandwidth == pytest.approx(1.25e9 * 0.9415, rel=1e-3)
 
 
@@ -44,7 +47,17 @@ def test_a_link_takes_latency_and_bytes_over_bandwidth() -> None:
     assert Link(1e9, 50e-6).slower(2).seconds(1e6) == pytest.approx(2.1e-3)
 
 
-WRONG_LINKS = ["", "fast", "50us", "0Gbit,5us", "25Gbit,10Gbit", "5us,5us", "25Gbit,50us,1", "-1Gbit", "1e999Gbit"]
+WRONG_LINKS = [
+    "",
+    "fast",
+    "50us",
+    "0Gbit,5us",
+    "25Gbit,10Gbit",
+    "5us,5us",
+    "25Gbit,50us,1",
+    "-1Gbit",
+    "1e999Gbit",
+]
 
 
 @pytest.mark.parametrize("text", WRONG_LINKS)
@@ -55,14 +68,24 @@ def test_other_links_are_refused_with_one_line(text: str) -> None:
 
 
 def test_a_whole_network_survives_its_own_text() -> None:
-    text = "4 hosts, 25Gbit, 50us, jitter 10us, slow host 3 4x, cut 0-2 after 30s, dilation 2, seed 7"
+    text = (
+        "4 hosts, 25Gbit, 50us, jitter 10us, slow host 3 4x, cut 0-2 after 30s, dilation 2, seed 7"
+    )
     network = parse_network(text)
     assert network.link.latency == pytest.approx(50e-6) and network.link.bandwidth == 3.125e9
-    assert network == VirtualNetwork(4, network.link, network.jitter, ((3, 4.0),), (Cut((0, 2), 30.0),), 2.0, 7)
+    assert network == VirtualNetwork(
+        4, network.link, network.jitter, ((3, 4.0),), (Cut((0, 2), 30.0),), 2.0, 7
+    )
     again = parse_network(str(network))
-    assert again.link.bandwidth == pytest.approx(3.125e9, rel=1e-11) and again.link.latency == pytest.approx(50e-6)
+    assert again.link.bandwidth == pytest.approx(
+        3.125e9, rel=1e-11
+    ) and again.link.latency == pytest.approx(50e-6)
     assert again.jitter == pytest.approx(network.jitter) and (again.hosts, again.seed) == (4, 7)
-    assert (again.cuts, again.slow, again.dilation) == (network.cuts, network.slow, network.dilation)
+    assert (again.cuts, again.slow, again.dilation) == (
+        network.cuts,
+        network.slow,
+        network.dilation,
+    )
     assert parse_network("2 hosts, 10gbe, dilation auto").dilation == AUTO_DILATION
 
 
@@ -90,7 +113,9 @@ def test_other_networks_are_refused_with_one_line(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("workers", "hosts", "expected"), [(8, 4, [0, 0, 1, 1, 2, 2, 3, 3]), (5, 3, [0, 0, 1, 1, 2])])
+@pytest.mark.parametrize(
+    ("workers", "hosts", "expected"), [(8, 4, [0, 0, 1, 1, 2, 2, 3, 3]), (5, 3, [0, 0, 1, 1, 2])]
+)
 def test_ranks_are_dealt_out_in_blocks(workers: int, hosts: int, expected: list[int]) -> None:
     network = VirtualNetwork(hosts, Link(1e9, 0.0))
     assert [network.host_of(rank, workers) for rank in range(workers)] == expected
@@ -99,7 +124,9 @@ def test_ranks_are_dealt_out_in_blocks(workers: int, hosts: int, expected: list[
 
 
 def test_dilation_slows_the_cards_and_auto_is_twice_the_workers_per_core() -> None:
-    network = parse_network("2 hosts, 8Mbit, 1ms, slow host 1 3x, dilation auto").resolved(workers=8, cores=2)
+    network = parse_network("2 hosts, 8Mbit, 1ms, slow host 1 3x, dilation auto").resolved(
+        workers=8, cores=2
+    )
     assert network.dilation == 8.0
     assert network.card(0) == Link(0.125e6, 8e-3)
     slow = network.card(1)

@@ -1,4 +1,6 @@
-"""What an entry of a table of options makes of itself: flags, help, a value, and words for other launchers."""
+"""What an entry of a table of options makes of itself: flags, help, a value, and words for other
+launchers.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_one_entry_reaches_the_workers_of_all_hosts() -> None:
     assert "--example 3 " in host_command(job, job.hosts[1], 1, 2)[-1]
     assert remote_environment(job, {})["LOCKSTEP_EXAMPLE"] == "3"
     spec = JobSpec.of(job)
-    assert WithExample.parse({**spec.options, "program": spec.program}).variables() == {"LOCKSTEP_EXAMPLE": "3"}
+    assert WithExample.parse({**spec.options, "program": spec.program}).variables() == {
+        "LOCKSTEP_EXAMPLE": "3"
+    }
     assert parsed_with_example().variables() == {}
 
 
@@ -55,14 +59,23 @@ def test_help_has_the_phrase_and_the_default(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("COLUMNS", "200")
     shown = parser_of(*options_of(WithExample)).format_help()
     assert "--example N, -e N" in shown and "what this test is about\n" in shown
-    assert "at most N times (default: 0)" in shown and "others are killed after 1 s (default: 120)" in shown
+    assert (
+        "at most N times (default: 0)" in shown
+        and "others are killed after 1 s (default: 120)" in shown
+    )
     assert "--as-host" not in shown
 
 
 @pytest.mark.parametrize("table", [JobOptions, HorovodOptions, SubmitOptions, TrainOptions])
 def test_a_default_is_told_once(table: type) -> None:
-    """The help adds the default of the table; only what the table cannot say stands in the phrase."""
-    twice = [entry.name for entry in options_of(table) if entry.default is not None and "(default:" in entry.help]
+    """The help adds the default of the table; only what the table cannot say stands in the
+    phrase.
+    """
+    twice = [
+        entry.name
+        for entry in options_of(table)
+        if entry.default is not None and "(default:" in entry.help
+    ]
     assert twice == []
 
 
@@ -79,7 +92,8 @@ def test_an_error_names_the_flag_that_was_typed() -> None:
         parsed_with_example("--example", "10")
 
 
-# --- Entries ----------------------------------------------------------------------------------------------------------
+# --- Entries
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -88,7 +102,9 @@ class Table:
 
     number_of_things: int = option(3, metavar="N", parse=integer(1), help="things")
     fast: bool = option(False, "--fast", "-f", opposites=("--slow",), help="be fast")
-    parts: tuple[str, ...] = option((), "--part", metavar="NAME", parse=names, write=",".join, repeats=True)
+    parts: tuple[str, ...] = option(
+        (), "--part", metavar="NAME", parse=names, write=",".join, repeats=True
+    )
     place: str | None = option(None, metavar="PLACE", help="where")
 
 
@@ -113,7 +129,9 @@ def test_what_is_typed_becomes_values() -> None:
 
 def test_null_is_an_option_that_is_not_given() -> None:
     assert values_of(Table, {"place": None}) == {"place": None}
-    with pytest.raises(ConfigError, match="number_of_things: expected a whole number of at least 1, got None"):
+    with pytest.raises(
+        ConfigError, match="number_of_things: expected a whole number of at least 1, got None"
+    ):
         values_of(Table, {"number_of_things": None})
 
 

@@ -116,12 +116,20 @@ def said(call: Any, name: str) -> str:
         (launch, "args", "launch(fn, a, b)"),
     ],
 )
-def test_an_argument_of_another_library_is_told_what_it_is_here(call: Any, name: str, here: str) -> None:
+def test_an_argument_of_another_library_is_told_what_it_is_here(
+    call: Any, name: str, here: str
+) -> None:
     assert here in said(call, name)
 
 
 def test_a_name_that_nothing_resembles_gets_no_suggestion() -> None:
-    assert said(trainer, "zzz") == said(step, "zzz") == said(loader, "zzz") == said(lockstep.prepare, "zzz") == ""
+    assert (
+        said(trainer, "zzz")
+        == said(step, "zzz")
+        == said(loader, "zzz")
+        == said(lockstep.prepare, "zzz")
+        == ""
+    )
 
 
 def test_launch_gives_its_function_what_the_function_has() -> None:
@@ -148,12 +156,19 @@ def own_arguments() -> dict[str, set[str]]:
 
 def test_the_arguments_that_the_texts_name_exist() -> None:
     own, found = own_arguments(), 0
-    tables = (other_names._TRAINING, other_names._PREPARE, other_names._TRAIN_STEP, other_names.INIT)
+    tables = (
+        other_names._TRAINING,
+        other_names._PREPARE,
+        other_names._TRAIN_STEP,
+        other_names.INIT,
+    )
     texts = {text for table in tables for text in table.values()}
     for text in texts:
         for step_owner in ("Trainer", "TrainStep", "prepare"):
             written = text.format(step=step_owner)
-            for function, given in re.findall(r"\b(\w+)\(((?:\.\.\.|\w+), [^()]*=[^()]*)\)", written):
+            for function, given in re.findall(
+                r"\b(\w+)\(((?:\.\.\.|\w+), [^()]*=[^()]*)\)", written
+            ):
                 for name in re.findall(r"(\w+)=", given):
                     if function in own and (step_owner, function) != ("prepare", "Trainer"):
                         assert name in own[function], (written, function, name)
@@ -171,7 +186,9 @@ def test_the_trainers_own_arguments_are_known_to_the_other_two() -> None:
     own = own_arguments()
     of_trainer = own["Trainer"] | own["fit"] - {"self"}
     for owner in ("TrainStep", "prepare"):
-        unknown = {name for name in of_trainer - own[owner] if other_names.in_training(name, owner) is None}
+        unknown = {
+            name for name in of_trainer - own[owner] if other_names.in_training(name, owner) is None
+        }
         assert not unknown, owner
 
 
@@ -179,7 +196,9 @@ def test_loaders_rows_are_no_arguments_of_a_loader() -> None:
     assert not other_names._LOADER_NAMES.keys() & set(arguments.keyword_names(lockstep.Loader))
 
 
-@pytest.mark.parametrize(("command", "table"), [("run", other_names.RUN_FLAGS), ("train", other_names.TRAIN_FLAGS)])
+@pytest.mark.parametrize(
+    ("command", "table"), [("run", other_names.RUN_FLAGS), ("train", other_names.TRAIN_FLAGS)]
+)
 def test_the_flags_that_the_texts_name_exist(command: str, table: dict[str, str]) -> None:
     parser = _parser()._subparsers._group_actions[0].choices[command]  # type: ignore[union-attr, index, call-overload]
     flags = {flag for action in parser._actions for flag in action.option_strings}
@@ -191,11 +210,24 @@ def test_the_flags_that_the_texts_name_exist(command: str, table: dict[str, str]
 
 
 def test_values_of_other_libraries_are_told_what_they_are_here() -> None:
-    for value, here in (("bf16-mixed", "bf16"), ("16-mixed", "fp16"), (32, "fp32"), (torch.bfloat16, "bf16")):
+    for value, here in (
+        ("bf16-mixed", "bf16"),
+        ("16-mixed", "fp16"),
+        (32, "fp32"),
+        (torch.bfloat16, "bf16"),
+    ):
         with pytest.raises(
-            lockstep.ConfigError, match=rf"precision: expected .*(Its name here is '{here}'\.|Did you mean {here})"
+            lockstep.ConfigError,
+            match=rf"precision: expected .*(Its name here is '{here}'\.|Did you mean {here})",
         ):
             trainer(precision=value)
-    for value, here in (("ddp", "distributed"), ("fsdp", "sharded"), ("dp", "replicas"), ("auto", "distributed")):
-        with pytest.raises(lockstep.ConfigError, match=rf"strategy: expected .*Its name here is '{here}'\."):
+    for value, here in (
+        ("ddp", "distributed"),
+        ("fsdp", "sharded"),
+        ("dp", "replicas"),
+        ("auto", "distributed"),
+    ):
+        with pytest.raises(
+            lockstep.ConfigError, match=rf"strategy: expected .*Its name here is '{here}'\."
+        ):
             trainer(strategy=value)

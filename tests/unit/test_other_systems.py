@@ -29,12 +29,15 @@ sys.platform = "win32"
     ],
 )
 def test_windows_is_told_what_to_do(use: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM + use], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM + use], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 1
     said = ended.stderr.splitlines()
     assert said[-1] == (
-        "ImportError: lockstep: expected Linux (or macOS, where it is not tested), got a Python without the module "
-        "fcntl, for 'win32'. On Windows, install Python and Lockstep inside WSL 2 and run the program there."
+        "ImportError: lockstep: expected Linux (or macOS, where it is not tested), got a Python "
+        "without the module fcntl, for 'win32'. On Windows, install Python and Lockstep inside "
+        "WSL 2 and run the program there."
     )
     assert "During handling" not in ended.stderr
     assert "ModuleNotFoundError" not in ended.stderr

@@ -1,4 +1,5 @@
-"""Every private name of torch and of Python that Lockstep uses, each with a test: any release may change them.
+"""Every private name of torch and of Python that Lockstep uses, each with a test: any release may
+change them.
 
 A use of a name that is not listed here fails `test_every_use_is_listed`.
 """
@@ -40,10 +41,21 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 ROOT = Path(__file__).parents[2] / "src" / "lockstep"
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 
-# Names that are not private: documented ones, those of other packages than torch, which are looked for and not relied
-# on, and those that Lockstep itself gives to attributes of objects, classes and files in other modules.
+# Names that are not private: documented ones, those of other packages than torch, which are looked
+# for and not relied on, and those that Lockstep itself gives to attributes of objects, classes and
+# files in other modules.
 OTHERS = {
-    *("_asdict", "_fields", "_replace", "_exit", "_getframe", "_current_frames", "_codecs", "_reconstruct", "_factor"),
+    *(
+        "_asdict",
+        "_fields",
+        "_replace",
+        "_exit",
+        "_getframe",
+        "_current_frames",
+        "_codecs",
+        "_reconstruct",
+        "_factor",
+    ),
     *("_private", "_global_node", "_internal_kv_get", "_distributed", "_ex_iterable"),
     *(
         "_agree_to_stop",
@@ -75,13 +87,18 @@ def _calls(function: Any, *leading: str) -> Callable[[], bool]:
     return lambda: _parameters(function)[: len(leading)] == list(leading)
 
 
-# --- Tensors, layers and graphs ---------------------------------------------------------------------------------------
+# --- Tensors, layers and graphs
+# ---------------------------------------------------------------------------------------
 
 
 def _base_is_what_parts_are_of() -> bool:
     whole = torch.arange(6).view(2, 3)
     rows = whole.unbind()
-    return whole._base is not None and all(row._base is rows[0]._base for row in rows) and torch.ones(1)._base is None
+    return (
+        whole._base is not None
+        and all(row._base is rows[0]._base for row in rows)
+        and torch.ones(1)._base is None
+    )
 
 
 def _version_counts_changes() -> bool:
@@ -104,7 +121,9 @@ def _of_sparse(name: str) -> Callable[[], bool]:
 def _foreach(name: str, *arguments: Any, expected: float) -> Callable[[], bool]:
     def test() -> bool:
         tensors = [torch.full((2,), 4.0), torch.full((2,), 4.0)]
-        given = [[torch.full((2,), a) for _ in tensors] if isinstance(a, float) else a for a in arguments]
+        given = [
+            [torch.full((2,), a) for _ in tensors] if isinstance(a, float) else a for a in arguments
+        ]
         result = getattr(torch, name)(tensors, *given) or tensors
         return all(bool(each.eq(expected).all()) for each in result)
 
@@ -115,7 +134,11 @@ def _compiled_call_replaces_a_call() -> bool:
     layer = nn.Linear(1, 1)
     unset = layer._compiled_call_impl is None
     layer._compiled_call_impl = lambda *_: "compiled"
-    return unset and layer(torch.ones(1)) == "compiled" and isinstance(layer._call_impl(torch.ones(1)), torch.Tensor)
+    return (
+        unset
+        and layer(torch.ones(1)) == "compiled"
+        and isinstance(layer._call_impl(torch.ones(1)), torch.Tensor)
+    )
 
 
 def _parts_of_a_module() -> bool:
@@ -159,7 +182,9 @@ def _hooks_of_a_parameter(name: str, register: str) -> Callable[[], bool]:
 
 
 def _node_saves(name: str) -> Callable[[], bool]:
-    """Return a test of what a node of the graph shows; the losses are those that loss_graphs.py reads."""
+    """Return a test of what a node of the graph shows; the losses are those that loss_graphs.py
+    reads.
+    """
 
     def test() -> bool:
         x = torch.ones(3, 2, requires_grad=True)
@@ -170,11 +195,23 @@ def _node_saves(name: str) -> Callable[[], bool]:
             "_saved_target": (nll, lambda value: value.equal(labels)),
             "_saved_weight": (nll, lambda value: value.numel() == 2),
             "_saved_total_weight": (nll, lambda value: float(value) == 3),
-            "_saved_self": (F.mse_loss(x, x.detach(), reduction="sum").grad_fn, lambda value: value.shape == (3, 2)),
+            "_saved_self": (
+                F.mse_loss(x, x.detach(), reduction="sum").grad_fn,
+                lambda value: value.shape == (3, 2),
+            ),
             "_saved_other": ((x * 2 * x.detach()).grad_fn, lambda value: value.shape == (3, 2)),
-            "_saved_mat1": (nn.Linear(2, 1)(x.detach()).grad_fn, lambda value: value.shape == (3, 2)),
-            "_saved_input": (nn.Conv1d(3, 1, 1)(x.detach()[None]).grad_fn, lambda value: value.shape == (1, 3, 2)),
-            "_saved_indices": (nn.Embedding(2, 1)(labels).grad_fn, lambda value: value.equal(labels)),
+            "_saved_mat1": (
+                nn.Linear(2, 1)(x.detach()).grad_fn,
+                lambda value: value.shape == (3, 2),
+            ),
+            "_saved_input": (
+                nn.Conv1d(3, 1, 1)(x.detach()[None]).grad_fn,
+                lambda value: value.shape == (1, 3, 2),
+            ),
+            "_saved_indices": (
+                nn.Embedding(2, 1)(labels).grad_fn,
+                lambda value: value.equal(labels),
+            ),
             "_saved_self_sym_sizes": (x.sum().grad_fn, lambda value: tuple(value) == (3, 2)),
             "_saved_dim": (x.sum(dim=1).grad_fn, lambda value: tuple(value) == (1,)),
             "_saved_result": (x.softmax(1).grad_fn, lambda value: value.shape == (3, 2)),
@@ -208,10 +245,12 @@ def _graph_is_kept() -> bool:
 
 
 def _backward_goes_through(module: Any) -> Callable[[], bool]:
-    """Return a test that `backward` looks the engine up in `module`, so that it can be replaced there."""
-    return lambda: "_engine_run_backward(" in inspect.getsource(torch.autograd.backward) and hasattr(
-        module, "_engine_run_backward"
-    )
+    """Return a test that `backward` looks the engine up in `module`, so that it can be replaced
+    there.
+    """
+    return lambda: "_engine_run_backward(" in inspect.getsource(
+        torch.autograd.backward
+    ) and hasattr(module, "_engine_run_backward")
 
 
 def _compiled_model_has_the_original() -> bool:
@@ -234,7 +273,10 @@ def _pytree_maps() -> bool:
 
 
 def _autocast_is_enabled() -> bool:
-    return torch.autocast("cpu", torch.bfloat16)._enabled and not torch.autocast("cpu", enabled=False)._enabled
+    return (
+        torch.autocast("cpu", torch.bfloat16)._enabled
+        and not torch.autocast("cpu", enabled=False)._enabled
+    )
 
 
 def _tracker_counts() -> bool:
@@ -245,10 +287,13 @@ def _tracker_counts() -> bool:
         tracker = MemTracker()
         with tracker:
             kept = torch.zeros(1000)
-    return any(int(each["Total"]) >= kept.nbytes for each in tracker.get_tracker_snapshot("peak").values())
+    return any(
+        int(each["Total"]) >= kept.nbytes for each in tracker.get_tracker_snapshot("peak").values()
+    )
 
 
-# --- Optimizers and schedulers ----------------------------------------------------------------------------------------
+# --- Optimizers and schedulers
+# ----------------------------------------------------------------------------------------
 
 
 def _scheduler_of(sgd: SGD) -> StepLR:
@@ -256,7 +301,9 @@ def _scheduler_of(sgd: SGD) -> StepLR:
 
 
 def _step_that_a_scheduler_leaves() -> bool:
-    """A step that says that it is wrapped is not wrapped again, and `_opt_called` says that it has been called."""
+    """A step that says that it is wrapped is not wrapped again, and `_opt_called` says that it has
+    been called.
+    """
     sgd: Any = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
 
     def step() -> None:
@@ -273,7 +320,9 @@ def _step_that_a_scheduler_leaves() -> bool:
 
 
 def _hooks_of_a_step(name: str) -> Callable[[], bool]:
-    """Return a test that the hooks of steps are in a dict of this name, of an optimizer or of all of them."""
+    """Return a test that the hooks of steps are in a dict of this name, of an optimizer or of all
+    of them.
+    """
 
     def test() -> bool:
         sgd = SGD([nn.Parameter(torch.ones(1))], lr=1.0)
@@ -310,16 +359,22 @@ def _scheduler_has(name: str) -> Callable[[], bool]:
     return test
 
 
-# --- Process groups ---------------------------------------------------------------------------------------------------
+# --- Process groups
+# --------------------------------------------------------------------------------------------------
 
 
 def _tables_of_groups() -> bool:
     names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
-    return all(isinstance(getattr(c10d._world, name), dict) for name in names) and c10d._world.group_count == 0
+    return (
+        all(isinstance(getattr(c10d._world, name), dict) for name in names)
+        and c10d._world.group_count == 0
+    )
 
 
 def _gloo_options() -> bool:
-    """What `ProcessGroupGloo` takes in place of a time limit, with which its connections are made when needed."""
+    """What `ProcessGroupGloo` takes in place of a time limit, with which its connections are made
+    when needed.
+    """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout, options._threads = timedelta(seconds=3), 2
     device = dist.ProcessGroupGloo.create_default_device(lazy_init=True)  # type: ignore[attr-defined]
@@ -340,10 +395,13 @@ def _group_has_backends() -> bool:
 def _backends_are_plugins() -> bool:
     import lockstep.transports  # noqa: F401 - registers its own
 
-    return bool(dist.Backend._plugins["SHM"].extended_api and dist.Backend._plugins["SHM"].creator_fn)
+    return bool(
+        dist.Backend._plugins["SHM"].extended_api and dist.Backend._plugins["SHM"].creator_fn
+    )
 
 
-# --- The list ---------------------------------------------------------------------------------------------------------
+# --- The list
+# --------------------------------------------------------------------------------------------------
 
 LISTED: dict[str, Callable[[], Any]] = {
     # torch: tensors, layers and graphs
@@ -355,7 +413,9 @@ LISTED: dict[str, Callable[[], Any]] = {
     ),
     "_forward_hooks": _hooks_of_a_module("_forward_hooks", "register_forward_hook"),
     "_forward_pre_hooks": _hooks_of_a_module("_forward_pre_hooks", "register_forward_pre_hook"),
-    "_backward_pre_hooks": _hooks_of_a_module("_backward_pre_hooks", "register_full_backward_pre_hook"),
+    "_backward_pre_hooks": _hooks_of_a_module(
+        "_backward_pre_hooks", "register_full_backward_pre_hook"
+    ),
     "_has_any_global_hook": _hook_of_all_modules_is_seen,
     "_BatchNorm": lambda: issubclass(nn.BatchNorm1d, batchnorm._BatchNorm),
     "_NormBase": lambda: issubclass(nn.BatchNorm1d, batchnorm._NormBase)
@@ -370,7 +430,8 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_dynamo": _compiled_model_has_the_original,
     "_orig_mod": _compiled_model_has_the_original,
     "_torchdynamo_orig_callable": _compiled_function_has_the_original,
-    "_orig_forward": lambda: "_orig_forward" in inspect.getsource(import_module("torch.distributed.pipelining._IR")),
+    "_orig_forward": lambda: "_orig_forward"
+    in inspect.getsource(import_module("torch.distributed.pipelining._IR")),
     "_enabled": _autocast_is_enabled,
     "_engine_run_backward": _backward_goes_through(torch.autograd),
     "_get_current_graph_task_keep_graph": _graph_is_kept,
@@ -387,7 +448,10 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_foreach_div": _foreach("_foreach_div", 2.0, expected=2),
     "_foreach_mul": _foreach("_foreach_mul", 2.0, expected=8),
     "_foreach_mul_": _foreach("_foreach_mul_", 2.0, expected=8),
-    "_foreach_norm": lambda: [float(each) for each in torch._foreach_norm([torch.tensor([3.0, 4.0])])] == [5],
+    "_foreach_norm": lambda: [
+        float(each) for each in torch._foreach_norm([torch.tensor([3.0, 4.0])])
+    ]
+    == [5],
     "_foreach_sqrt": _foreach("_foreach_sqrt", expected=2),
     "_foreach_sub": _foreach("_foreach_sub", 3.0, expected=1),
     "_foreach_sub_": _foreach("_foreach_sub_", 3.0, expected=1),
@@ -395,15 +459,29 @@ LISTED: dict[str, Callable[[], Any]] = {
     **{
         name: _node_saves(name)
         for name in (
-            *("_saved_dim", "_saved_indices", "_saved_input", "_saved_mat1", "_saved_other", "_saved_reduction"),
-            *("_saved_result", "_saved_self", "_saved_self_sym_sizes", "_saved_target", "_saved_total_weight"),
+            *(
+                "_saved_dim",
+                "_saved_indices",
+                "_saved_input",
+                "_saved_mat1",
+                "_saved_other",
+                "_saved_reduction",
+            ),
+            *(
+                "_saved_result",
+                "_saved_self",
+                "_saved_self_sym_sizes",
+                "_saved_target",
+                "_saved_total_weight",
+            ),
             *("_saved_weight", "_saved_x1", "_saved_x2", "_input_metadata"),
         )
     },
     "_sample_dirichlet": _has(torch, "_sample_dirichlet"),
     "_standard_gamma": _has(torch, "_standard_gamma"),
     "_get_default_mps_generator": _has(torch.mps, "_get_default_mps_generator"),
-    "_get_privateuse1_backend_name": lambda: torch._C._get_privateuse1_backend_name() == "privateuseone",
+    "_get_privateuse1_backend_name": lambda: torch._C._get_privateuse1_backend_name()
+    == "privateuseone",
     "_is_in_bad_fork": lambda: torch.cuda._is_in_bad_fork() is False,
     # torch: optimizers, schedulers, loaders
     **{
@@ -420,13 +498,16 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_schedulers": _scheduler_has("_schedulers"),
     "_BaseDataLoaderIter": lambda: callable(_BaseDataLoaderIter.__next__),
     "_iterator": lambda: DataLoader([1])._iterator is None,
-    "_shutdown_workers": lambda: "self._workers" in inspect.getsource(_iter_of_processes()._shutdown_workers),
-    "_workers": lambda: "self._workers" in inspect.getsource(_iter_of_processes()._shutdown_workers),
+    "_shutdown_workers": lambda: "self._workers"
+    in inspect.getsource(_iter_of_processes()._shutdown_workers),
+    "_workers": lambda: "self._workers"
+    in inspect.getsource(_iter_of_processes()._shutdown_workers),
     "_utils": lambda: worker.WorkerInfo(id=1, num_workers=2, seed=3, dataset=[4]).num_workers == 2,
     "_worker_info": lambda: worker._worker_info is None,
     # torch: process groups
     "_world": _tables_of_groups,
-    "_distributed_c10d": lambda: {"AllgatherOptions", "PrefixStore", "Store"} <= set(dir(torch._C._distributed_c10d)),
+    "_distributed_c10d": lambda: {"AllgatherOptions", "PrefixStore", "Store"}
+    <= set(dir(torch._C._distributed_c10d)),
     "_get_default_group": _has(c10d, "_get_default_group"),
     "_get_default_store": _has(c10d, "_get_default_store"),
     "_update_default_pg": _calls(c10d._update_default_pg, "pg"),
@@ -456,8 +537,10 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_start_coalescing": _has(dist.ProcessGroup, "_start_coalescing"),
     "_end_coalescing": _has(dist.ProcessGroup, "_end_coalescing"),
     # one of both names is enough: torch renames them
-    "_allgather_base": lambda: {"_allgather_base", "all_gather_single"} & set(dir(dist.ProcessGroup)),
-    "_reduce_scatter_base": lambda: {"_reduce_scatter_base", "reduce_scatter_single"} & set(dir(dist.ProcessGroup)),
+    "_allgather_base": lambda: {"_allgather_base", "all_gather_single"}
+    & set(dir(dist.ProcessGroup)),
+    "_reduce_scatter_base": lambda: {"_reduce_scatter_base", "reduce_scatter_single"}
+    & set(dir(dist.ProcessGroup)),
     "_verify_param_shape_across_processes": lambda: "_verify_param_shape_across_processes("
     in inspect.getsource(DistributedDataParallel)
     and callable(ddp._verify_param_shape_across_processes),
@@ -481,7 +564,8 @@ def _iter_of_processes() -> Any:
     return _MultiProcessingDataLoaderIter
 
 
-# --- The tests --------------------------------------------------------------------------------------------------------
+# --- The tests
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LISTED)
@@ -492,14 +576,16 @@ def test_it_is_there_as_it_is_used(name: str) -> None:
         found, why = False, f": {error}"
     else:
         why = ""
-    assert found, f"torch {torch.__version__} has no {name} as Lockstep uses it in {_uses().get(name)}{why}"
+    assert found, (
+        f"torch {torch.__version__} has no {name} as Lockstep uses it in {_uses().get(name)}{why}"
+    )
 
 
 def test_every_use_is_listed() -> None:
     unlisted = {name: where for name, where in _uses().items() if name not in LISTED}
     assert not unlisted, (
-        "private names of other packages are used: use public ones, or add each to LISTED with a test of what Lockstep "
-        f"takes for granted about it: {unlisted}"
+        "private names of other packages are used: use public ones, or add each to LISTED with a "
+        f"test of what Lockstep takes for granted about it: {unlisted}"
     )
 
 
@@ -524,14 +610,18 @@ def test_a_use_is_found(source: str) -> None:
     assert {name for name, _ in _foreign(ast.parse(source))} == {"_new"}
 
 
-@pytest.mark.parametrize("source", ["self._new", "_new = 1\nx._new", "tensor.__class__", "tensor.new_", '"_new thing"'])
+@pytest.mark.parametrize(
+    "source", ["self._new", "_new = 1\nx._new", "tensor.__class__", "tensor.new_", '"_new thing"']
+)
 def test_an_own_name_is_none(source: str) -> None:
     assert not set(_foreign(ast.parse(source)))
 
 
 @cache
 def _uses() -> dict[str, list[str]]:
-    """Return the places, such as "gloo.py:45", in which Lockstep uses each private name that is not its own."""
+    """Return the places, such as "gloo.py:45", in which Lockstep uses each private name that is not
+    its own.
+    """
     found = defaultdict(list)
     for path in sorted(ROOT.rglob("*.py")):
         for name, line in _foreign(ast.parse(path.read_text())):
@@ -554,7 +644,9 @@ def _foreign(tree: ast.Module) -> Iterator[tuple[str, int]]:
         else:
             continue
         overrides = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
-        yield from ((n, line) for n in names if PRIVATE.fullmatch(n) and (overrides or n not in own))
+        yield from (
+            (n, line) for n in names if PRIVATE.fullmatch(n) and (overrides or n not in own)
+        )
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:
@@ -565,7 +657,11 @@ def _defined(tree: ast.Module) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.arg):
             yield node.arg
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and _is_self(node.value)
+        ):
             yield node.attr
         elif isinstance(node, ast.ImportFrom) and node.level:
             yield from (alias.asname or alias.name for alias in node.names)

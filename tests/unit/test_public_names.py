@@ -19,7 +19,9 @@ INTERNAL = {("lockstep.compat.horovod.as_horovod", "FOLDER")}  # a path for PYTH
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("public_names", ROOT / "packaging/public_names.py")
+    spec = importlib.util.spec_from_file_location(
+        "public_names", ROOT / "packaging/public_names.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,10 +31,13 @@ def maker() -> ModuleType:
 
 def test_public_names_are_those_of_the_page(maker: ModuleType) -> None:
     now, then = maker.render().splitlines(), PAGE.read_text().splitlines()
-    changed = [*(f"- {line}" for line in then if line not in now), *(f"+ {line}" for line in now if line not in then)]
+    changed = [
+        *(f"- {line}" for line in then if line not in now),
+        *(f"+ {line}" for line in now if line not in then),
+    ]
     assert now == then, (
-        "public names, signatures or options have changed. If that is meant, run `make public-names`, and write a line "
-        "for each change into CHANGELOG.md:\n" + "\n".join(changed)
+        "public names, signatures or options have changed. If that is meant, run `make "
+        "public-names`, and write a line for each change into CHANGELOG.md:\n" + "\n".join(changed)
     )
 
 
@@ -43,9 +48,15 @@ def test_what_the_documents_import_is_public(maker: ModuleType) -> None:
         for module, names in IMPORT.findall(page.read_text())
         for name in names.split(",")
     }
-    public = {(module, name) for module in maker.MODULES for name in importlib.import_module(module).__all__}
+    public = {
+        (module, name)
+        for module in maker.MODULES
+        for name in importlib.import_module(module).__all__
+    }
     public |= {(module, name) for module, names in maker.NAMES.items() for name in names}
-    modules = {tuple(module.rsplit(".", 1)) for module in (*maker.MODULES, *maker.NAMES) if "." in module}
+    modules = {
+        tuple(module.rsplit(".", 1)) for module in (*maker.MODULES, *maker.NAMES) if "." in module
+    }
     assert len(shown) > 10
     assert sorted(shown - public - modules - INTERNAL) == []
 

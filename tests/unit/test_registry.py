@@ -33,7 +33,9 @@ def test_wrong_names(name: str, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_an_error_inside_the_module_is_shown_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_inside_the_module_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "needs_another.py").write_text("import surely_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):

@@ -1,4 +1,6 @@
-"""What `make release-check` would find later: files that a wheel would lack, links that lead nowhere on an index."""
+"""What `make release-check` would find later: files that a wheel would lack, links that lead
+nowhere on an index.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def test_every_file_of_the_package_that_is_no_program_is_named_for_the_wheel() -
         for pattern in each
     ]
     left_out = {".py", ".pyc", ".c", ".h", ".so"}
-    files = [path for path in (ROOT / "src/lockstep").rglob("*") if path.is_file() and path.suffix not in left_out]
+    files = [
+        path
+        for path in (ROOT / "src/lockstep").rglob("*")
+        if path.is_file() and path.suffix not in left_out
+    ]
     names = [path.relative_to(ROOT / "src").as_posix() for path in files]
     assert len(names) >= 3
     assert [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)] == []
@@ -52,11 +58,15 @@ def test_links_of_the_readme_lead_to_files_at_the_tag_of_the_version(
     repository = PROJECT["project"]["urls"]["Repository"]
     monkeypatch.chdir(ROOT)
     shown = build_script.readme_for_index(repository, "1.2.3")
-    targets = re.findall(r"\]\(([^)#]*)", re.sub(r"^```.*?^```", "", shown, flags=re.DOTALL | re.MULTILINE))
+    targets = re.findall(
+        r"\]\(([^)#]*)", re.sub(r"^```.*?^```", "", shown, flags=re.DOTALL | re.MULTILINE)
+    )
     ours = [target for target in targets if target.startswith(repository)]
     assert len(ours) >= 10 and any("/raw/v1.2.3/docs/figures/" in target for target in ours)
     assert [target for target in targets if not target.startswith("https://")] == []
-    paths = [re.sub(rf"{re.escape(repository)}/(blob|raw)/v1\.2\.3/", "", target) for target in ours]
+    paths = [
+        re.sub(rf"{re.escape(repository)}/(blob|raw)/v1\.2\.3/", "", target) for target in ours
+    ]
     assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 

@@ -37,7 +37,9 @@ def noted(folder: Path, status: int, failed: Iterable[str]) -> None:
 
 
 def again(folder: Path) -> tuple[int, str, list[str]]:
-    """Run the failed tests of `folder` again; returns (exit status, output, names of unstable tests)."""
+    """Run the failed tests of `folder` again; returns (exit status, output, names of unstable
+    tests).
+    """
     unstable = folder / "unstable"
     command = [sys.executable, str(PROGRAM), str(unstable)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -97,7 +99,16 @@ def test_a_run_that_never_ended_is_no_success(tmp_path):
 
 def test_the_end_of_a_run_is_noted_for_it(tmp_path):
     one = "tests/unit/test_messages.py"
-    command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={tmp_path}", "-k", "no_such_test", one]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-o",
+        f"cache_dir={tmp_path}",
+        "-k",
+        "no_such_test",
+        one,
+    ]
 
     subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=False)
 

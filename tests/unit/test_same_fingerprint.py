@@ -1,4 +1,6 @@
-"""The table of fingerprints under all launchers: what is left out says why, and what differs is an error."""
+"""The table of fingerprints under all launchers: what is left out says why, and what differs is an
+error.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_a_launcher_that_is_not_there_is_left_out_with_the_reason(script: Any) -
         script.needs("no-such-launcher")
         raise AssertionError
 
-    ran = script.measure("python train.py", lambda steps: {"workers": 2, "hosts": 1, "fingerprint": "ab" * 32}, 2)
+    ran = script.measure(
+        "python train.py", lambda steps: {"workers": 2, "hosts": 1, "fingerprint": "ab" * 32}, 2
+    )
     left_out = script.measure("no-such-launcher train.py", missing, 2)
     assert script.table([ran, left_out]).splitlines()[2:] == [
         "| `python train.py` | 2 | 1 | `abababababababab` |",

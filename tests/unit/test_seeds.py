@@ -15,7 +15,11 @@ ROWS = [
 
 
 def named_tests(path: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_every_section_has_an_example_and_a_test() -> None:
@@ -33,7 +37,9 @@ def test_every_test_is_there() -> None:
 
 
 def test_every_example_is_there_and_every_one_is_named() -> None:
-    named = {name for _, example, _ in ROWS for name in re.findall(r"\.\./examples/(\w+)\.py", example)}
+    named = {
+        name for _, example, _ in ROWS for name in re.findall(r"\.\./examples/(\w+)\.py", example)
+    }
     there = {path.stem for path in (ROOT / "examples").glob("*.py")}
     assert named <= there
     of_no_tutorial = {"gan", "gpt", "quickstart", "notebook", "tracking"}

@@ -1,4 +1,6 @@
-"""Ranks that tell each other something through a store: with how many messages, and what if some say nothing."""
+"""Ranks that tell each other something through a store: with how many messages, and what if some
+say nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import MembershipChangedError, StallError
-from lockstep.stores import combine_nothing, exchange, exchange_available, from_ranges, get_available, to_ranges
+from lockstep.stores import (
+    combine_nothing,
+    exchange,
+    exchange_available,
+    from_ranges,
+    get_available,
+    to_ranges,
+)
 from lockstep.transports.runtime import host_identity
 from lockstep.watchdog import rendezvous
 from support.stores import CountingStore, all_ranks
@@ -55,13 +64,19 @@ def test_a_thousand_ranks_find_each_others_flight_records_with_few_messages_each
 ) -> None:
     monkeypatch.setattr(rendezvous, "_make_recorder", lambda *_: object())
     monkeypatch.setattr(
-        rendezvous, "_make_folder", lambda token, base, local, rank: (Path(f"/{token}-{local[0]}"), False)
+        rendezvous,
+        "_make_folder",
+        lambda token, base, local, rank: (Path(f"/{token}-{local[0]}"), False),
     )
     monkeypatch.setattr(rendezvous, "JobFolderLock", lambda folder: None)
     monkeypatch.setattr(rendezvous, "RecorderReader", lambda path: path)
-    monkeypatch.setattr(rendezvous, "_own_address", lambda store: "")  # one from which there is no way to the first
+    monkeypatch.setattr(
+        rendezvous, "_own_address", lambda store: ""
+    )  # one from which there is no way to the first
     monkeypatch.setattr(rendezvous, "PrefixStore", lambda _, store: store)
-    found, stores = all_ranks(MANY, lambda store, rank: rendezvous.rendezvous(store, rank, MANY, f"host {rank // 8}"))
+    found, stores = all_ranks(
+        MANY, lambda store, rank: rendezvous.rendezvous(store, rank, MANY, f"host {rank // 8}")
+    )
     assert [rank for rank, met in enumerate(found) if met.heartbeat is not None] == [0]
     found[0].heartbeat.close()
     for rank, met in enumerate(found):
@@ -77,7 +92,9 @@ def test_missing_ranks_are_named() -> None:
     store = dist.HashStore()
     store.set_timeout(SOON)
     store.set("topic/2", "there")
-    with pytest.raises(StallError, match=r"creating the group \(topic\): ranks 11, 13 did not arrive") as caught:
+    with pytest.raises(
+        StallError, match=r"creating the group \(topic\): ranks 11, 13 did not arrive"
+    ) as caught:
         exchange(store, "topic", 0, "here", (10, 11, 12, 13), everything)
     assert caught.value.ranks == (11, 13)
 
@@ -105,7 +122,10 @@ def test_the_last_rank_may_end_before_it_has_published_the_result() -> None:
 def test_ranks_that_publish_nothing_may_be_left_out() -> None:
     store = dist.HashStore()
     store.set("topic/2", "there")
-    assert json.loads(exchange_available(store, "topic", 0, "here", 3, everything, SOON)) == ["here", "there"]
+    assert json.loads(exchange_available(store, "topic", 0, "here", 3, everything, SOON)) == [
+        "here",
+        "there",
+    ]
 
 
 def test_the_values_that_are_there() -> None:

@@ -1,4 +1,6 @@
-"""A damaged or hostile message in a job's store is an error that says which message it is, and what is wrong."""
+"""A damaged or hostile message in a job's store is an error that says which message it is, and what
+is wrong.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +50,62 @@ def from_the_last(topic: str, message: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("stored", "read", "message"),
     [
-        (from_rank_1(CALLS, [7, 0]), exchange_calls, "the call of rank 1: .* damaged: Expected `object`, got `array`"),
-        (from_rank_1(CALLS, {**CALL, "line": "x"}), exchange_calls, r"rank 1: .* got `str` - at `\$.line`"),
-        (from_rank_1(CALLS, {"sequence": 7}), exchange_calls, "rank 1: .* missing required field `uneven`"),
-        (from_the_last(CALLS, [[CALL, [[0, 2]]]]), exchange_calls, "the calls of all ranks: .* got `array`"),
-        (from_the_last(CALLS, [{"call": CALL, "ranks": [[0, 1 << 60]]}]), exchange_calls, r"from 0 to 1, got \[0, "),
-        (from_the_last(CALLS, [{"call": CALL, "ranks": [[-1, 1]]}]), exchange_calls, r"from 0 to 1, got \[-1, 1\]"),
-        (from_rank_1(HOSTS, ["a", None]), lambda store: find_hosts(store, 0, 2, None), "host of rank 1: .* `array`"),
-        (from_rank_1(HOSTS, {"key": "a", "size": "1"}), lambda store: find_hosts(store, 0, 2, None), "got `str`"),
+        (
+            from_rank_1(CALLS, [7, 0]),
+            exchange_calls,
+            "the call of rank 1: .* damaged: Expected `object`, got `array`",
+        ),
+        (
+            from_rank_1(CALLS, {**CALL, "line": "x"}),
+            exchange_calls,
+            r"rank 1: .* got `str` - at `\$.line`",
+        ),
+        (
+            from_rank_1(CALLS, {"sequence": 7}),
+            exchange_calls,
+            "rank 1: .* missing required field `uneven`",
+        ),
+        (
+            from_the_last(CALLS, [[CALL, [[0, 2]]]]),
+            exchange_calls,
+            "the calls of all ranks: .* got `array`",
+        ),
+        (
+            from_the_last(CALLS, [{"call": CALL, "ranks": [[0, 1 << 60]]}]),
+            exchange_calls,
+            r"from 0 to 1, got \[0, ",
+        ),
+        (
+            from_the_last(CALLS, [{"call": CALL, "ranks": [[-1, 1]]}]),
+            exchange_calls,
+            r"from 0 to 1, got \[-1, 1\]",
+        ),
+        (
+            from_rank_1(HOSTS, ["a", None]),
+            lambda store: find_hosts(store, 0, 2, None),
+            "host of rank 1: .* `array`",
+        ),
+        (
+            from_rank_1(HOSTS, {"key": "a", "size": "1"}),
+            lambda store: find_hosts(store, 0, 2, None),
+            "got `str`",
+        ),
         (from_the_last(HOSTS, [[[[0, 3]], 1]]), lambda store: find_hosts(store, 0, 2, 1), "0 to 1"),
-        ({"lockstep/gpu/x": "[]"}, lambda store: claim_gpu(store, 0, "x"), "uses GPU x: .* got `array`"),
-        ({"lockstep/gpu/x": '{"host": 1}'}, lambda store: claim_gpu(store, 0, "x"), "uses GPU x: .* got `int`"),
+        (
+            {"lockstep/gpu/x": "[]"},
+            lambda store: claim_gpu(store, 0, "x"),
+            "uses GPU x: .* got `array`",
+        ),
+        (
+            {"lockstep/gpu/x": '{"host": 1}'},
+            lambda store: claim_gpu(store, 0, "x"),
+            "uses GPU x: .* got `int`",
+        ),
     ],
 )
-def test_a_damaged_message_is_named(stored: dict[str, str], read: Callable[[Any], object], message: str) -> None:
+def test_a_damaged_message_is_named(
+    stored: dict[str, str], read: Callable[[Any], object], message: str
+) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     for key, value in stored.items():
         if key.endswith("/here"):
@@ -108,7 +152,10 @@ PART = {"entry": {"size": 3, "sha256": "ab"}, "error": "", "errno": None}
     ("result", "message"),
     [
         ([], "what rank 1 has written: .* got `array`"),
-        ({**PART, "entry": {"size": "x", "sha256": "ab"}}, r"what rank 1 has written: .* at `\$.entry.size`"),
+        (
+            {**PART, "entry": {"size": "x", "sha256": "ab"}},
+            r"what rank 1 has written: .* at `\$.entry.size`",
+        ),
         ({}, "no result"),  # neither a file nor an error
     ],
 )

@@ -40,7 +40,11 @@ def stands_for(monkeypatch: pytest.MonkeyPatch, name: str, *addresses: str) -> N
     real = socket.getaddrinfo
 
     def look_up(host: str, port: int, **settings: int) -> list[object]:
-        return [found for each in (addresses if host == name else [host]) for found in real(each, port, **settings)]
+        return [
+            found
+            for each in (addresses if host == name else [host])
+            for found in real(each, port, **settings)
+        ]
 
     monkeypatch.setattr(stores.socket, "getaddrinfo", look_up)
 
@@ -51,17 +55,22 @@ def test_a_store_listens_on_the_loopback_interface_alone() -> None:
     assert is_served(store)
 
 
-def test_a_store_for_several_hosts_listens_at_the_address_that_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_for_several_hosts_listens_at_the_address_that_they_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     address = own_address()
     store = serve_store(address, several_hosts=True)
     assert listens_at(store.port) == {address}
     assert is_served(store)
-    # Debian's /etc/hosts has the host's own name at a loopback address, and other hosts know it by another
+    # Debian's /etc/hosts has the host's own name at a loopback address, and other hosts know it by
+    # another
     stands_for(monkeypatch, "node1", "127.0.1.1", address)
     assert listens_at(serve_store("node1", several_hosts=True).port) == {address}
 
 
-@pytest.mark.parametrize("addresses", [("127.0.1.1",), (NOWHERE,), ()], ids=["loopback", "elsewhere", "unknown"])
+@pytest.mark.parametrize(
+    "addresses", [("127.0.1.1",), (NOWHERE,), ()], ids=["loopback", "elsewhere", "unknown"]
+)
 def test_where_nobody_knows_how_others_reach_this_host_the_store_listens_everywhere(
     monkeypatch: pytest.MonkeyPatch, addresses: tuple[str, ...]
 ) -> None:
@@ -104,12 +113,20 @@ def test_launchers_and_their_stores_listen_where_the_job_is() -> None:
 def test_no_other_code_opens_a_store() -> None:
     """TCPStore as a server listens on all interfaces, unless it is given a socket."""
     package = Path(stores.__file__).parent
-    users = [path for path in package.rglob("*.py") if "TCPStore(" in path.read_text() and path.name != "stores.py"]
+    users = [
+        path
+        for path in package.rglob("*.py")
+        if "TCPStore(" in path.read_text() and path.name != "stores.py"
+    ]
     serving = {
         (path.relative_to(package).as_posix(), line.strip())
         for path in users
         for line in path.read_text().splitlines()
-        if "TCPStore(" in line and ("True" in line or "is_first" in line) and "is_master=False" not in line
+        if "TCPStore(" in line
+        and ("True" in line or "is_first" in line)
+        and "is_master=False" not in line
     }
     assert {path for path, _ in serving} <= {"bootstrap.py"}
-    assert len(serving) <= 1  # as torch does for env://, where the port is taken by a store of this process's own
+    assert (
+        len(serving) <= 1
+    )  # as torch does for env://, where the port is taken by a store of this process's own

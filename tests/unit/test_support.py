@@ -1,4 +1,6 @@
-"""The leak checks see each kind of leak, wait for what is only slow to go, and put settings back."""
+"""The leak checks see each kind of leak, wait for what is only slow to go, and put settings
+back.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def watch() -> leaks.Watch:
     return leaks.Watch(lambda: ((), ()))
 
 
-# --- resources ----------------------------------------------------------------------------------------------
+# --- resources
+# ----------------------------------------------------------------------------------------------
 
 
 def test_nothing_done_is_nothing_left() -> None:
@@ -89,7 +92,9 @@ def test_a_child_process_is_left(after: ExitStack) -> None:
 
 def test_a_child_that_runs_another_program_by_now_is_not_left(after: ExitStack) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    child = after.enter_context(subprocess.Popen(["sh", "-c", "read line; exec sh -c 'echo; exec cat'"], **pipes))
+    child = after.enter_context(
+        subprocess.Popen(["sh", "-c", "read line; exec sh -c 'echo; exec cat'"], **pipes)
+    )
     after.callback(child.kill)
     before = watch()
     child.stdin.write(b"go on\n")
@@ -100,7 +105,9 @@ def test_a_child_that_runs_another_program_by_now_is_not_left(after: ExitStack) 
 
 def test_a_grandchild_is_left(after: ExitStack) -> None:
     before = watch()
-    child = after.enter_context(subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE))
+    child = after.enter_context(
+        subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE)
+    )
     after.callback(child.kill)
     assert child.stdout is not None
     grandchild = int(child.stdout.readline())
@@ -147,7 +154,8 @@ def test_what_is_slow_to_end_is_waited_for(after: ExitStack) -> None:
     assert not looks[-1]
 
 
-# --- settings -----------------------------------------------------------------------------------------------
+# --- settings
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,16 +163,40 @@ def test_what_is_slow_to_end_is_waited_for(after: ExitStack) -> None:
     [
         (lambda: os.chdir("/"), "working directory: was "),
         (lambda: torch.set_num_threads(3), "torch thread count: was 1, is 3"),
-        (lambda: torch.set_default_dtype(torch.float64), "torch default dtype: was torch.float32, is torch.float64"),
+        (
+            lambda: torch.set_default_dtype(torch.float64),
+            "torch default dtype: was torch.float32, is torch.float64",
+        ),
         (lambda: torch.autograd.set_grad_enabled(False), "torch gradient mode: was True, is False"),
-        (lambda: torch.set_float32_matmul_precision("medium"), "torch matmul precision: was 'highest'"),
-        (lambda: torch._C._set_deterministic_algorithms(True, warn_only=False), "torch deterministic algorithms: "),
-        (lambda: setattr(torch.backends.cudnn, "benchmark", True), "torch.backends.cudnn.benchmark: was False"),
-        (lambda: setattr(torch.backends.cudnn, "deterministic", True), "torch.backends.cudnn.deterministic: was"),
-        (lambda: os.environ.update(LOCKSTEP_NEW="1"), "environment variable LOCKSTEP_NEW: was not set, is '1'"),
-        (lambda: os.environ.pop("LOCKSTEP_OLD"), "environment variable LOCKSTEP_OLD: was '1', is not set"),
+        (
+            lambda: torch.set_float32_matmul_precision("medium"),
+            "torch matmul precision: was 'highest'",
+        ),
+        (
+            lambda: torch._C._set_deterministic_algorithms(True, warn_only=False),
+            "torch deterministic algorithms: ",
+        ),
+        (
+            lambda: setattr(torch.backends.cudnn, "benchmark", True),
+            "torch.backends.cudnn.benchmark: was False",
+        ),
+        (
+            lambda: setattr(torch.backends.cudnn, "deterministic", True),
+            "torch.backends.cudnn.deterministic: was",
+        ),
+        (
+            lambda: os.environ.update(LOCKSTEP_NEW="1"),
+            "environment variable LOCKSTEP_NEW: was not set, is '1'",
+        ),
+        (
+            lambda: os.environ.pop("LOCKSTEP_OLD"),
+            "environment variable LOCKSTEP_OLD: was '1', is not set",
+        ),
         (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), "handler of SIGTERM: was "),
-        (lambda: __import__("multiprocessing").set_start_method("spawn", force=True), "multiprocessing start method"),
+        (
+            lambda: __import__("multiprocessing").set_start_method("spawn", force=True),
+            "multiprocessing start method",
+        ),
         (
             lambda: dist.init_process_group("gloo", store=fresh_store(), rank=0, world_size=1),
             "default process group: was False, is True",
@@ -200,7 +232,8 @@ def test_a_communicator_of_an_earlier_job_is_forgotten(monkeypatch: pytest.Monke
     assert lockstep.communicator.init(device="cpu") is not alone
 
 
-# --- the fixture --------------------------------------------------------------------------------------------
+# --- the fixture
+# --------------------------------------------------------------------------------------------
 
 
 LEAKY = """
@@ -238,7 +271,9 @@ def test_fails_and_leaks():
 
 
 @pytest.mark.leaks("the tests run inside leak descriptors")
-def test_the_fixture_fails_the_test_that_leaks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fixture_fails_the_test_that_leaks(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leaks, "LINGER", 0.05)
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makepyfile(LEAKY)
@@ -256,11 +291,14 @@ def test_the_fixture_fails_the_test_that_leaks(pytester: pytest.Pytester, monkey
     result.stdout.fnmatch_lines(['*needs a reason: @pytest.mark.leaks("why")*'])
 
 
-# --- the report of a failed run -----------------------------------------------------------------------------
+# --- the report of a failed run
+# -----------------------------------------------------------------------------
 
 
 def test_a_death_is_a_cause_and_what_follows_it_at_once_is_not() -> None:
-    reaction = Outcome(0, "raised", at=10.000, kind="RuntimeError", message="connection closed", trace="trace 0")
+    reaction = Outcome(
+        0, "raised", at=10.000, kind="RuntimeError", message="connection closed", trace="trace 0"
+    )
     death = Outcome(1, "died", at=10.004, message="killed by signal 9")
     error = RanksFailedError("job", [reaction, death, Outcome(2, "returned", at=9.0)])
     assert error.first is death

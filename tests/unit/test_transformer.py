@@ -31,13 +31,19 @@ def test_shapes_and_size() -> None:
     assert small()(tokens(3, 12)).shape == (3, 12, 11)
     assert small()(tokens(2, 5)).shape == (2, 5, 11)
     layers, width, vocabulary = 4, 128, 256
-    assert sum(p.numel() for p in lockstep.models.gpt().parameters()) == vocabulary * width + layers * 12 * width**2
+    assert (
+        sum(p.numel() for p in lockstep.models.gpt().parameters())
+        == vocabulary * width + layers * 12 * width**2
+    )
 
 
 def test_the_command_can_build_it() -> None:
     model = build("gpt", 11, (12,), 11, width=16, heads=2, layers=3)
     assert isinstance(model, GPT) and model.context == 12 and len(model.blocks) == 3
-    with pytest.raises(ConfigError, match=r"^layers: expected nothing, as the model lenet has no such argument, got 3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^layers: expected nothing, as the model lenet has no such argument, got 3",
+    ):
         build("lenet", 10, (1, 28, 28), layers=3)
 
 
@@ -87,7 +93,9 @@ def test_weights_are_drawn_as_in_gpt_2() -> None:
         assert float(p.detach().std()) == pytest.approx(std, rel=0.05), name
     with torch.no_grad():
         logits = model(tokens(2, 64, 256))
-    assert float(next_token_loss(logits, tokens(2, 64, 256).roll(1))[0] / 128) == pytest.approx(math.log(256), rel=0.02)
+    assert float(next_token_loss(logits, tokens(2, 64, 256).roll(1))[0] / 128) == pytest.approx(
+        math.log(256), rel=0.02
+    )
 
 
 def test_the_loss_is_that_of_torch() -> None:
@@ -114,7 +122,9 @@ def test_texts_are_those_of_the_generator() -> None:
     model = small()
 
     def drawn(seed: int, **options: float) -> torch.Tensor:
-        return model.generate(tokens(3, 2), 20, generator=torch.Generator().manual_seed(seed), **options)  # type: ignore[arg-type]
+        return model.generate(
+            tokens(3, 2), 20, generator=torch.Generator().manual_seed(seed), **options
+        )  # type: ignore[arg-type]
 
     state = torch.get_rng_state()
     assert torch.equal(drawn(0), drawn(0))
@@ -134,7 +144,12 @@ def test_only_the_most_probable_tokens_are_drawn() -> None:
     draw = {"generator": torch.Generator().manual_seed(0)}
     beginning = torch.zeros(1, 1, dtype=torch.int64)
     assert set(continue_text(Fixed(), beginning, 100, 4, top_k=2, **draw)[0, 1:].tolist()) == {1, 3}
-    assert set(continue_text(Fixed(), beginning, 200, 4, top_k=9, **draw)[0, 1:].tolist()) == {0, 1, 2, 3}
+    assert set(continue_text(Fixed(), beginning, 200, 4, top_k=9, **draw)[0, 1:].tolist()) == {
+        0,
+        1,
+        2,
+        3,
+    }
 
 
 def test_a_long_text_is_cropped_to_the_context() -> None:

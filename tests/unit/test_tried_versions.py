@@ -1,4 +1,6 @@
-"""A torch that Lockstep has not been tried with is named in one line; pyproject.toml asks for the oldest that has."""
+"""A torch that Lockstep has not been tried with is named in one line; pyproject.toml asks for the
+oldest that has.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from lockstep.tried_versions import NEWEST_TORCH, OLDEST_TORCH, about_untried_to
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.10.1+cu128", "2.13.0+cpu", "2.15.0", "2.15.2a0+git1234567"])
+@pytest.mark.parametrize(
+    "version", ["2.10.0", "2.10.1+cu128", "2.13.0+cpu", "2.15.0", "2.15.2a0+git1234567"]
+)
 def test_nothing_is_said_on_one_that_was_tried(version: str) -> None:
     assert about_untried_torch(version) is None
 
 
-@pytest.mark.parametrize(("version", "release"), [("2.16.0", "2.16"), ("3.0.0+cpu", "3.0"), ("2.9.1", "2.9")])
+@pytest.mark.parametrize(
+    ("version", "release"), [("2.16.0", "2.16"), ("3.0.0+cpu", "3.0"), ("2.9.1", "2.9")]
+)
 def test_any_other_is_named_with_those_that_were_tried(version: str, release: str) -> None:
     text = about_untried_torch(version)
     assert text is not None

@@ -54,7 +54,8 @@ def impatient() -> Iterator[Pool]:
     own.close()
 
 
-# --- what a rank gets ---------------------------------------------------------------------------------------
+# --- what a rank gets
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
@@ -119,7 +120,9 @@ def test_warnings_are_what_they_are_in_the_test(pool: Pool) -> None:
         assert pool.run(warn) == ["done", "done"]
 
 
-def test_output_of_ranks_is_output_of_the_test(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_ranks_is_output_of_the_test(
+    pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
     pool.run(lambda: print("hello from", os.environ["RANK"]))
     assert capsys.readouterr().out == "[rank 0] hello from 0\n[rank 1] hello from 1\n"
 
@@ -150,12 +153,17 @@ def test_too_many_ranks_are_refused(pool: Pool) -> None:
         pool.run(place, workers=5)
 
 
-# --- what a rank leaves -------------------------------------------------------------------------------------
+# --- what a rank leaves
+# -------------------------------------------------------------------------------------
 
 
 def test_every_run_begins_in_the_same_state(pool: Pool, tmp_path: Path) -> None:
     def look() -> tuple[Any, ...]:
-        settings = torch.get_default_dtype(), torch.get_num_threads(), torch.backends.cudnn.benchmark
+        settings = (
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.backends.cudnn.benchmark,
+        )
         numbers = torch.rand(1).item(), random.random()
         here = Path.cwd(), "LOCKSTEP_TEST" in os.environ, "/nowhere" in sys.path
         return *settings, *numbers, *here, signal.getsignal(signal.SIGTERM), torch.is_grad_enabled()
@@ -188,7 +196,9 @@ def test_what_a_rank_leaves_open_is_a_failure(impatient: Pool, tmp_path: Path) -
         if dist.get_rank() == 1:
             sys.kept = (tmp_path / "kept").open("w")  # type: ignore[attr-defined]
 
-    with pytest.raises(RanksFailedError, match=r"left behind: open file descriptor: .*/kept") as caught:
+    with pytest.raises(
+        RanksFailedError, match=r"left behind: open file descriptor: .*/kept"
+    ) as caught:
         impatient.run(leak)
     assert [outcome.failed for outcome in caught.value.outcomes] == [False, True]
     assert impatient.run(lambda: hasattr(sys, "kept")) == [False, False]  # by a fresh process
@@ -207,7 +217,8 @@ def test_a_mark_excuses_what_a_rank_leaves_open(pool: Pool) -> None:
     pool.run(close, workers=1)
 
 
-# --- what can go wrong --------------------------------------------------------------------------------------
+# --- what can go wrong
+# --------------------------------------------------------------------------------------
 
 
 def test_the_first_cause_is_shown_first(pool: Pool) -> None:
@@ -219,11 +230,17 @@ def test_the_first_cause_is_shown_first(pool: Pool) -> None:
     with pytest.raises(RanksFailedError) as caught:
         pool.run(fail, workers=3)
     error = caught.value
-    assert (error.first.rank, error.first.kind, error.first.message) == (1, "ValueError", "the cause")
+    assert (error.first.rank, error.first.kind, error.first.message) == (
+        1,
+        "ValueError",
+        "the cause",
+    )
     assert isinstance(error.first.exception, ValueError)
     assert [outcome.ending for outcome in error.outcomes] == ["raised"] * 3
     text = str(error)
-    assert text.startswith("test_the_first_cause_is_shown_first.<locals>.fail: 3 of 3 ranks failed, rank 1 first")
+    assert text.startswith(
+        "test_the_first_cause_is_shown_first.<locals>.fail: 3 of 3 ranks failed, rank 1 first"
+    )
     assert text.index("rank 1 (first)") < min(text.index("--- rank 0"), text.index("--- rank 2"))
     assert 'raise ValueError("the cause")' in text
 
@@ -250,7 +267,11 @@ def test_an_error_that_cannot_be_pickled_is_reported(pool: Pool) -> None:
         raise StubbornError(1, 2)
 
     outcome = pool.outcomes(fail)[0]
-    assert (outcome.kind, outcome.message, outcome.exception) == ("StubbornError", "in the way", None)
+    assert (outcome.kind, outcome.message, outcome.exception) == (
+        "StubbornError",
+        "in the way",
+        None,
+    )
 
 
 def test_a_value_that_cannot_be_sent_is_a_failure(pool: Pool) -> None:
@@ -265,7 +286,9 @@ def test_a_value_that_cannot_be_sent_is_a_failure(pool: Pool) -> None:
     ],
     ids=["exit", "kill"],
 )
-def test_a_rank_that_dies_is_reported_and_replaced(pool: Pool, end: Any, told: str, code: int) -> None:
+def test_a_rank_that_dies_is_reported_and_replaced(
+    pool: Pool, end: Any, told: str, code: int
+) -> None:
     def die() -> None:
         if dist.get_rank() == 1:
             end()
@@ -294,7 +317,9 @@ def test_a_rank_that_hangs_is_shown_with_its_stack_and_replaced(pool: Pool) -> N
 
 
 def test_a_frozen_rank_is_killed(impatient: Pool) -> None:
-    outcome = impatient.outcomes(lambda: os.kill(os.getpid(), signal.SIGSTOP), workers=1, timeout=0.5)[0]
+    outcome = impatient.outcomes(
+        lambda: os.kill(os.getpid(), signal.SIGSTOP), workers=1, timeout=0.5
+    )[0]
     assert outcome.ending == "hung"
     assert "does not answer signals" in outcome.trace
     assert impatient.run(lambda: "alive", workers=1) == ["alive"]
@@ -312,7 +337,9 @@ def test_others_stop_soon_after_a_failure(impatient: Pool) -> None:
     assert error.first.rank == 0
 
 
-def test_an_interrupted_run_leaves_no_rank_at_work(impatient: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_leaves_no_rank_at_work(
+    impatient: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = impatient.run(process_id)
 
     def interrupt(*_: object) -> None:

@@ -1,1 +1,3 @@
-"""Checkpoints: a run's state in a folder, complete, checksummed, independent of devices and number of workers."""
+"""Checkpoints: a run's state in a folder, complete, checksummed, independent of devices and number
+of workers.
+"""

@@ -1,7 +1,8 @@
-"""Writes a checkpoint as one file per worker, and reads the parts that a worker needs (torch.distributed.checkpoint).
+"""Writes a checkpoint as one file per worker, and reads the parts that a worker needs
+(torch.distributed.checkpoint).
 
-torch plans which worker writes or reads which part of which tensor. The file format is Lockstep's own: safetensors, and
-their layout as JSON in place of torch's metadata file, which is a pickle.
+torch plans which worker writes or reads which part of which tensor. The file format is Lockstep's
+own: safetensors, and their layout as JSON in place of torch's metadata file, which is a pickle.
 """
 
 from __future__ import annotations
@@ -61,11 +62,15 @@ _POLL = 0.1
 """Seconds between checks whether the other workers have written their parts, in the background."""
 
 _GRACE = 60.0
-"""Seconds that rank 0 waits for the other workers' parts after its run has failed: some workers may have died."""
+"""Seconds that rank 0 waits for the other workers' parts after its run has failed: some workers may
+have died.
+"""
 
 
 class PartResult(msgspec.Struct, frozen=True):
-    """The file that a worker has written, or why it could not write it, with its errno if that was an OSError."""
+    """The file that a worker has written, or why it could not write it, with its errno if that was
+    an OSError.
+    """
 
     entry: Entry | None = None
     error: str = ""
@@ -73,7 +78,9 @@ class PartResult(msgspec.Struct, frozen=True):
 
 
 Exchange = Callable[[PartResult], list[PartResult]]
-"""Gathers the result of writing a part from all workers, in rank order; may return [] on ranks other than 0."""
+"""Gathers the result of writing a part from all workers, in rank order; may return [] on ranks
+other than 0.
+"""
 
 
 def prepare(
@@ -88,25 +95,29 @@ def prepare(
     copy: bool = False,
     aborting: Callable[[], bool] = lambda: False,
 ) -> Callable[[], None]:
-    """Prepare a checkpoint, and return the function that writes this worker's part of it; all workers must call both.
+    """Prepare a checkpoint, and return the function that writes this worker's part of it; all
+    workers must call both.
 
-    The checkpoint is complete when every worker has called the returned function, once: rank 0 then writes the
-    manifest.
+    The checkpoint is complete when every worker has called the returned function, once: rank 0 then
+    writes the manifest.
 
     Args:
         store: the checkpoints of the run, in a folder that all workers can access.
         comm: communicator over the workers, two or more.
-        state: the state to save. Of a DTensor each worker saves its shard; of other tensors and plain values, rank 0's
-            are saved.
+        state: the state to save. Of a DTensor each worker saves its shard; of other tensors and
+            plain values, rank 0's are saved.
         rank0_state: called on rank 0 only; returns further entries of the state, without a DTensor.
         step: optimizer steps done.
         epoch: the epoch.
         info: plain values about the run.
-        copy: copy the tensors now, so that the returned function can run in a thread; it then uses no collective.
-        aborting: returns whether this worker's run has failed: rank 0 then does not wait long for the other workers.
+        copy: copy the tensors now, so that the returned function can run in a thread; it then uses
+            no collective.
+        aborting: returns whether this worker's run has failed: rank 0 then does not wait long for
+            the other workers.
 
     Raises:
-        CheckpointError: on every worker, if the folder cannot be created, or a worker cannot access it.
+        CheckpointError: on every worker, if the folder cannot be created, or a worker cannot access
+            it.
         ConfigError: `state` or `info` holds something that cannot be stored; names its place.
     """
     head = manifest.head(step=step, epoch=epoch, info=info)
@@ -116,21 +127,31 @@ def prepare(
     def begin() -> Path:
         value, tensors = pack({**state, **rank0_state()}, allow_dtensor=True)
         packed.append((to_json("state", value), tensors))
-        needed = len(packed[0][0]) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        needed = len(packed[0][0]) + sum(
+            tensor.numel() * tensor.element_size() for tensor in tensors.values()
+        )
         return stack.enter_context(store.writing(step, needed))
 
     folder = comm.on_rank0(begin)
     try:
-        # Tensors are numbered in the order of the state. The entries that only rank 0 has follow all others, so that
-        # the numbers of the others are the same on all ranks.
+        # Tensors are numbered in the order of the state. The entries that only rank 0 has follow
+        # all others, so that the numbers of the others are the same on all ranks.
         tree, tensors = packed[0] if packed else (b"", pack(dict(state), allow_dtensor=True)[1])
         _check_shared(comm, folder)
         writer = _save_plan(tensors, comm)
     except BaseException as error:
         stack.__exit__(type(error), error, error.__traceback__)
         raise
-    part = {name: cpu_copy(tensor) for name, tensor in writer.tensors.items()} if copy else writer.tensors
-    exchange = _exchange_over_store(comm, f"{step}/{folder.name}", aborting) if copy else comm.allgather_object
+    part = (
+        {name: cpu_copy(tensor) for name, tensor in writer.tensors.items()}
+        if copy
+        else writer.tensors
+    )
+    exchange = (
+        _exchange_over_store(comm, f"{step}/{folder.name}", aborting)
+        if copy
+        else comm.allgather_object
+    )
 
     def write() -> None:
         with stack:  # empty on ranks other than 0
@@ -146,11 +167,14 @@ def prepare(
 
 
 def _check_shared(comm: Communicator, folder: Path) -> None:
-    missing = [rank for rank, exists in enumerate(comm.allgather_object(folder.is_dir())) if not exists]
+    missing = [
+        rank for rank, exists in enumerate(comm.allgather_object(folder.is_dir())) if not exists
+    ]
     if missing:
         raise CheckpointError(
-            f"{folder.parent}: rank {missing[0]} does not see the folder that rank 0 created there, and each worker "
-            "writes its part of a checkpoint. Choose a folder on a file system that all hosts share."
+            f"{folder.parent}: rank {missing[0]} does not see the folder that rank 0 created "
+            "there, and each worker writes its part of a checkpoint. Choose a folder on a file "
+            "system that all hosts share."
         )
 
 
@@ -216,9 +240,13 @@ def _exchange_over_store(comm: Communicator, key: str, aborting: Callable[[], bo
             if limit == math.inf and (aborting() or not threading.main_thread().is_alive()):
                 limit = time.monotonic() + _GRACE
             if time.monotonic() > limit:
-                return [PartResult(error="the run ended before all workers had written their parts")]
+                return [
+                    PartResult(error="the run ended before all workers had written their parts")
+                ]
             time.sleep(_POLL)
-        results = [read_message(store.get(key), PartResult, f"what rank {key} has written") for key in keys]
+        results = [
+            read_message(store.get(key), PartResult, f"what rank {key} has written") for key in keys
+        ]
         for key in keys:
             store.delete_key(key)
         return results
@@ -227,15 +255,17 @@ def _exchange_over_store(comm: Communicator, key: str, aborting: Callable[[], bo
 
 
 def load_tensors(targets: Mapping[str, tuple[Tensor, StoredTensor]], comm: Communicator) -> None:
-    """Read stored tensors into existing ones; of a DTensor, only this worker's shard. All workers must call it.
+    """Read stored tensors into existing ones; of a DTensor, only this worker's shard. All workers
+    must call it.
 
     Args:
-        targets: name → (the tensor to fill, the stored tensor of the same shape); the names are arbitrary, but the same
-            on all workers.
+        targets: name → (the tensor to fill, the stored tensor of the same shape); the names are
+            arbitrary, but the same on all workers.
         comm: communicator over the workers, two or more.
 
     Raises:
-        CheckpointError: on every worker, if one cannot read its part; some tensors may have been filled by then.
+        CheckpointError: on every worker, if one cannot read its part; some tensors may have been
+            filled by then.
     """
     real = {name: _real_view(target, stored) for name, (target, stored) in targets.items()}
     reader = _PartReader({name: stored for name, (_, stored) in targets.items()})
@@ -255,11 +285,14 @@ def _first_error(error: CheckpointException) -> BaseException:
     rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
     if isinstance(reason, CheckpointError):
         return reason
-    return CheckpointError(f"a distributed checkpoint: rank {rank}: {type(reason).__name__}: {reason}")
+    return CheckpointError(
+        f"a distributed checkpoint: rank {rank}: {type(reason).__name__}: {reason}"
+    )
 
 
 class _PartWriter(StorageWriter):
-    """Records which tensors this worker must write, and on rank 0 the layout of all of them; writes nothing itself.
+    """Records which tensors this worker must write, and on rank 0 the layout of all of them; writes
+    nothing itself.
 
     Attributes:
         tensors: this worker's parts of tensors, by their names in this worker's file.
@@ -294,7 +327,9 @@ class _PartWriter(StorageWriter):
             if math.prod(sizes):
                 name = f"{item.index.fqn}.{item.index.index}"
                 tensor = self.tensors[name] = cast(Tensor, planner.resolve_data(item)).detach()
-                results.append(WriteResult(item.index, tensor.nbytes, (part_name(self._rank), name, sizes)))
+                results.append(
+                    WriteResult(item.index, tensor.nbytes, (part_name(self._rank), name, sizes))
+                )
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -303,13 +338,19 @@ class _PartWriter(StorageWriter):
         """Record in which file each piece of each tensor will be."""
         for key, entry in metadata.state_dict_metadata.items():
             tensor = cast(TensorStorageMetadata, entry)
-            self.layout[key] = {"dtype": code_of(tensor.properties.dtype), "shape": list(tensor.size), "pieces": []}
+            self.layout[key] = {
+                "dtype": code_of(tensor.properties.dtype),
+                "shape": list(tensor.size),
+                "pieces": [],
+            }
         for result in itertools.chain.from_iterable(results):
             file, name, sizes = result.storage_data
             offsets = list(cast(torch.Size, result.index.offset))
             self.layout[result.index.fqn]["pieces"].append([file, name, offsets, list(sizes)])
         for layout in self.layout.values():
-            check_pieces(layout["shape"], [(offsets, sizes) for _, _, offsets, sizes in layout["pieces"]])
+            check_pieces(
+                layout["shape"], [(offsets, sizes) for _, _, offsets, sizes in layout["pieces"]]
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -350,7 +391,9 @@ class _PartReader(StorageReader):
         for item in plan.items:
             index = cast(int, item.storage_index.index)
             target = planner.resolve_tensor(item).detach()
-            copy_piece(target, self._stored[item.storage_index.fqn].pieces[index], item.storage_offsets)
+            copy_piece(
+                target, self._stored[item.storage_index.fqn].pieces[index], item.storage_offsets
+            )
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
@@ -363,5 +406,10 @@ class _PartReader(StorageReader):
 
 
 def _tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in tensor.pieces]
-    return TensorStorageMetadata(TensorProperties(tensor.stored_dtype), torch.Size(tensor.stored_shape), chunks)
+    chunks = [
+        ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+        for piece in tensor.pieces
+    ]
+    return TensorStorageMetadata(
+        TensorProperties(tensor.stored_dtype), torch.Size(tensor.stored_shape), chunks
+    )

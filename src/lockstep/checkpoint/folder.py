@@ -1,4 +1,6 @@
-"""Checkpoints: a run's state in a folder, complete, checksummed, independent of devices and number of workers."""
+"""Checkpoints: a run's state in a folder, complete, checksummed, independent of devices and number
+of workers.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ __all__ = [
 ]
 
 FINITE = "finite_weights"
-"""The entry of `info` of a checkpoint whose trained parameters were checked before it was written."""
+"""The entry of `info` of a checkpoint whose trained parameters were checked before it was written.
+"""
 
 _BEST = "best"
 _NAME = re.compile(r"step-(\d{10}|[1-9]\d{10,17})")
@@ -82,10 +85,11 @@ class Checkpoint:
         path: the folder that it was read from.
         step: optimizer steps done when it was saved.
         epoch: the epoch in which it was saved.
-        numerics: the version of the numerics of the Lockstep that wrote it, see `lockstep.checkpoint.numerics`.
+        numerics: the version of the numerics of the Lockstep that wrote it, see
+            `lockstep.checkpoint.numerics`.
         info: plain values about the run.
-        state: ``"model"``, ``"optimizer"``, … → a tree of plain values and CPU tensors; of plain values and stored
-            tensors if it comes from `open_stored`.
+        state: ``"model"``, ``"optimizer"``, … → a tree of plain values and CPU tensors; of plain
+            values and stored tensors if it comes from `open_stored`.
     """
 
     path: Path
@@ -113,31 +117,41 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.keep = arguments.whole("keep", keep, least=1)
 
-    def save(self, state: Mapping[str, Tree], *, step: int, epoch: int, info: Mapping[str, Any]) -> Path:
+    def save(
+        self, state: Mapping[str, Tree], *, step: int, epoch: int, info: Mapping[str, Any]
+    ) -> Path:
         """Write one checkpoint; then remove all but the newest `keep`, and never this one.
 
-        An existing checkpoint of the same step is replaced. The folder gets its name after all of its files have been
-        flushed to the device. If `state["model"]` is a flat dict of tensors, it is stored as ``model.safetensors``,
-        which any program can load.
+        An existing checkpoint of the same step is replaced. The folder gets its name after all of
+        its files have been flushed to the device. If `state["model"]` is a flat dict of tensors, it
+        is stored as ``model.safetensors``, which any program can load.
 
         Raises:
-            CheckpointError: it could not be written; existing checkpoints are untouched, and no partial one remains.
+            CheckpointError: it could not be written; existing checkpoints are untouched, and no
+                partial one remains.
             ConfigError: `state` or `info` holds something that cannot be stored; names its place.
         """
         return self.prepare(state, step=step, epoch=epoch, info=info)()
 
     def prepare(
-        self, state: Mapping[str, Tree], *, step: int, epoch: int, info: Mapping[str, Any], copy: bool = False
+        self,
+        state: Mapping[str, Tree],
+        *,
+        step: int,
+        epoch: int,
+        info: Mapping[str, Any],
+        copy: bool = False,
     ) -> Callable[[], Path]:
-        """Return a function that writes one checkpoint as `save` does; call it once, at any time and in any thread.
+        """Return a function that writes one checkpoint as `save` does; call it once, at any time
+        and in any thread.
 
         Args:
             state: as in `save`.
             step: as in `save`.
             epoch: as in `save`.
             info: as in `save`.
-            copy: copy the tensors now, so that later changes to them are not saved. Otherwise they are read while the
-                file is written, a block at a time.
+            copy: copy the tensors now, so that later changes to them are not saved. Otherwise they
+                are read while the file is written, a block at a time.
 
         Raises:
             ConfigError: as `save`.
@@ -146,13 +160,18 @@ class CheckpointStore:
         tree, files = _encode(state)
         if copy:
             files = {
-                file: {key: cpu_copy(tensor) for key, tensor in content.items()} for file, content in files.items()
+                file: {key: cpu_copy(tensor) for key, tensor in content.items()}
+                for file, content in files.items()
             }
-        needed = len(tree) + sum(tensor.nbytes for content in files.values() for tensor in content.values())
+        needed = len(tree) + sum(
+            tensor.nbytes for content in files.values() for tensor in content.values()
+        )
 
         def write() -> Path:
             with self.writing(step, needed) as folder:
-                entries = {file: write_tensors(folder / file, content) for file, content in files.items()}
+                entries = {
+                    file: write_tensors(folder / file, content) for file, content in files.items()
+                }
                 entries[TREE] = write_bytes(folder / TREE, tree)
                 write_bytes(folder / MANIFEST, manifest.render(head, entries))
             return self.path(step)
@@ -165,7 +184,8 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def writing(self, step: int, needed: int) -> Iterator[Path]:
-        """Yield a folder that becomes the checkpoint of `step` if the block ends without error; then remove old ones.
+        """Yield a folder that becomes the checkpoint of `step` if the block ends without error;
+        then remove old ones.
 
         Args:
             step: the step; an existing checkpoint of it is replaced.
@@ -185,22 +205,28 @@ class CheckpointStore:
         self._prune(path)
 
     def paths(self) -> list[Path]:
-        """Return all checkpoints, damaged ones included and unfinished ones not, in ascending order of their steps.
+        """Return all checkpoints, damaged ones included and unfinished ones not, in ascending order
+        of their steps.
 
         Raises:
             CheckpointError: the folder may not be read.
         """
         atomic_files.restore(self.folder)
         try:
-            found = [entry for entry in self.folder.iterdir() if _step(entry) >= 0 and entry.is_dir()]
+            found = [
+                entry for entry in self.folder.iterdir() if _step(entry) >= 0 and entry.is_dir()
+            ]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise CheckpointError(f"{self.folder}: cannot list its checkpoints: {error.strerror}") from error
+            raise CheckpointError(
+                f"{self.folder}: cannot list its checkpoints: {error.strerror}"
+            ) from error
         return sorted(found, key=_step)
 
     def mark_best(self, step: int) -> None:
-        """Make the checkpoint of `step` the best one: the link ``best`` leads to it, and it is not removed.
+        """Make the checkpoint of `step` the best one: the link ``best`` leads to it, and it is not
+        removed.
 
         Raises:
             CheckpointError: the link cannot be made.
@@ -218,7 +244,9 @@ class CheckpointStore:
             return None
 
     def latest(self) -> Path | None:
-        """Return the checkpoint of the highest step, which may be damaged; None if there is none."""
+        """Return the checkpoint of the highest step, which may be damaged; None if there is
+        none.
+        """
         return max(self.paths(), key=_step, default=None)
 
     def newest_good(self, before: Path | None = None) -> Path | None:
@@ -241,16 +269,20 @@ class CheckpointStore:
             try:
                 atomic_files.remove(path)
             except OSError as error:
-                # The save itself has succeeded; a run must not end because an old checkpoint remains.
-                warnings.warn(f"{path}: cannot remove this old checkpoint: {error.strerror}", stacklevel=3)
+                # The save itself has succeeded; a run must not end because an old checkpoint
+                # remains.
+                warnings.warn(
+                    f"{path}: cannot remove this old checkpoint: {error.strerror}", stacklevel=3
+                )
 
 
 def read(path: Path) -> Checkpoint:
     """Read a checkpoint into CPU tensors, after checking size and SHA-256 of every file.
 
     Raises:
-        CheckpointError: it is missing, damaged, incomplete, of another version, or no checkpoint; names the file, what
-            was expected and what was found, and the newest undamaged checkpoint beside it.
+        CheckpointError: it is missing, damaged, incomplete, of another version, or no checkpoint;
+            names the file, what was expected and what was found, and the newest undamaged
+            checkpoint beside it.
     """
     path = Path(path)
     with _suggesting_other(path):
@@ -261,8 +293,8 @@ def read(path: Path) -> Checkpoint:
 def open_stored(path: Path, local_rank: int = 0, local_size: int = 1) -> Checkpoint:
     """Open a checkpoint without reading its tensors: each is a `StoredTensor`.
 
-    Every process checks the size of every file. The processes of one host divide the files among them to check their
-    SHA-256.
+    Every process checks the size of every file. The processes of one host divide the files among
+    them to check their SHA-256.
 
     Args:
         path: the checkpoint.
@@ -276,7 +308,9 @@ def open_stored(path: Path, local_rank: int = 0, local_size: int = 1) -> Checkpo
     content = _manifest(path)
     _check_files(path, content["files"], local_rank, local_size)
     state = _stored_state(path, content["files"])
-    return Checkpoint(path, content["step"], content["epoch"], content["numerics"], content["info"], state)
+    return Checkpoint(
+        path, content["step"], content["epoch"], content["numerics"], content["info"], state
+    )
 
 
 def check_finite(checkpoint: Checkpoint) -> None:
@@ -296,7 +330,9 @@ def check_finite(checkpoint: Checkpoint) -> None:
     for name in (name for group in groups for name in group["parameters"]):
         value = read_tensors(model.get(name))
         if isinstance(value, Tensor) and bool(value.isnan().any()):
-            raise CheckpointError(f"{checkpoint.path}: expected weights without NaN, got some in {name}")
+            raise CheckpointError(
+                f"{checkpoint.path}: expected weights without NaN, got some in {name}"
+            )
 
 
 def read_tensors(tree: Any) -> Any:
@@ -326,14 +362,18 @@ def verify(path: Path) -> None:
 
 
 def save_weights(state_dict: Mapping[str, Tensor], path: Path) -> None:
-    """Write a model's tensors, from any device, as one safetensors file under their plain names (see `plain_names`).
+    """Write a model's tensors, from any device, as one safetensors file under their plain names
+    (see `plain_names`).
 
     Raises:
         CheckpointError: it could not be written; an existing file of that name is untouched.
-        ConfigError: an entry is not a plain dense tensor, or of a type that safetensors does not store.
+        ConfigError: an entry is not a plain dense tensor, or of a type that safetensors does not
+            store.
     """
     path = Path(path)
-    tensors = {name: check_storable(tensor, name) for name, tensor in plain_names(state_dict).items()}
+    tensors = {
+        name: check_storable(tensor, name) for name, tensor in plain_names(state_dict).items()
+    }
     check_tensors("state_dict", tensors)
     try:
         with atomic_files.file(path) as temporary:
@@ -352,10 +392,14 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     try:
         stored = TensorFile(path, path.name).tensors()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot read the weights: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"{path}: cannot read the weights: {error.strerror or error}"
+        ) from error
     except ValueError as error:
         advice = "Give the model.safetensors of a run or of a checkpoint"
-        raise CheckpointError(f"{path}: expected a safetensors file, got another ({error}). {advice}.") from error
+        raise CheckpointError(
+            f"{path}: expected a safetensors file, got another ({error}). {advice}."
+        ) from error
     return {name: tensor.read() for name, tensor in stored.items()}
 
 
@@ -373,7 +417,9 @@ def _encode(state: Mapping[str, Tree]) -> tuple[bytes, dict[str, dict[str, Tenso
 
 
 def _flat_model(value: Json) -> dict[str, str]:
-    """Map parameter names to keys of the packed tensors if the model is a flat dict of tensors; else return {}."""
+    """Map parameter names to keys of the packed tensors if the model is a flat dict of tensors;
+    else return {}.
+    """
     model = value.get("model")
     if not isinstance(model, dict) or not all(map(is_storable_name, model)):
         return {}
@@ -388,7 +434,9 @@ def _stored_state(path: Path, files: Mapping[str, Any]) -> dict[str, Any]:
     state = manifest.parse_content(path, TREE, lambda: dict(unpack(from_json(text), tensors)))
     if MODEL in files:
         model = _tensors_of_file(path, MODEL)
-        state["model"] = manifest.parse_content(path, TREE, lambda: _in_order(model, state["model"]))
+        state["model"] = manifest.parse_content(
+            path, TREE, lambda: _in_order(model, state["model"])
+        )
     return state
 
 
@@ -396,14 +444,22 @@ def _tensors_of_file(path: Path, name: str) -> dict[str, StoredTensor]:
     try:
         return manifest.parse_content(path, name, TensorFile(path / name, name).tensors)
     except OSError as error:
-        raise CheckpointError(f"{path}: {name}: cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"{path}: {name}: cannot be read: {error.strerror or error}"
+        ) from error
 
 
 def _tensors_of_parts(path: Path, files: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint with one file per worker, as the file `PARTS` describes them."""
+    """Return the tensors of a checkpoint with one file per worker, as the file `PARTS` describes
+    them.
+    """
     text = manifest.load(path, PARTS, files[PARTS])
     open_files: OpenFiles = deque()
-    parts = {name: TensorFile(path / name, name, open_files) for name in files if name not in (TREE, PARTS)}
+    parts = {
+        name: TensorFile(path / name, name, open_files)
+        for name in files
+        if name not in (TREE, PARTS)
+    }
 
     def tensor(layout: Json) -> StoredTensor:
         shape = _parse_shape(layout["shape"])
@@ -421,12 +477,16 @@ def _tensors_of_parts(path: Path, files: Mapping[str, Any]) -> dict[str, StoredT
 
 
 def _parse_shape(numbers: Json) -> tuple[int, ...]:
-    if not isinstance(numbers, list) or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+    if not isinstance(numbers, list) or not all(
+        type(number) is int and 0 <= number < 2**63 for number in numbers
+    ):
         raise ValueError(f"expected whole numbers of at least 0, got {str(numbers)[:80]}")
     return tuple(numbers)
 
 
-def check_pieces(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+def check_pieces(
+    shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> None:
     """Check that `boxes` cover a tensor exactly once, as slices along one dimension.
 
     Args:
@@ -438,11 +498,20 @@ def check_pieces(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequ
     """
     if not math.prod(shape):
         return  # there is nothing to read
-    cut = {d for offsets, sizes in boxes for d in range(len(shape)) if (offsets[d], sizes[d]) != (0, shape[d])}
+    cut = {
+        d
+        for offsets, sizes in boxes
+        for d in range(len(shape))
+        if (offsets[d], sizes[d]) != (0, shape[d])
+    }
     dim = min(cut, default=0)
     end = 0
     for offsets, sizes in sorted(boxes):
-        if len(offsets) != len(shape) or len(sizes) != len(shape) or (shape and offsets[dim] != end):
+        if (
+            len(offsets) != len(shape)
+            or len(sizes) != len(shape)
+            or (shape and offsets[dim] != end)
+        ):
             raise ValueError(f"the pieces of a tensor of shape {list(shape)} are not contiguous")
         end += sizes[dim] if shape else 1
     if len(cut) > 1 or end != (shape[dim] if shape else 1):
@@ -458,7 +527,9 @@ def _in_order(model: dict[str, StoredTensor], names: list[str]) -> dict[str, Sto
 def _manifest(path: Path) -> dict[str, Any]:
     content = manifest.read(path)
     if _step(path) not in (-1, content["step"]):
-        raise CheckpointError(f"{path}: {MANIFEST}: expected the step in the folder's name, got {content['step']}")
+        raise CheckpointError(
+            f"{path}: {MANIFEST}: expected the step in the folder's name, got {content['step']}"
+        )
     return content
 
 
@@ -473,7 +544,9 @@ def _check(path: Path) -> None:
     _check_files(path, _manifest(path)["files"])
 
 
-def _check_files(path: Path, files: Mapping[str, Any], local_rank: int = 0, local_size: int = 1) -> None:
+def _check_files(
+    path: Path, files: Mapping[str, Any], local_rank: int = 0, local_size: int = 1
+) -> None:
     for number, name in enumerate(sorted(files)):
         manifest.check(path, name, files[name], content=number % local_size == local_rank)
 
@@ -502,7 +575,9 @@ def _suggesting_other(path: Path) -> Iterator[None]:
 
 
 def suggest_other(path: Path) -> str:
-    """Return a sentence that names the newest undamaged checkpoint beside `path`, which cannot be used."""
+    """Return a sentence that names the newest undamaged checkpoint beside `path`, which cannot be
+    used.
+    """
     for folder in (path, path.parent):
         with contextlib.suppress(CheckpointError):
             others = [other for other in CheckpointStore(folder).paths() if other.name != path.name]
@@ -519,7 +594,8 @@ def save_error(path: Path, needed: int, error: OSError) -> CheckpointError:
     advice = _ADVICE.get(error.errno or 0, "Choose a folder on another file system")
     reason = error.strerror or str(error)
     failed = CheckpointError(
-        f"{path}: cannot be saved: {reason}; it needs {needed:,} bytes{free}. {advice}. Existing files are untouched."
+        f"{path}: cannot be saved: {reason}; it needs {needed:,} bytes{free}. {advice}. Existing "
+        "files are untouched."
     )
     failed.exit_code = OUTPUT_FAILED
     return failed

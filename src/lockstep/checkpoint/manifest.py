@@ -55,14 +55,16 @@ def head(*, step: int, epoch: int, info: Mapping[str, Any]) -> dict[str, Json]:
     """Return the content of a manifest except the list of files.
 
     Raises:
-        ConfigError: `step` or `epoch` is not a whole number of at least 0, or `info` holds something other than plain
-            values.
+        ConfigError: `step` or `epoch` is not a whole number of at least 0, or `info` holds
+            something other than plain values.
     """
     step = arguments.whole("step", step, least=0)
     epoch = arguments.whole("epoch", epoch, least=0)
     value, tensors = pack({"info": dict(info)})
     if tensors:
-        raise ConfigError("info", "plain values only", found="tensors", hint="Put tensors into the state.")
+        raise ConfigError(
+            "info", "plain values only", found="tensors", hint="Put tensors into the state."
+        )
     versions = {"format": FORMAT, "version": VERSION, "numerics": NUMERICS}
     return {**versions, "step": step, "epoch": epoch, "info": value["info"]}
 
@@ -73,7 +75,8 @@ def render(head: Mapping[str, Json], files: Mapping[str, Entry]) -> bytes:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read the manifest in `folder`: numerics, step, epoch, info, and for each file name its size and sha256.
+    """Read the manifest in `folder`: numerics, step, epoch, info, and for each file name its size
+    and sha256.
 
     Raises:
         CheckpointError: it is missing, damaged, of another version, or not a manifest of Lockstep.
@@ -90,17 +93,25 @@ def read(folder: Path) -> dict[str, Any]:
         raise _mismatch(folder, MANIFEST, f"the format {FORMAT!r}", repr(content.get("format")))
     if content.get("version") != VERSION:
         expected = f"version {VERSION}, the only one that this program reads"
-        raise _mismatch(folder, MANIFEST, expected, f"{content.get('version')!r}: use the Lockstep that wrote it")
+        raise _mismatch(
+            folder,
+            MANIFEST,
+            expected,
+            f"{content.get('version')!r}: use the Lockstep that wrote it",
+        )
     # The whole text is compared, so that a change of any byte is detected, even of a space.
     if parse_content(folder, MANIFEST, lambda: _seal(content)) != data:
-        raise _mismatch(folder, MANIFEST, "the content that its checksum belongs to", "other content")
+        raise _mismatch(
+            folder, MANIFEST, "the content that its checksum belongs to", "other content"
+        )
     _check_fields(folder, content)
     info = parse_content(folder, MANIFEST, lambda: unpack({"info": content["info"]}, {}))
     return {"numerics": 0, **content, **info}
 
 
 def load(folder: Path, name: str, entry: Mapping[str, Any] | None = None) -> bytes:
-    """Read the small file `name` of a checkpoint, and check its size and checksum against its `entry` in the manifest.
+    """Read the small file `name` of a checkpoint, and check its size and checksum against its
+    `entry` in the manifest.
 
     Raises:
         CheckpointError: they differ, or the file cannot be read or is larger than MAX_JSON.
@@ -128,14 +139,18 @@ def check(folder: Path, name: str, entry: Mapping[str, Any], content: bool = Tru
     """
     _check_size(folder, name, entry)
     if content:
-        _check_sum(folder, name, entry, _read_or_raise(folder, name, lambda: _sha256_of(folder / name)))
+        _check_sum(
+            folder, name, entry, _read_or_raise(folder, name, lambda: _sha256_of(folder / name))
+        )
 
 
 def _check_size(folder: Path, name: str, entry: Mapping[str, Any] | None) -> int:
     path = folder / name
     status = _read_or_raise(folder, name, path.lstat)
     if not stat.S_ISREG(status.st_mode):
-        raise _mismatch(folder, name, "a plain file", "a symbolic link" if path.is_symlink() else _kind(path))
+        raise _mismatch(
+            folder, name, "a plain file", "a symbolic link" if path.is_symlink() else _kind(path)
+        )
     if entry is not None and status.st_size != entry["size"]:
         raise _mismatch(folder, name, f"{entry['size']:,} bytes", f"{status.st_size:,}")
     return status.st_size
@@ -143,7 +158,12 @@ def _check_size(folder: Path, name: str, entry: Mapping[str, Any] | None) -> int
 
 def _check_sum(folder: Path, name: str, entry: Mapping[str, Any], checksum: str) -> None:
     if checksum != entry["sha256"]:
-        raise _mismatch(folder, name, f"content with sha256 {entry['sha256'][:64]}", f"content with sha256 {checksum}")
+        raise _mismatch(
+            folder,
+            name,
+            f"content with sha256 {entry['sha256'][:64]}",
+            f"content with sha256 {checksum}",
+        )
 
 
 def _read_or_raise(folder: Path, name: str, read: Callable[[], T]) -> T:
@@ -157,7 +177,8 @@ def _read_or_raise(folder: Path, name: str, read: Callable[[], T]) -> T:
 
 
 def parse_content(folder: Path, name: str, parse: Callable[[], T]) -> T:
-    """Return `parse()`, which parses a file: even with the right checksum, its content may be invalid or hostile.
+    """Return `parse()`, which parses a file: even with the right checksum, its content may be
+    invalid or hostile.
 
     Raises:
         CheckpointError: `parse` could not parse it.
@@ -165,7 +186,9 @@ def parse_content(folder: Path, name: str, parse: Callable[[], T]) -> T:
     try:
         return parse()
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{folder}: {name}: its content is invalid: {str(error)[:200]}") from error
+        raise CheckpointError(
+            f"{folder}: {name}: its content is invalid: {str(error)[:200]}"
+        ) from error
 
 
 def _seal(content: Json) -> bytes:
@@ -186,14 +209,30 @@ def _check_fields(folder: Path, content: dict[str, Json]) -> None:
     epoch = content.get("epoch")
     files = content.get("files")
     if not _is_count(step) or not _is_count(epoch) or "info" not in content:
-        raise _mismatch(folder, MANIFEST, "step, epoch and info", f"step {str(step)[:80]}, epoch {str(epoch)[:80]}")
+        raise _mismatch(
+            folder,
+            MANIFEST,
+            "step, epoch and info",
+            f"step {str(step)[:80]}, epoch {str(epoch)[:80]}",
+        )
     if not _is_count(content.get("numerics", 0)):
-        raise _mismatch(folder, MANIFEST, "numerics of at least 0, if any", str(content["numerics"])[:80])
-    if not isinstance(files, dict) or not (_is_single_writer(set(files)) or _is_distributed(set(files))):
-        expected = f"the files {TREE}, {TENSORS} and optionally {MODEL}, or {TREE}, {PARTS} and one file per worker"
+        raise _mismatch(
+            folder, MANIFEST, "numerics of at least 0, if any", str(content["numerics"])[:80]
+        )
+    if not isinstance(files, dict) or not (
+        _is_single_writer(set(files)) or _is_distributed(set(files))
+    ):
+        expected = (
+            f"the files {TREE}, {TENSORS} and optionally {MODEL}, or {TREE}, {PARTS} and one file "
+            "per worker"
+        )
         raise _mismatch(folder, MANIFEST, expected, str(files)[:200])
     for entry in files.values():
-        if not isinstance(entry, dict) or not _is_count(entry.get("size")) or not isinstance(entry.get("sha256"), str):
+        if (
+            not isinstance(entry, dict)
+            or not _is_count(entry.get("size"))
+            or not isinstance(entry.get("sha256"), str)
+        ):
             raise _mismatch(folder, MANIFEST, "a size and a sha256 for each file", str(entry)[:200])
 
 
@@ -202,7 +241,9 @@ def _is_single_writer(names: set[Any]) -> bool:
 
 
 def _is_distributed(names: set[Any]) -> bool:
-    return {TREE, PARTS} <= names and all(_PART.fullmatch(str(name)) for name in names - {TREE, PARTS})
+    return {TREE, PARTS} <= names and all(
+        _PART.fullmatch(str(name)) for name in names - {TREE, PARTS}
+    )
 
 
 def _mismatch(folder: Path, name: str, expected: str, got: str) -> CheckpointError:
@@ -211,10 +252,14 @@ def _mismatch(folder: Path, name: str, expected: str, got: str) -> CheckpointErr
 
 def _kind(path: Path) -> str:
     try:
-        mode = path.stat().st_mode  # not path.exists(), which in Python 3.14 says no where it may not look
+        mode = (
+            path.stat().st_mode
+        )  # not path.exists(), which in Python 3.14 says no where it may not look
     except (FileNotFoundError, NotADirectoryError):
         return "nothing of that name"
-    return "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "something else"
+    return (
+        "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "something else"
+    )
 
 
 def _is_count(number: object) -> bool:

@@ -1,4 +1,6 @@
-"""Serialises a tree of plain values and tensors as JSON and safetensors, and reads it back, one tensor at a time."""
+"""Serialises a tree of plain values and tensors as JSON and safetensors, and reads it back, one
+tensor at a time.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ __all__ = [
     "write_tensors",
 ]
 
-# Written with Sequence and Mapping because they are covariant: a dict[str, Tensor] is a Tree to the type checker.
+# Written with Sequence and Mapping because they are covariant: a dict[str, Tensor] is a Tree to the
+# type checker.
 Tree: TypeAlias = None | bool | int | float | str | Tensor | Sequence["Tree"] | Mapping[Any, "Tree"]
 Json: TypeAlias = Any
 
@@ -57,7 +60,9 @@ MAX_DEPTH = 64
 """Maximum depth of nesting; a deeper tree is a list that contains itself, or an attack."""
 
 MAX_JSON = 64 * 1024**2
-"""Maximum bytes of the plain values of one tree as JSON: some ten million numbers, which belong in a tensor."""
+"""Maximum bytes of the plain values of one tree as JSON: some ten million numbers, which belong in
+a tensor.
+"""
 
 # Python converts integers to text and back only up to 4300 decimal digits (14 000 bits).
 _MAX_INT_BITS = 8192
@@ -87,24 +92,27 @@ _BLOCK = 16 * 2**20
 """Bytes of a tensor that are copied at a time if it cannot be written or read without a copy."""
 
 _MAX_OPEN = 64
-"""Maximum number of open files of one checkpoint; the usual limit of a process is 1024 files of all kinds."""
+"""Maximum number of open files of one checkpoint; the usual limit of a process is 1024 files of all
+kinds.
+"""
 
 
 def pack(tree: Tree, allow_dtensor: bool = False) -> tuple[Json, dict[str, Tensor]]:
     """Convert a tree to a JSON value and the tensors that it refers to.
 
-    A tree is None, a bool, int, float, str or tensor, or a list, tuple or dict of trees; keys are str or int.
-    `unpack` restores tuples, integer keys, the order of keys, NaN, infinities and -0.0. It returns every subclass of
-    dict as a dict, and every parameter as a tensor without gradient, on the CPU; tensors that shared memory no longer
-    do.
+    A tree is None, a bool, int, float, str or tensor, or a list, tuple or dict of trees; keys are
+    str or int. `unpack` restores tuples, integer keys, the order of keys, NaN, infinities and -0.0.
+    It returns every subclass of dict as a dict, and every parameter as a tensor without gradient,
+    on the CPU; tensors that shared memory no longer do.
 
     Args:
         tree: the tree.
         allow_dtensor: whether tensors may be a DTensor.
 
     Returns:
-        the JSON value, and all tensors without gradients, of types that safetensors stores (a complex one as its real
-        view, with a last dimension of 2). They are those of the tree, not copies.
+        the JSON value, and all tensors without gradients, of types that safetensors stores (a
+        complex one as its real view, with a last dimension of 2). They are those of the tree, not
+        copies.
 
     Raises:
         ConfigError: the tree holds anything else; names its place in the tree.
@@ -117,7 +125,8 @@ def unpack(value: Json, tensors: Mapping[str, Tensor | StoredTensor]) -> Any:
     """Restore the tree from the results of `pack`; nothing in `value` is executed or imported.
 
     Raises:
-        ValueError: `value` is not a result of `pack`, or does not use each of `tensors` exactly once.
+        ValueError: `value` is not a result of `pack`, or does not use each of `tensors` exactly
+            once.
     """
     unused = dict(tensors)
     tree = _unpack(value, (), unused)
@@ -135,18 +144,23 @@ def check_storable(tensor: object, where: str, allow_dtensor: bool = False) -> T
         allow_dtensor: whether it may be a DTensor.
 
     Raises:
-        ConfigError: it is not a plain dense tensor with values, or is of a type that cannot be stored; names `where`.
+        ConfigError: it is not a plain dense tensor with values, or is of a type that cannot be
+            stored; names `where`.
     """
     if not isinstance(tensor, Tensor):
         raise ConfigError(where, "a tensor", found=f"an object of {_type_name(tensor)}")
     detached = tensor.detach()
-    plain = type(tensor) in (Tensor, nn.Parameter) or (allow_dtensor and hasattr(detached, "to_local"))
+    plain = type(tensor) in (Tensor, nn.Parameter) or (
+        allow_dtensor and hasattr(detached, "to_local")
+    )
     if not plain or tensor.layout is not torch.strided or tensor.is_meta:
         kind = f"a {tensor.layout} {type(tensor).__name__} on {tensor.device}"
         hint = "Convert it first: full_tensor() for a DTensor, to_dense() for a sparse tensor."
         raise ConfigError(where, "a plain dense tensor", found=kind, hint=hint)
     if tensor.dtype not in _CODES and tensor.dtype not in _COMPLEX.values():
-        raise ConfigError(where, "a tensor of a type that safetensors stores", found=f"a tensor of {tensor.dtype}")
+        raise ConfigError(
+            where, "a tensor of a type that safetensors stores", found=f"a tensor of {tensor.dtype}"
+        )
     return detached
 
 
@@ -160,7 +174,10 @@ def to_json(argument: str, value: Json, indent: int | None = None) -> bytes:
     if len(data) > MAX_JSON:
         hint = "Put long lists of numbers into tensors."
         raise ConfigError(
-            argument, f"at most {MAX_JSON:,} bytes of plain values", found=f"{len(data):,} bytes", hint=hint
+            argument,
+            f"at most {MAX_JSON:,} bytes of plain values",
+            found=f"{len(data):,} bytes",
+            hint=hint,
         )
     return data
 
@@ -185,12 +202,15 @@ def is_storable_name(name: str) -> bool:
     return name != "__metadata__" and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-# --- Safetensors files ------------------------------------------------------------------------------------------------
+# --- Safetensors files
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file in the manifest: its size in bytes and the SHA-256 of its content, in hexadecimal digits."""
+    """A file in the manifest: its size in bytes and the SHA-256 of its content, in hexadecimal
+    digits.
+    """
 
     size: int
     sha256: str
@@ -217,14 +237,17 @@ def check_tensors(argument: str, tensors: Mapping[str, Tensor]) -> None:
         if not is_storable_name(name):
             raise ConfigError(argument, "names that safetensors can store", name)
         if tensor.dtype not in _CODES:
-            raise ConfigError(argument, "tensors of types that safetensors stores", found=str(tensor.dtype))
+            raise ConfigError(
+                argument, "tensors of types that safetensors stores", found=str(tensor.dtype)
+            )
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], flush: bool = False) -> Entry:
     """Write a new safetensors file, one tensor after the other, and compute its checksum meanwhile.
 
-    The same tensors always give the same bytes. It uses at most 16 MiB of additional memory, whatever the size and
-    device of the tensors; one row of a tensor with permuted strides may need more.
+    The same tensors always give the same bytes. It uses at most 16 MiB of additional memory,
+    whatever the size and device of the tensors; one row of a tensor with permuted strides may need
+    more.
 
     Args:
         path: the file, which must not exist.
@@ -234,7 +257,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], flush: bool = False
     Raises:
         OSError: it could not be written; a part of it may have been.
     """
-    # Wide types first, so that each tensor is aligned to its width: other readers map the file into memory.
+    # Wide types first, so that each tensor is aligned to its width: other readers map the file into
+    # memory.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     digest = hashlib.sha256()
     size = 0
@@ -250,12 +274,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], flush: bool = False
 
 
 def _content(ordered: Sequence[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
-    header: dict[str, Json] = {"__metadata__": {"format": "pt"}}  # other readers of the format require it
+    header: dict[str, Json] = {
+        "__metadata__": {"format": "pt"}
+    }  # other readers of the format require it
     end = 0
     for name, tensor in ordered:
         start = end
         end = end + tensor.nbytes
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -264,7 +294,12 @@ def _content(ordered: Sequence[tuple[str, Tensor]]) -> Iterator[bytes | memoryvi
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
-    direct = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    direct = (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
     if direct:
         yield _raw(tensor)
         return
@@ -282,7 +317,9 @@ def _raw(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def blocks(shape: Sequence[int], width: int, max_bytes: int = _BLOCK) -> Iterator[tuple[slice, ...]]:
+def blocks(
+    shape: Sequence[int], width: int, max_bytes: int = _BLOCK
+) -> Iterator[tuple[slice, ...]]:
     """Cut a tensor into contiguous blocks of at most `max_bytes`, in memory order.
 
     Args:
@@ -296,10 +333,14 @@ def blocks(shape: Sequence[int], width: int, max_bytes: int = _BLOCK) -> Iterato
     row = width * math.prod(shape[1:])
     if row <= max_bytes:
         rows = max(1, max_bytes // max(1, row))
-        yield from ((slice(start, min(start + rows, shape[0])),) for start in range(0, shape[0], rows))
+        yield from (
+            (slice(start, min(start + rows, shape[0])),) for start in range(0, shape[0], rows)
+        )
         return
     for index in range(shape[0]):
-        yield from ((slice(index, index + 1), *inner) for inner in blocks(shape[1:], width, max_bytes))
+        yield from (
+            (slice(index, index + 1), *inner) for inner in blocks(shape[1:], width, max_bytes)
+        )
 
 
 def dtype_of(code: Json) -> torch.dtype:
@@ -328,7 +369,8 @@ class TensorFile:
     Args:
         path: the file.
         name: its name in errors.
-        open_files: shared by the files that are read together; of many files, only those opened last stay open.
+        open_files: shared by the files that are read together; of many files, only those opened
+            last stay open.
     """
 
     def __init__(self, path: Path, name: str, open_files: OpenFiles | None = None) -> None:
@@ -343,7 +385,8 @@ class TensorFile:
         """Return all tensors of the file, sorted by name.
 
         Raises:
-            ValueError: it is not a safetensors file, or has tensors of a type that torch does not have.
+            ValueError: it is not a safetensors file, or has tensors of a type that torch does not
+                have.
             OSError: it cannot be read.
         """
         self._open()
@@ -370,20 +413,29 @@ class TensorFile:
             return _read(descriptor, self._header[name], region)
         except OSError as error:
             reason = error.strerror or error
-            raise CheckpointError(f"{self.path.parent}: {self.name}: cannot be read: {reason}") from error
+            raise CheckpointError(
+                f"{self.path.parent}: {self.name}: cannot be read: {reason}"
+            ) from error
         except ValueError as error:
             raise self.invalid_content(error) from error
 
     def invalid_content(self, reason: object) -> CheckpointError:
         """Return the error for invalid content."""
-        return CheckpointError(f"{self.path.parent}: {self.name}: its content is invalid: {str(reason)[:200]}")
+        return CheckpointError(
+            f"{self.path.parent}: {self.name}: its content is invalid: {str(reason)[:200]}"
+        )
 
     def _open(self) -> int:
         if self._descriptor is None:
             descriptor = self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             self._close = weakref.finalize(self, os.close, descriptor)
-            self._open_files.append(weakref.ref(self))  # a reference cycle would keep files open until it is collected
-            if len(self._open_files) > _MAX_OPEN and (oldest := self._open_files.popleft()()) is not None:
+            self._open_files.append(
+                weakref.ref(self)
+            )  # a reference cycle would keep files open until it is collected
+            if (
+                len(self._open_files) > _MAX_OPEN
+                and (oldest := self._open_files.popleft()()) is not None
+            ):
                 oldest._close()
                 oldest._descriptor = None
             self._header = self._header or _read_header(self.path, descriptor)
@@ -402,8 +454,8 @@ class _HeaderEntry:
 def _read_header(path: Path, descriptor: int) -> dict[str, _HeaderEntry]:
     """Read the header of a safetensors file, after the library safetensors has validated it.
 
-    The library itself does not return offsets, and reads a whole tensor for any part of it. Mapped into memory, a
-    truncated file or a failing device would end the process with a signal.
+    The library itself does not return offsets, and reads a whole tensor for any part of it. Mapped
+    into memory, a truncated file or a failing device would end the process with a signal.
 
     Raises:
         ValueError: it is not a safetensors file.
@@ -418,7 +470,11 @@ def _read_header(path: Path, descriptor: int) -> dict[str, _HeaderEntry]:
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     header = json.loads(os.pread(descriptor, length, 8))
     end = os.fstat(descriptor).st_size
-    return {name: _header_entry(fields, 8 + length, end) for name, fields in header.items() if name != "__metadata__"}
+    return {
+        name: _header_entry(fields, 8 + length, end)
+        for name, fields in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _header_entry(fields: Json, start: int, end: int) -> _HeaderEntry:
@@ -433,7 +489,8 @@ def _header_entry(fields: Json, start: int, end: int) -> _HeaderEntry:
 def _read(descriptor: int, entry: _HeaderEntry, region: tuple[slice, ...]) -> Tensor:
     bounds = [(part.start, part.stop) for part in region]
     if len(bounds) != len(entry.shape) or any(
-        not 0 <= start <= stop <= size for (start, stop), size in zip(bounds, entry.shape, strict=True)
+        not 0 <= start <= stop <= size
+        for (start, stop), size in zip(bounds, entry.shape, strict=True)
     ):
         raise ValueError(f"a tensor of shape {list(entry.shape)} has no region {bounds}")
     tensor = torch.empty([stop - start for start, stop in bounds], dtype=entry.dtype, device="cpu")
@@ -447,8 +504,12 @@ def _read(descriptor: int, entry: _HeaderEntry, region: tuple[slice, ...]) -> Te
     return tensor
 
 
-def _contiguous_runs(shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield (offset, number of elements) for each contiguous run of a region of a tensor, in elements."""
+def _contiguous_runs(
+    shape: Sequence[int], bounds: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Yield (offset, number of elements) for each contiguous run of a region of a tensor, in
+    elements.
+    """
     full = len(shape)  # from this dimension on, the region spans the whole tensor
     while full and bounds[full - 1] == (0, shape[full - 1]):
         full -= 1
@@ -500,7 +561,8 @@ class StoredTensor:
         stored_dtype: the dtype in the files.
         stored_shape: the shape of the whole tensor in the files.
         pieces: the boxes that cover it.
-        is_complex: whether the files hold the real view of a complex tensor, with a last dimension of 2.
+        is_complex: whether the files hold the real view of a complex tensor, with a last dimension
+            of 2.
     """
 
     stored_dtype: torch.dtype
@@ -529,14 +591,18 @@ class StoredTensor:
         return tensor
 
     def read_into(self, target: Tensor) -> None:
-        """Read the tensor into a plain one of the same shape, on any device and of any dtype, a block at a time.
+        """Read the tensor into a plain one of the same shape, on any device and of any dtype, a
+        block at a time.
 
         Raises:
             CheckpointError: it cannot be read.
         """
         real = torch.view_as_real(target) if self.is_complex else target
         for piece in self.pieces:
-            box = tuple(slice(start, start + size) for start, size in zip(piece.offsets, piece.sizes, strict=True))
+            box = tuple(
+                slice(start, start + size)
+                for start, size in zip(piece.offsets, piece.sizes, strict=True)
+            )
             copy_piece(real[box], piece, (0,) * len(box))
 
     def as_complex(self) -> StoredTensor:
@@ -550,7 +616,8 @@ class StoredTensor:
 
 
 def copy_piece(target: Tensor, piece: Piece, offsets: Sequence[int]) -> None:
-    """Read the box of a piece that begins at `offsets` in it and has the shape of `target` into `target`.
+    """Read the box of a piece that begins at `offsets` in it and has the shape of `target` into
+    `target`.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -558,7 +625,8 @@ def copy_piece(target: Tensor, piece: Piece, offsets: Sequence[int]) -> None:
     for block in blocks(target.shape, target.element_size()):
         filled = (*block, *(slice(0, size) for size in target.shape[len(block) :]))
         region = tuple(
-            slice(begin + part.start, begin + part.stop) for begin, part in zip(offsets, filled, strict=True)
+            slice(begin + part.start, begin + part.stop)
+            for begin, part in zip(offsets, filled, strict=True)
         )
         _copy_region(target[block], piece, region)
 
@@ -568,20 +636,26 @@ def _copy_region(target: Tensor, piece: Piece, region: tuple[slice, ...]) -> Non
     block = piece.file.read(piece.name, region)
     if (block.shape, block.dtype) != (target.shape, piece.dtype):
         got = f"{block.dtype} of shape {list(block.shape)} in {piece.name[:80]!r}"
-        raise piece.file.invalid_content(f"expected {piece.dtype} of shape {list(target.shape)}, got {got}")
+        raise piece.file.invalid_content(
+            f"expected {piece.dtype} of shape {list(target.shape)}, got {got}"
+        )
     target.copy_(block)
 
 
 def _pack(node: object, path: _Path, tensors: dict[str, Tensor], allow_dtensor: bool) -> Json:
     if len(path) > MAX_DEPTH:
-        raise ConfigError(_path_text(path[:4]), f"at most {MAX_DEPTH} levels of nesting", found="deeper nesting")
+        raise ConfigError(
+            _path_text(path[:4]), f"at most {MAX_DEPTH} levels of nesting", found="deeper nesting"
+        )
     kind = type(node)
     if isinstance(node, Tensor):
         return _pack_tensor(node, path, tensors, allow_dtensor)
     if isinstance(node, dict):
         return _pack_dict(node, path, tensors, allow_dtensor)
     if isinstance(node, (list, tuple)) and kind in (list, tuple):
-        items = [_pack(item, (*path, index), tensors, allow_dtensor) for index, item in enumerate(node)]
+        items = [
+            _pack(item, (*path, index), tensors, allow_dtensor) for index, item in enumerate(node)
+        ]
         return items if kind is list else {"$tuple": items}
     # Subclasses (numpy.float64, IntEnum, …) are refused: `unpack` would return another type.
     if isinstance(node, float) and kind is float:
@@ -591,20 +665,30 @@ def _pack(node: object, path: _Path, tensors: dict[str, Tensor], allow_dtensor: 
     raise _unsupported_error(path, node)
 
 
-def _pack_tensor(tensor: Tensor, path: _Path, tensors: dict[str, Tensor], allow_dtensor: bool) -> Json:
+def _pack_tensor(
+    tensor: Tensor, path: _Path, tensors: dict[str, Tensor], allow_dtensor: bool
+) -> Json:
     detached = check_storable(tensor, _path_text(path), allow_dtensor)
     key = str(len(tensors))
-    tensors[key] = torch.view_as_real(detached.resolve_conj()) if detached.is_complex() else detached
+    tensors[key] = (
+        torch.view_as_real(detached.resolve_conj()) if detached.is_complex() else detached
+    )
     return {"$complex" if detached.is_complex() else "$tensor": key}
 
 
-def _pack_dict(node: dict[Any, object], path: _Path, tensors: dict[str, Tensor], allow_dtensor: bool) -> Json:
+def _pack_dict(
+    node: dict[Any, object], path: _Path, tensors: dict[str, Tensor], allow_dtensor: bool
+) -> Json:
     for key in node:
         if type(key) is not str and not _is_storable_int(key):
             raise ConfigError(
-                _path_text(path), "keys of type str or int", found=f"the key {key!r} of {_type_name(key)}"
+                _path_text(path),
+                "keys of type str or int",
+                found=f"the key {key!r} of {_type_name(key)}",
             )
-    items = [(key, _pack(value, (*path, key), tensors, allow_dtensor)) for key, value in node.items()]
+    items = [
+        (key, _pack(value, (*path, key), tensors, allow_dtensor)) for key, value in node.items()
+    ]
     if all(type(key) is str and not key.startswith("$") for key in node):
         return dict(items)
     return {"$items": [[key, value] for key, value in items]}
@@ -618,12 +702,16 @@ def _unsupported_error(path: _Path, node: object) -> ConfigError:
     expected = "None, bool, int, float, str, a tensor, or a list, tuple or dict of these"
     if type(node) is int:
         return ConfigError(
-            _path_text(path), f"an integer of at most {_MAX_INT_BITS} bits", found=f"{node.bit_length()} bits"
+            _path_text(path),
+            f"an integer of at most {_MAX_INT_BITS} bits",
+            found=f"{node.bit_length()} bits",
         )
     hint = ""
     if type(node).__module__ == "numpy":
         hint = "Use .item() for a NumPy scalar and torch.from_numpy() for an array."
-    return ConfigError(_path_text(path), expected, found=f"an object of {_type_name(node)}", hint=hint)
+    return ConfigError(
+        _path_text(path), expected, found=f"an object of {_type_name(node)}", hint=hint
+    )
 
 
 def _type_name(obj: object) -> str:
@@ -643,12 +731,18 @@ def _unpack(value: Json, path: _Path, unused: dict[str, Tensor | StoredTensor]) 
         if any(not isinstance(key, str) or key.startswith("$") for key in value):
             return _unpack_tagged(value, path, unused)
         return {key: _unpack(item, (*path, key), unused) for key, item in value.items()}
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+    if (
+        value is None
+        or type(value) in (bool, int, str)
+        or (type(value) is float and math.isfinite(value))
+    ):
         return value
     raise ValueError(f"{_path_text(path)}: {value!r} is not valid in a packed tree")
 
 
-def _unpack_tagged(value: dict[Any, Json], path: _Path, unused: dict[str, Tensor | StoredTensor]) -> Any:
+def _unpack_tagged(
+    value: dict[Any, Json], path: _Path, unused: dict[str, Tensor | StoredTensor]
+) -> Any:
     (tag, content), *more = value.items()
     if not more and tag == "$float" and content in ("nan", "inf", "-inf"):
         return float(content)
@@ -661,16 +755,27 @@ def _unpack_tagged(value: dict[Any, Json], path: _Path, unused: dict[str, Tensor
     raise ValueError(f"{_path_text(path)}: {str(value)[:80]} is not valid in a packed tree")
 
 
-def _unpack_items(content: list[Json], path: _Path, unused: dict[str, Tensor | StoredTensor]) -> dict[str | int, Any]:
+def _unpack_items(
+    content: list[Json], path: _Path, unused: dict[str, Tensor | StoredTensor]
+) -> dict[str | int, Any]:
     tree: dict[str | int, Any] = {}
     for pair in content:
-        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int) or pair[0] in tree:
-            raise ValueError(f"{_path_text(path)}: {str(pair)[:80]} is not a new key with its value")
+        if (
+            not isinstance(pair, list)
+            or len(pair) != 2
+            or type(pair[0]) not in (str, int)
+            or pair[0] in tree
+        ):
+            raise ValueError(
+                f"{_path_text(path)}: {str(pair)[:80]} is not a new key with its value"
+            )
         tree[pair[0]] = _unpack(pair[1], (*path, pair[0]), unused)
     return tree
 
 
-def _unpack_tensor(tag: str, key: str, path: _Path, unused: dict[str, Tensor | StoredTensor]) -> Tensor | StoredTensor:
+def _unpack_tensor(
+    tag: str, key: str, path: _Path, unused: dict[str, Tensor | StoredTensor]
+) -> Tensor | StoredTensor:
     if key not in unused:
         raise ValueError(f"{_path_text(path)}: tensor {key[:80]!r} is missing, or used twice")
     tensor = unused.pop(key)

@@ -13,7 +13,9 @@ __all__ = ["main"]
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command, forward signals to it, and return its exit code; 126 or 127 if it cannot be started."""
+    """Run the command, forward signals to it, and return its exit code; 126 or 127 if it cannot be
+    started.
+    """
     try:
         child = subprocess.Popen(words)
     except OSError as error:

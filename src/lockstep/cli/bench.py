@@ -54,12 +54,25 @@ def add_to(commands: Any, name: str) -> None:
         formatter_class=Help,
         allow_abbrev=False,
     )
-    parser.add_argument("-np", "--nproc", metavar="N", help="number of ranks (default: 2, or one per slot of -H)")
-    parser.add_argument("-H", "--hosts", metavar="A:4,B:4", help="hosts, reached by ssh as `lockstep run -H` does")
-    parser.add_argument("-o", "--output", metavar="FILE", default="network.json", help="(default: network.json)")
-    parser.add_argument("--seconds", metavar="S", default="30", help="of sending messages; starting the ranks comes on "
-                        "top, a few seconds for each of one or two jobs (default: 30)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the measurement as JSON instead of the table")
+    parser.add_argument(
+        "-np", "--nproc", metavar="N", help="number of ranks (default: 2, or one per slot of -H)"
+    )
+    parser.add_argument(
+        "-H", "--hosts", metavar="A:4,B:4", help="hosts, reached by ssh as `lockstep run -H` does"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="network.json", help="(default: network.json)"
+    )
+    parser.add_argument(
+        "--seconds",
+        metavar="S",
+        default="30",
+        help="of sending messages; starting the ranks comes on top, a few seconds for each of one "
+        "or two jobs (default: 30)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the measurement as JSON instead of the table"
+    )
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
 
@@ -88,7 +101,10 @@ def run_command(parsed: argparse.Namespace) -> int:
         print(path.read_text(), end="")
     else:
         _print(found)
-        print(f"took {took:.0f} s: {seconds} s for messages, the rest to start the ranks and to copy in memory")
+        print(
+            f"took {took:.0f} s: {seconds} s for messages, the rest to start the ranks and to "
+            "copy in memory"
+        )
         print(f"\nWritten: {', '.join(map(str, written))}")
     if not found.is_result:
         print(f"lockstep bench: {network_bench.verdict(found)}", file=sys.stderr)
@@ -109,19 +125,29 @@ def _print(found: NetworkMeasurement) -> None:
         column.justify = "right"
     for row in rows:
         shown.add_row(*row)
-    title = f"{found.workers} ranks on {len(found.hosts)} host{'s'[: len(found.hosts) != 1]}, {found.cores} cores"
+    title = (
+        f"{found.workers} ranks on {len(found.hosts)} host{'s'[: len(found.hosts) != 1]}, "
+        f"{found.cores} cores"
+    )
     console.print(f"{title}: {found.description}")
     console.print(shown)
-    console.print(f"copy in memory: {found.copy_bandwidth / 1e9:.2f} GB/s by each rank, noise {found.copy_noise:.0%}")
+    console.print(
+        f"copy in memory: {found.copy_bandwidth / 1e9:.2f} GB/s by each rank, noise "
+        f"{found.copy_noise:.0%}"
+    )
     for name, each in found.transports.items():
         if each.compute_slowdown:
-            console.print(f"computing beside an all-reduce over {name}: {each.compute_slowdown:.2f} x as long")
+            console.print(
+                f"computing beside an all-reduce over {name}: {each.compute_slowdown:.2f} x as long"
+            )
     if found.is_result:
         console.print(network_bench.verdict(found))
 
 
 class _Progress:
-    """Shows on standard error what is being measured: one line on a terminal, else a line for each transport."""
+    """Shows on standard error what is being measured: one line on a terminal, else a line for each
+    transport.
+    """
 
     def __init__(self) -> None:
         self._began = time.monotonic()

@@ -28,7 +28,12 @@ of a scheduler it checks what the job's ranks would see: run it on all of them a
 once, as the job. Ends with a list of problems and their fixes.
 """
 
-_OF_RUN = ("hosts", "hostfile", "ssh_port", "identity")  # options of `lockstep run` that this command has too
+_OF_RUN = (
+    "hosts",
+    "hostfile",
+    "ssh_port",
+    "identity",
+)  # options of `lockstep run` that this command has too
 _INDENT = 16  # columns before the text of a line: its mark and name
 
 _EXAMPLES = """
@@ -60,7 +65,9 @@ def add_to(commands: Any, name: str) -> None:
         allow_abbrev=False,
     )
     parser.add_options(entry for entry in options_of(JobOptions) if entry.name in _OF_RUN)
-    parser.add_argument("--time-limit", metavar="SECONDS", default="60", help="limit per backend test (default: 60)")
+    parser.add_argument(
+        "--time-limit", metavar="SECONDS", default="60", help="limit per backend test (default: 60)"
+    )
     text = "print JSON (experimental: may change in any release)"
     parser.add_argument("--json", action="store_true", default=False, help=text)
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
@@ -121,13 +128,19 @@ def _print_problems(console: Console, problems: Sequence[Problem]) -> None:
     console.print(Text("What to fix", "bold"))
     for number, problem in enumerate(problems, 1):
         _print_lines(console, Text(f"{number}. ".rjust(4), "bold red"), problem.what)
-        _print_lines(console, Text("  → " if console.encoding.startswith("utf") else " -> ", "green"), problem.fix)
+        _print_lines(
+            console,
+            Text("  → " if console.encoding.startswith("utf") else " -> ", "green"),
+            problem.fix,
+        )
 
 
 def _print_lines(console: Console, head: Text, text: str) -> None:
     """Print `text` after `head`, wrapped with aligned lines; a long word is not broken."""
     width = max(20, console.width - len(head))
-    first, *more = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    first, *more = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [
+        ""
+    ]
     console.print(head + first, soft_wrap=True)
     for line in more:
         console.print(" " * len(head) + line, soft_wrap=True)

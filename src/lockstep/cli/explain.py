@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["add_to", "failure_text", "run_command", "text_for"]
 
 
-# --- The report as text -----------------------------------------------------------------------------------------------
+# --- The report as text
+# -----------------------------------------------------------------------------------------------
 
 
 def text_for(stream: TextIO, report: Report, written: str = "", lead: int = 0) -> str:
-    """Format `report` for `stream`: in the width and colours of its terminal, or else in 80 columns.
+    """Format `report` for `stream`: in the width and colours of its terminal, or else in 80
+    columns.
 
     See `watchdog.report.as_text` for `written` and `lead`.
     """
@@ -33,13 +35,17 @@ def text_for(stream: TextIO, report: Report, written: str = "", lead: int = 0) -
     terminal = stream.isatty()
     width = min(max(60, shutil.get_terminal_size().columns), 120) if terminal else 80
     text = as_text(report, width, terminal and environment.wants_colours(), written, lead)
-    if isinstance(encoding := stream.encoding, str):  # source lines may have characters that the terminal lacks
+    if isinstance(
+        encoding := stream.encoding, str
+    ):  # source lines may have characters that the terminal lacks
         text = text.encode(encoding, errors="backslashreplace").decode(encoding)
     return text
 
 
 def failure_text(stream: TextIO, error: LockstepError, lead: int) -> str:
-    """Return the message for an `error` with a report, from column `lead` on: the first failure, and the report."""
+    """Return the message for an `error` with a report, from column `lead` on: the first failure,
+    and the report.
+    """
     from ..launcher.host_protocol import WATCHDOG_ERROR_KINDS
     from ..watchdog.report import from_json
 
@@ -47,7 +53,11 @@ def failure_text(stream: TextIO, error: LockstepError, lead: int) -> str:
         report = from_json(error.report_json)
     except ValueError:  # written by a host with another version of Lockstep
         return str(error)
-    written = f"{error.report_path}; `{_command_for(error.report_path)}` shows it again." if error.report_path else ""
+    written = (
+        f"{error.report_path}; `{_command_for(error.report_path)}` shows it again."
+        if error.report_path
+        else ""
+    )
     if isinstance(error, WorkerError) and error.kind not in WATCHDOG_ERROR_KINDS:
         where = f" on {error.host}" if error.host else ""
         others = f"\n({error.others})" if error.others else ""
@@ -59,10 +69,13 @@ def failure_text(stream: TextIO, error: LockstepError, lead: int) -> str:
 def _command_for(report: str) -> str:
     """Return the command that prints the file `report` of the run that has just ended."""
     folder = Path(report).parent
-    return "lockstep explain" + (f" {shlex.quote(str(folder))}" if folder.parent not in (REPORTS, RUNS) else "")
+    return "lockstep explain" + (
+        f" {shlex.quote(str(folder))}" if folder.parent not in (REPORTS, RUNS) else ""
+    )
 
 
-# --- The command ------------------------------------------------------------------------------------------------------
+# --- The command
+# --------------------------------------------------------------------------------------------------
 
 _DESCRIPTION = """\
 Print the watchdog's report of a failed run: the error, where each rank was, the
@@ -99,7 +112,12 @@ def add_to(commands: Any, name: str) -> None:
         formatter_class=Help,
         allow_abbrev=False,
     )
-    parser.add_argument("file", nargs="?", metavar="FILE", help="a report.json, or the directory of a run that has one")
+    parser.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="a report.json, or the directory of a run that has one",
+    )
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
 
@@ -117,7 +135,9 @@ def _find(name: str | None) -> Path:
         return _newest()
     path = Path(name).expanduser()
     if path.is_dir() and not (path / _REPORT).exists():
-        raise ConfigError("FILE", f"a report, or a folder with {_REPORT}", found=f"{name} (it has none)")
+        raise ConfigError(
+            "FILE", f"a report, or a folder with {_REPORT}", found=f"{name} (it has none)"
+        )
     if not path.exists():
         raise ConfigError("FILE", "an existing report", name)
     return path / _REPORT if path.is_dir() else path

@@ -24,7 +24,8 @@ from .parser import Help
 __all__ = ["HorovodOptions", "add_to", "child_variables", "program_of", "run_command"]
 
 
-# --- Options of Horovod's launcher ------------------------------------------------------------------------------------
+# --- Options of Horovod's launcher
+# ------------------------------------------------------------------------------------
 
 ELASTIC = "elastic jobs"
 TIMELINE = "timeline and stall check"
@@ -41,59 +42,98 @@ def _warning_seconds(name: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class HorovodOptions:
-    """The options of horovodrun that `lockstep run` does not have. Those that it has say in its table what they are."""
-
-    # fmt: off
+    """The options of horovodrun that `lockstep run` does not have. Those that it has say in its
+    table what they are.
+    """
 
     verbose: bool = option(False, group=WORKERS, help="print the equivalent `lockstep run` command")
-    debug: bool = option(False, group=WORKERS, help="print the traceback of the launcher's own errors")
+    debug: bool = option(
+        False, group=WORKERS, help="print the traceback of the launcher's own errors"
+    )
 
     # --- elastic jobs
     min_np: int | None = option(
-        None, "--min-np", "--min-num-proc", group=ELASTIC, metavar="N", parse=integer(1),
+        None,
+        "--min-np",
+        "--min-num-proc",
+        group=ELASTIC,
+        metavar="N",
+        parse=integer(1),
         help="the training waits below so many workers (default: -np)",
     )
     max_np: int | None = option(
-        None, "--max-np", "--max-num-proc", group=ELASTIC, metavar="N", parse=integer(1),
-        help="at most so many workers (default: -np, or with --host-discovery-script as many as there are slots)",
+        None,
+        "--max-np",
+        "--max-num-proc",
+        group=ELASTIC,
+        metavar="N",
+        parse=integer(1),
+        help="at most so many workers (default: -np, or with --host-discovery-script as many as "
+        "there are slots)",
     )
     host_discovery_script: str | None = option(
-        None, group=ELASTIC, metavar="FILE",
-        help="program that prints one line `host:slots` per host; it is run once a second, and the job follows the "
-        "hosts and their slots",
+        None,
+        group=ELASTIC,
+        metavar="FILE",
+        help="program that prints one line `host:slots` per host; it is run once a second, and the "
+        "job follows the hosts and their slots",
     )
     slots_per_host: int = option(
-        1, "--slots-per-host", "--slots", group=ELASTIC, metavar="N", parse=integer(1),
+        1,
+        "--slots-per-host",
+        "--slots",
+        group=ELASTIC,
+        metavar="N",
+        parse=integer(1),
         help="slots of a host that is printed without a number",
     )
     elastic_timeout: float | None = option(
-        None, group=ELASTIC, metavar="S", parse=_seconds,
+        None,
+        group=ELASTIC,
+        metavar="S",
+        parse=_seconds,
         help="seconds to wait for enough slots (default: HOROVOD_ELASTIC_TIMEOUT, or 600)",
     )
 
     # --- timeline and stall check
     timeline_filename: str | None = option(
-        None, group=TIMELINE, metavar="FILE",
+        None,
+        group=TIMELINE,
+        metavar="FILE",
         help="write a trace of all operations to FILE, for ui.perfetto.dev or chrome://tracing",
     )
     timeline_mark_cycles: bool | None = option(
-        None, group=TIMELINE, opposites=("--no-timeline-mark-cycles",),
+        None,
+        group=TIMELINE,
+        opposites=("--no-timeline-mark-cycles",),
         help="mark the start of each cycle in the trace",
     )
     no_stall_check: bool | None = option(
-        None, group=TIMELINE, opposites=("--stall-check",), help="do not limit how long ranks wait for each other",
+        None,
+        group=TIMELINE,
+        opposites=("--stall-check",),
+        help="do not limit how long ranks wait for each other",
     )
     stall_warning: str | None = option(
-        None, "--stall-check-warning-time-seconds", group=TIMELINE, metavar="S", parse=_warning_seconds,
+        None,
+        "--stall-check-warning-time-seconds",
+        group=TIMELINE,
+        metavar="S",
+        parse=_warning_seconds,
         help="seconds of waiting for a rank after which a warning is logged (default: 5)",
     )
 
     # --- information
     check_build: bool = option(
-        False, "-cb", "--check-build", group=INFORMATION, help="show the available frameworks and backends",
+        False,
+        "-cb",
+        "--check-build",
+        group=INFORMATION,
+        help="show the available frameworks and backends",
     )
-    show_version: bool = option(False, "-v", "--version", group=INFORMATION, help="show the version")
-    # fmt: on
+    show_version: bool = option(
+        False, "-v", "--version", group=INFORMATION, help="show the version"
+    )
 
 
 def _shared() -> Iterator[Option]:
@@ -107,16 +147,20 @@ def _shared() -> Iterator[Option]:
 
 IGNORED: dict[int, str] = {
     0: """
-        --disable-cache --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather
-        --no-hierarchical-allgather --autotune --no-autotune
-        --mpi-threads-disable --no-mpi-threads-disable --tcp --log-with-timestamp --log-without-timestamp
-        --log-hide-timestamp --no-log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp
+        --disable-cache --autotune --no-autotune
+        --hierarchical-allreduce --no-hierarchical-allreduce
+        --hierarchical-allgather --no-hierarchical-allgather
+        --mpi-threads-disable --no-mpi-threads-disable --tcp
+        --log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp
+        -prefix-timestamp --prefix-output-with-timestamp
         --gloo --mpi --jsrun
     """,
     1: """
-        --fusion-threshold-mb --cycle-time-ms --cache-capacity --autotune-log-file --autotune-warmup-samples
-        --autotune-steps-per-sample --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --reset-limit
-        --mpi-args --binding-args --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level
+        --fusion-threshold-mb --cycle-time-ms --cache-capacity --reset-limit
+        --autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample
+        --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise
+        --mpi-args --binding-args --num-nccl-streams --thread-affinity
+        --gloo-timeout-seconds --log-level
     """,
     2: "--blacklist-cooldown-range",
 }
@@ -139,7 +183,8 @@ class Ignored(argparse.Action):
             setattr(namespace, self.dest, (*ignored, option_string))
 
 
-# --- The command ------------------------------------------------------------------------------------------------------
+# --- The command
+# --------------------------------------------------------------------------------------------------
 
 _DESCRIPTION = """\
 Run a command as the ranks of a Horovod job, with the options of Horovod's own
@@ -159,7 +204,15 @@ exit codes: as `lockstep run`
 _NEVER = "604800"  # a week
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
-_RANK_VARIABLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+_RANK_VARIABLES = (
+    "RANK",
+    "SIZE",
+    "LOCAL_RANK",
+    "LOCAL_SIZE",
+    "CROSS_RANK",
+    "CROSS_SIZE",
+    "HOSTNAME",
+)
 
 
 def add_to(commands: Any, name: str) -> None:
@@ -174,12 +227,16 @@ def add_to(commands: Any, name: str) -> None:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="such as `python train.py --epochs 3`")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="such as `python train.py --epochs 3`"
+    )
     parser.add_options(_shared())
     parser.add_options(options_of(HorovodOptions))
     for count, names in IGNORED.items():
         for flag in names.split():
-            parser.add_argument(flag, dest="ignored", nargs=count, action=Ignored, help=argparse.SUPPRESS)
+            parser.add_argument(
+                flag, dest="ignored", nargs=count, action=Ignored, help=argparse.SUPPRESS
+            )
     parser.set_command(run_command, full_tracebacks=True)
 
 
@@ -212,13 +269,17 @@ def run_command(parsed: argparse.Namespace) -> int:
     is_followed = follower is not None and "hosts" in chosen
     with follower or nullcontext():
         parsed = argparse.Namespace(**chosen, as_horovod=True)
-        return run.run_command(parsed, (lambda: follower.hosts) if follower and is_followed else None)
+        return run.run_command(
+            parsed, (lambda: follower.hosts) if follower and is_followed else None
+        )
 
 
 def program_of(command: Sequence[str]) -> dict[str, Any]:
-    """Return the options by which `lockstep run` runs `command`: a Python script or module, or else any program.
+    """Return the options by which `lockstep run` runs `command`: a Python script or module, or else
+    any program.
 
-    ``python`` means the interpreter of this process, which has Lockstep, and not the first one on the PATH.
+    ``python`` means the interpreter of this process, which has Lockstep, and not the first one on
+    the PATH.
     """
     words = list(command[1:] if command[:1] == ["--"] else command)
     if not words:
@@ -241,7 +302,10 @@ def _is_this_python(word: str) -> bool:
     path = Path(word)
     if not _PYTHON.fullmatch(path.name):
         return False
-    return path.name == word or path.expanduser().absolute().parent == Path(sys.executable).absolute().parent
+    return (
+        path.name == word
+        or path.expanduser().absolute().parent == Path(sys.executable).absolute().parent
+    )
 
 
 def _shared_values(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
@@ -263,8 +327,12 @@ _MOST = 120  # workers of an elastic job, see --elastic of `lockstep run`
 def _elastic_job(
     own: HorovodOptions, given: Mapping[str, Any], variables: Mapping[str, str]
 ) -> tuple[dict[str, str], Follower | None]:
-    """Return the options of `lockstep run` for an elastic job, and what follows its script, if there is one."""
-    workers = arguments.parse_whole("workers", given["workers"], least=1) if "workers" in given else None
+    """Return the options of `lockstep run` for an elastic job, and what follows its script, if
+    there is one.
+    """
+    workers = (
+        arguments.parse_whole("workers", given["workers"], least=1) if "workers" in given else None
+    )
     least = own.min_np or workers or 1
     most = own.max_np
     bound = max(least, workers or 1)
@@ -280,7 +348,9 @@ def _elastic_job(
         most = min(most or bound, slots, _MOST)
         return {"elastic": f"{least}:{most}", "workers": str(min(bound, most))}, None
     if "hosts" in given or "hostfile" in given:
-        raise ConfigError("host_discovery_script", "either this option, or -H or --hostfile", found="both")
+        raise ConfigError(
+            "host_discovery_script", "either this option, or -H or --hostfile", found="both"
+        )
     seconds = own.elastic_timeout
     if seconds is None:
         seconds = _seconds("elastic_timeout", variables.get("HOROVOD_ELASTIC_TIMEOUT") or "600")
@@ -307,7 +377,10 @@ def _given_hosts(given: Mapping[str, Any]) -> list[Host]:
 def _is_fixed(given: Mapping[str, Any]) -> bool:
     """Return whether the number of workers stays as it is at the start, and say so."""
     if "output_dir" in given:
-        _log("with --output-filename the number of workers is fixed at the start, and the loss of one ends the job")
+        _log(
+            "with --output-filename the number of workers is fixed at the start, and the loss of "
+            "one ends the job"
+        )
     return "output_dir" in given
 
 
@@ -320,7 +393,9 @@ def _host_text(host: Host) -> str:
     return f"{host.user}@{name}:{host.slots}" if host.user else f"{name}:{host.slots}"
 
 
-def _stall_timeout(own: HorovodOptions, given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
+def _stall_timeout(
+    own: HorovodOptions, given: Mapping[str, Any], variables: Mapping[str, str]
+) -> dict[str, str]:
     """Return the value of --stall-timeout, if the user has set it."""
     if _is_stall_check_off(own, variables):
         return {"stall_timeout": _NEVER}

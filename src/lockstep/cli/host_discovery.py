@@ -1,4 +1,6 @@
-"""Host discovery scripts of Horovod's elastic jobs: which hosts there are, at the start and while a job runs."""
+"""Host discovery scripts of Horovod's elastic jobs: which hosts there are, at the start and while a
+job runs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _ARGUMENT = "host_discovery_script"
 
 @dataclass(frozen=True)
 class Discovery:
-    """A host discovery script, which prints a line ``host:slots`` per host, and the number of slots to wait for.
+    """A host discovery script, which prints a line ``host:slots`` per host, and the number of slots
+    to wait for.
 
     Attributes:
         command: its path, optionally with arguments.
@@ -37,7 +40,8 @@ class Discovery:
     timeout: float = 600.0
 
     def find(self) -> list[Host]:
-        """Run the script until the hosts have enough slots, and return them in the order of their first appearance.
+        """Run the script until the hosts have enough slots, and return them in the order of their
+        first appearance.
 
         Raises:
             ConfigError: the script cannot be run, prints anything else, or the time has run out.
@@ -51,7 +55,9 @@ class Discovery:
             if count >= self.needed:
                 return list(hosts.values())
             if time.monotonic() > deadline:
-                names = ", ".join(f"{host.name}:{host.slots}" for host in hosts.values()) or "no host"
+                names = (
+                    ", ".join(f"{host.name}:{host.slots}" for host in hosts.values()) or "no host"
+                )
                 expected = f"{self.needed} slots within {self.timeout:g} s"
                 raise ConfigError(_ARGUMENT, expected, found=f"{count}: {names}")
             time.sleep(_RETRY_S)
@@ -65,7 +71,9 @@ class Discovery:
         expected = "a program that prints a line `host:slots` for each host"
         try:
             words = shlex.split(self.command)
-            result = subprocess.run(words, capture_output=True, text=True, timeout=max(self.timeout, _RETRY_S))
+            result = subprocess.run(
+                words, capture_output=True, text=True, timeout=max(self.timeout, _RETRY_S)
+            )
         except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
             raise ConfigError(_ARGUMENT, expected, found=f"{self.command}: {error}") from None
         if result.returncode != 0:
@@ -82,7 +90,8 @@ class Discovery:
         return host if has_slots else replace(host, slots=self.slots)
 
 
-# --- While the job runs -----------------------------------------------------------------------------------------------
+# --- While the job runs
+# -----------------------------------------------------------------------------------------------
 
 
 class Follower:
@@ -111,14 +120,19 @@ class Follower:
         self._log = log
         self._last_problem = ""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lockstep host discovery", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="lockstep host discovery", daemon=True
+        )
 
     def __enter__(self) -> Follower:
         self._thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop.set()
         self._thread.join(_RETRY_S)  # a script that hangs does not keep the job
@@ -174,7 +188,10 @@ class OwnJob:
             LockstepError: the job does not run yet, or cannot have so many workers.
         """
         if not all(is_this_host(host.name) for host in hosts):
-            expected = "localhost only, as the job was started on a host of this name, by which others do not reach it"
+            expected = (
+                "localhost only, as the job was started on a host of this name, by which others "
+                "do not reach it"
+            )
             raise ConfigError(_ARGUMENT, expected, found=", ".join(host.name for host in hosts))
         workers = max(self.least, min(sum(host.slots for host in hosts), self.most))
         if workers != self.workers:

@@ -38,11 +38,23 @@ def add_to(commands: Any, name: str) -> None:
         formatter_class=Help,
         allow_abbrev=False,
     )
-    parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="of any launcher of the job")
-    parser.add_argument("-np", "--nproc", dest="workers", metavar="N", help="the most workers to run here (default: "
-                        "one per GPU, or 1 without GPUs)")  # fmt: skip
-    parser.add_argument("--show", nargs="?", const="", metavar="PID or DIR",
-                        help="print the command with which another machine joins the job that runs here")  # fmt: skip
+    parser.add_argument(
+        "address", nargs="?", metavar="HOST:PORT", help="of any launcher of the job"
+    )
+    parser.add_argument(
+        "-np",
+        "--nproc",
+        dest="workers",
+        metavar="N",
+        help="the most workers to run here (default: one per GPU, or 1 without GPUs)",
+    )
+    parser.add_argument(
+        "--show",
+        nargs="?",
+        const="",
+        metavar="PID or DIR",
+        help="print the command with which another machine joins the job that runs here",
+    )
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
 

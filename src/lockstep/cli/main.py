@@ -13,9 +13,30 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from ..environment import debugging
-from ..errors import ConfigError, DataError, InterruptedRunError, LockstepError, WorkerError, unknown_name
+from ..errors import (
+    ConfigError,
+    DataError,
+    InterruptedRunError,
+    LockstepError,
+    WorkerError,
+    unknown_name,
+)
 from ..interruption import resume_hint
-from . import bench, doctor, explain, horovodrun, join, plan, resize, run, submit, timeline, top, train, verify
+from . import (
+    bench,
+    doctor,
+    explain,
+    horovodrun,
+    join,
+    plan,
+    resize,
+    run,
+    submit,
+    timeline,
+    top,
+    train,
+    verify,
+)
 from .explain import failure_text
 from .parser import Parser, UsageError
 from .train_options import as_typed
@@ -53,12 +74,16 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit code: 0, 2 for bad input, 128 + n for signal n, 1 for other errors."""
+    """Run the command line, and return the exit code: 0, 2 for bad input, 128 + n for signal n, 1
+    for other errors.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = f"lockstep {words[0]}" if words and words[0] in _COMMANDS else "lockstep"
     options = argparse.Namespace()
     if arguments is None:
-        atexit.register(gc.freeze)  # the end of Python spends 0.4 s on garbage among PyTorch's modules, where none is
+        atexit.register(
+            gc.freeze
+        )  # the end of Python spends 0.4 s on garbage among PyTorch's modules, where none is
     try:
         _parse(words, command, options)
         result: int = options.run(options)
@@ -76,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_as_horovodrun() -> int:
-    """Run ``lockstep horovodrun``: the console script ``horovodrun`` of the package ``packaging/horovodrun``."""
+    """Run ``lockstep horovodrun``: the console script ``horovodrun`` of the package
+    ``packaging/horovodrun``.
+    """
     return main(["horovodrun", *sys.argv[1:]])
 
 
@@ -93,8 +120,13 @@ def _parse(words: list[str], command: str, options: argparse.Namespace) -> None:
         name = flag.lstrip("-")
         instead = options.elsewhere.get(flag.removesuffix(name) + name.replace("_", "-"))
         if instead is not None:
-            raise UsageError(f"{flag}: `{command}` has no such option: {instead}. `{command} --help` explains it.")
-        raise unknown_name("option", flag, options.known, expected=f"one that `{command} --help` lists")
+            raise UsageError(
+                f"{flag}: `{command}` has no such option: {instead}. `{command} --help` explains "
+                "it."
+            )
+        raise unknown_name(
+            "option", flag, options.known, expected=f"one that `{command} --help` lists"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,7 +163,9 @@ def _unexpected_error(raised: Exception) -> LockstepError:
 
 
 def _program_words(options: argparse.Namespace) -> int:
-    """Return how many words of the command line are the program of `lockstep run` and its arguments."""
+    """Return how many words of the command line are the program of `lockstep run` and its
+    arguments.
+    """
     return 1 + len(options.arguments) if hasattr(options, "script") else 0
 
 
@@ -141,7 +175,8 @@ def _resume_hint(error: LockstepError, words: list[str], program_words: int) -> 
     Args:
         error: of the run.
         words: of the command line that started it.
-        program_words: how many of them, the last ones, are the program of `lockstep run` and its arguments.
+        program_words: how many of them, the last ones, are the program of `lockstep run` and its
+            arguments.
     """
     if error.run_dir is None:
         return ""
@@ -159,7 +194,10 @@ def _resume_hint(error: LockstepError, words: list[str], program_words: int) -> 
         place = own.index("--resume")
         del own[place : place + 2]
     own = [word for word in own if not word.startswith("--resume=")]
-    return f". Resume with: {shlex.join(['lockstep', 'run', '--resume', error.run_dir, *own, *program])}"
+    return (
+        ". Resume with: "
+        f"{shlex.join(['lockstep', 'run', '--resume', error.run_dir, *own, *program])}"
+    )
 
 
 def _print_error(
@@ -189,7 +227,9 @@ def _print_error(
         message = f"error: {str(error) if full_tracebacks else _worker_message(error, option_name)}"
     else:
         message = f"error: {_in_one_line(str(error))}"
-    if error.report_json or isinstance(error, WorkerError):  # a worker has died or raised an exception
+    if error.report_json or isinstance(
+        error, WorkerError
+    ):  # a worker has died or raised an exception
         sentence = hint(error).removeprefix(". ")
         message = f"{message.rstrip()}\n\n{sentence}" if sentence else message
     print(f"{command}: {message}", file=sys.stderr)
@@ -197,7 +237,9 @@ def _print_error(
 
 
 def _show_context(error: BaseException | None) -> None:
-    """Let the traceback of `error` show the exceptions that it was raised for, such as one of a data set."""
+    """Let the traceback of `error` show the exceptions that it was raised for, such as one of a
+    data set.
+    """
     while error is not None:
         error.__suppress_context__ = False
         error = error.__context__
@@ -212,11 +254,16 @@ def _worker_message(error: WorkerError, option_name: Callable[[str], str]) -> st
 
 
 def _names_its_line(error: WorkerError) -> bool:
-    """Return whether this is an exception of a data set, which names sample and line of the program by itself.
+    """Return whether this is an exception of a data set, which names sample and line of the program
+    by itself.
 
-    The traceback would show frames of Lockstep, and the state of the other ranks says nothing about it.
+    The traceback would show frames of Lockstep, and the state of the other ranks says nothing about
+    it.
     """
-    return error.kind == DataError.__name__ and re.search(r", at [^ ]+:\d+ in ", error.reason) is not None
+    return (
+        error.kind == DataError.__name__
+        and re.search(r", at [^ ]+:\d+ in ", error.reason) is not None
+    )
 
 
 def _in_one_line(text: str) -> str:

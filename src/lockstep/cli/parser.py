@@ -1,4 +1,6 @@
-"""The argument parser of the command: options of a table, Lockstep's errors, and pictures that may be missing."""
+"""The argument parser of the command: options of a table, Lockstep's errors, and pictures that may
+be missing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class UsageError(LockstepError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError with a message of one line, where argparse would print and exit."""
+    """A parser that raises UsageError with a message of one line, where argparse would print and
+    exit.
+    """
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError for argparse's `message`."""
@@ -42,11 +46,15 @@ class Parser(argparse.ArgumentParser):
             message = f"{given}: expected {what}, got none"
         if problem == "expected one argument":
             first, *_, last = flag.split("/") * 2
-            message = f"{first}: expected a value, got none (one that begins with a dash is written {last}=VALUE)"
+            message = (
+                f"{first}: expected a value, got none (one that begins with a dash is written "
+                f"{last}=VALUE)"
+            )
         raise UsageError(f"{message}. `{self.prog} --help` explains it.")
 
     def add_options(self, entries: Iterable[Option], *, are_shown: bool = True) -> None:
-        """Add options of a table. What is given for one becomes an attribute of the namespace; what is not, none.
+        """Add options of a table. What is given for one becomes an attribute of the namespace; what
+        is not, none.
 
         Args:
             entries: the options.
@@ -54,36 +62,57 @@ class Parser(argparse.ArgumentParser):
         """
         for entry in entries:
             text = _help(entry) if are_shown else argparse.SUPPRESS
-            settings = {"dest": entry.name, "help": text, "action": _Given, "repeats": entry.repeats}
+            settings = {
+                "dest": entry.name,
+                "help": text,
+                "action": _Given,
+                "repeats": entry.repeats,
+            }
             group = self.group(entry.group)
             if entry.metavar:
                 group.add_argument(*entry.flags, metavar=entry.metavar, **settings)
             else:
-                group.add_argument(*entry.flags, *entry.opposites, nargs=0, opposites=entry.opposites, **settings)
+                group.add_argument(
+                    *entry.flags, *entry.opposites, nargs=0, opposites=entry.opposites, **settings
+                )
 
     def group(self, title: str) -> Any:
-        """Return the group of the help with this title, a new one at first; for "" the parser itself."""
+        """Return the group of the help with this title, a new one at first; for "" the parser
+        itself.
+        """
         if not title:
             return self
         titles = {group.title: group for group in self._action_groups}
         return titles.get(title) or self.add_argument_group(title)
 
     def set_command(
-        self, run: Callable[[argparse.Namespace], int], elsewhere: Mapping[str, str] | None = None, **defaults: Any
+        self,
+        run: Callable[[argparse.Namespace], int],
+        elsewhere: Mapping[str, str] | None = None,
+        **defaults: Any,
     ) -> None:
         """Set the function that runs this subcommand, and further values of the namespace.
 
-        The attribute `sources` of the namespace has the flag of each option, by the option's name: as it was typed, and
-        the first one of those that were not.
+        The attribute `sources` of the namespace has the flag of each option, by the option's name:
+        as it was typed, and the first one of those that were not.
 
         Args:
             run: the function.
-            elsewhere: options of other commands → what they are here, a clause; names have dashes, no underscores.
+            elsewhere: options of other commands → what they are here, a clause; names have dashes,
+                no underscores.
             defaults: the further values.
         """
-        known = [flag for action in self._actions for flag in action.option_strings]  # suggested for unknown options
-        first = {action.dest: action.option_strings[0] for action in self._actions if action.option_strings}
-        self.set_defaults(run=run, known=known, elsewhere=elsewhere or {}, sources=first, **defaults)
+        known = [
+            flag for action in self._actions for flag in action.option_strings
+        ]  # suggested for unknown options
+        first = {
+            action.dest: action.option_strings[0]
+            for action in self._actions
+            if action.option_strings
+        }
+        self.set_defaults(
+            run=run, known=known, elsewhere=elsewhere or {}, sources=first, **defaults
+        )
 
 
 def _help(entry: Option) -> str:
@@ -92,7 +121,9 @@ def _help(entry: Option) -> str:
         return argparse.SUPPRESS
     if not entry.metavar or entry.default is None or entry.default == ():
         return entry.help
-    default = f"{entry.default:g}" if isinstance(entry.default, float) else entry.write(entry.default)
+    default = (
+        f"{entry.default:g}" if isinstance(entry.default, float) else entry.write(entry.default)
+    )
     return f"{entry.help} (default: {default})"
 
 
@@ -127,7 +158,9 @@ class _Given(argparse.Action):
 
 
 def can_draw(command: str) -> bool:
-    """Return whether the picture that `command` draws unasked can be drawn; if not, a line says what is missing."""
+    """Return whether the picture that `command` draws unasked can be drawn; if not, a line says
+    what is missing.
+    """
     try:
         arguments.require_package("matplotlib", "the picture", "plots")
     except MissingPackageError as error:

@@ -51,7 +51,16 @@ examples:
 exit codes: 0; 2 for bad input; that of the script if it fails
 """
 
-_OWN_OPTIONS = ("--workers", "--network", "--per-host", "--price", "--held-out", "--json", "--picture", "--no-picture")
+_OWN_OPTIONS = (
+    "--workers",
+    "--network",
+    "--per-host",
+    "--price",
+    "--held-out",
+    "--json",
+    "--picture",
+    "--no-picture",
+)
 _MOST_WORKERS = 100_000
 _MOST_ROWS = 24
 _LAST_TRANSPORTS = ("gloo", "mpi4py")
@@ -70,31 +79,49 @@ def add_to(commands: Any, name: str) -> None:
     )
     parser.add_argument("script", help="a Python file; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the script is the name of a module"
+    )
     asked = parser.add_argument_group("what to predict")
-    asked.add_argument("--workers", metavar="N..M", default="1..16", help="1..64, or 1,2,4,8 (default: 1..16)")
+    asked.add_argument(
+        "--workers", metavar="N..M", default="1..16", help="1..64, or 1,2,4,8 (default: 1..16)"
+    )
     network = "FILE of `lockstep bench`, a bandwidth and a latency, or a name (default: 25gbe)"
     asked.add_argument("--network", metavar="NETWORK", default="25gbe", help=network)
-    asked.add_argument("--transport", metavar="NAME", help="of the file: shm, gloo, … (default: the script's)")
-    asked.add_argument("--per-host", metavar="K", default="1", help="workers on each host (default: 1)")
-    batch = "whether workers divide the script's batch or each has its own: global, per-worker (default: as it does)"
+    asked.add_argument(
+        "--transport", metavar="NAME", help="of the file: shm, gloo, … (default: the script's)"
+    )
+    asked.add_argument(
+        "--per-host", metavar="K", default="1", help="workers on each host (default: 1)"
+    )
+    batch = (
+        "whether workers divide the script's batch or each has its own: global, per-worker "
+        "(default: as it does)"
+    )
     asked.add_argument("--batch", metavar="KIND", default="auto", help=batch)
     asked.add_argument("--price", metavar="PER_HOUR", help="of one worker, in any currency")
     measured = parser.add_argument_group("what to measure")
     measured.add_argument("--steps", metavar="N", default="30", help="measured steps (default: 30)")
-    measured.add_argument("--threads", metavar="N", help="threads of a worker (default: cores / workers)")
-    measured.add_argument("--one", action="store_true", help="profile one worker only, though there are more cores")
+    measured.add_argument(
+        "--threads", metavar="N", help="threads of a worker (default: cores / workers)"
+    )
+    measured.add_argument(
+        "--one", action="store_true", help="profile one worker only, though there are more cores"
+    )
     compare = "measure all numbers of workers for which there are cores, and compare"
     measured.add_argument("--held-out", action="store_true", help=compare)
     output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="FILE", help="also write everything as JSON, for programs")
+    output.add_argument(
+        "--json", metavar="FILE", help="also write everything as JSON, for programs"
+    )
     output.add_argument("--picture", metavar="FILE", help="(default: plan.png)")
     output.add_argument("--no-picture", action="store_true", help="draw none")
     output.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command, full_tracebacks=True)
 
 
-# --- Options ----------------------------------------------------------------------------------------------------------
+# --- Options
+# --------------------------------------------------------------------------------------------------
 
 
 def parse_counts(text: str) -> list[int]:
@@ -111,7 +138,9 @@ def parse_counts(text: str) -> list[int]:
             raise ConfigError("--workers", "N..M with N at most M, such as 1..64", text)
         return list(range(low, high + 1))
     parts = [part.strip() for part in text.split(",")]
-    return sorted({arguments.parse_whole("--workers", part, least=1, most=_MOST_WORKERS) for part in parts})
+    return sorted(
+        {arguments.parse_whole("--workers", part, least=1, most=_MOST_WORKERS) for part in parts}
+    )
 
 
 def _check_files(parsed: argparse.Namespace) -> None:
@@ -128,7 +157,11 @@ def _check_files(parsed: argparse.Namespace) -> None:
     for flag, name in files.items():
         if name is not None:
             arguments.output_file(flag, name)
-    if files["--picture"] is not None and Path(parsed.picture).suffix not in (".png", ".svg", ".pdf"):
+    if files["--picture"] is not None and Path(parsed.picture).suffix not in (
+        ".png",
+        ".svg",
+        ".pdf",
+    ):
         raise ConfigError("--picture", "a file that ends in .png, .svg or .pdf", parsed.picture)
 
 
@@ -147,11 +180,15 @@ def _note_options_of_the_script(words: Sequence[str]) -> None:
     """Say so if words after the script look like options of this command, which might be meant."""
     found = [word for word in words[1:] if word.partition("=")[0] in _OWN_OPTIONS]
     if found and words[1] != "--":
-        text = f"{', '.join(found)} after {words[0]} goes to the script; write it before {words[0]} for lockstep plan"
+        text = (
+            f"{', '.join(found)} after {words[0]} goes to the script; write it before {words[0]} "
+            "for lockstep plan"
+        )
         print(f"lockstep plan: {text}", file=sys.stderr)
 
 
-# --- The command ------------------------------------------------------------------------------------------------------
+# --- The command
+# --------------------------------------------------------------------------------------------------
 
 
 def run_command(parsed: argparse.Namespace) -> int:
@@ -162,9 +199,15 @@ def run_command(parsed: argparse.Namespace) -> int:
     price = None
     if parsed.price is not None:
         expected = "an amount per hour and worker, 0 or more"
-        price = arguments.parse_number("--price", parsed.price, least=0, below=1e12, expected=expected)
+        price = arguments.parse_number(
+            "--price", parsed.price, least=0, below=1e12, expected=expected
+        )
     arguments.choice("--batch", parsed.batch, ("auto", "global", "per-worker"))
-    threads = None if parsed.threads is None else arguments.parse_whole("--threads", parsed.threads, least=1)
+    threads = (
+        None
+        if parsed.threads is None
+        else arguments.parse_whole("--threads", parsed.threads, least=1)
+    )
     _check_files(parsed)
     from ..planning.measurement import find_network
 
@@ -183,7 +226,13 @@ def run_command(parsed: argparse.Namespace) -> int:
 
     is_global = _batch_is_global(parsed.batch, profiles)
     fabric = _fabric(network, parsed.transport, profiles, per_host)
-    job = Job(profiles, fabric, is_global, slowdown=_slowdown(network, parsed.transport), price_per_hour=price)
+    job = Job(
+        profiles,
+        fabric,
+        is_global,
+        slowdown=_slowdown(network, parsed.transport),
+        price_per_hour=price,
+    )
     forecasts = predict(job, counts)
     held_out = _held_out(program, job, network) if parsed.held_out else []
     _publish(parsed, job, forecasts, held_out, _noise_of(network, parsed.transport, profiles))
@@ -201,12 +250,16 @@ def _record(program: Program, most: int, one: bool) -> dict[int, list[Profile]]:
     first = profiles[1][0]
     divisible = first.virtual_workers != 1 and first.global_batch != 1
     if not one and most > 1 and environment.usable_cores() >= 2 and divisible:
-        profiles[2] = record_profiles(program, 2, min(1.0, 2 * share), title=f"{title} on 2 workers")
+        profiles[2] = record_profiles(
+            program, 2, min(1.0, 2 * share), title=f"{title} on 2 workers"
+        )
     return profiles
 
 
 def _batch_is_global(kind: str, profiles: Mapping[int, Sequence[Profile]]) -> bool:
-    """Return whether the script divides its batch: Lockstep's loaders do; of a DDP script two workers show it."""
+    """Return whether the script divides its batch: Lockstep's loaders do; of a DDP script two
+    workers show it.
+    """
     first = profiles[1][0]
     if kind != "auto":
         return kind == "global"
@@ -215,7 +268,9 @@ def _batch_is_global(kind: str, profiles: Mapping[int, Sequence[Profile]]) -> bo
     return 2 in profiles and profiles[2][0].batch < 0.75 * first.batch
 
 
-def _fabric(network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]], per_host: int) -> Fabric:
+def _fabric(
+    network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]], per_host: int
+) -> Fabric:
     from ..network import Link
     from ..planning.collective_costs import Fabric
 
@@ -225,15 +280,21 @@ def _fabric(network: Any, transport: str | None, profiles: Mapping[int, Sequence
     return Fabric.of_measurement(network, _transport(network, transport, profiles), per_host)
 
 
-def _transport(network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]]) -> str:
-    """Return the name of the measured transport that counts: as given, or else the script's if it was measured."""
+def _transport(
+    network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]]
+) -> str:
+    """Return the name of the measured transport that counts: as given, or else the script's if it
+    was measured.
+    """
     used = profiles[max(profiles)][0].backend
     known = list[str](network.transports)
     names = (transport,) if transport is not None else (used, "shm", *_LAST_TRANSPORTS, *known)
     return next((name for name in names if name in known), names[0])
 
 
-def _noise_of(network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]]) -> list[str]:
+def _noise_of(
+    network: Any, transport: str | None, profiles: Mapping[int, Sequence[Profile]]
+) -> list[str]:
     """Return, in words, that the measured transport is no result, if so."""
     from ..network import Link
 
@@ -242,26 +303,38 @@ def _noise_of(network: Any, transport: str | None, profiles: Mapping[int, Sequen
         or (measured := network.transports[_transport(network, transport, profiles)]).is_result
     ):
         return []
-    told = f"The network is as measured, though parts of the measurement differ by {100 * measured.noise:.0f} %"
+    told = (
+        "The network is as measured, though parts of the measurement differ by "
+        f"{100 * measured.noise:.0f} %"
+    )
     return [f"{told}: measure it again on idle hosts, or longer."]
 
 
 def _slowdown(network: Any, transport: str | None) -> float:
-    """Return by how much longer computing takes while something is sent, as measured, or else assumed."""
+    """Return by how much longer computing takes while something is sent, as measured, or else
+    assumed.
+    """
     from ..network import Link
     from ..planning.prediction import ASSUMED_SLOWDOWN
 
     if isinstance(network, Link):
         return ASSUMED_SLOWDOWN
-    of = [found for name, found in network.transports.items() if transport in (None, name) and found.compute_slowdown]
+    of = [
+        found
+        for name, found in network.transports.items()
+        if transport in (None, name) and found.compute_slowdown
+    ]
     return max(0.0, of[0].compute_slowdown - 1) if of else ASSUMED_SLOWDOWN
 
 
-# --- What was predicted against what is measured ----------------------------------------------------------------------
+# --- What was predicted against what is measured
+# ----------------------------------------------------------------------
 
 
 def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]]:
-    """Predict the numbers of workers that this host has cores for from one worker, and measure them."""
+    """Predict the numbers of workers that this host has cores for from one worker, and measure
+    them.
+    """
     from .. import environment
     from ..network import Link
     from ..planning.collective_costs import Fabric
@@ -277,11 +350,20 @@ def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]
         except ConfigError:
             break
         known = job.profiles.get(count)
-        real = known or record_profiles(program, count, title=f"{title} on {count} workers, to compare")
-        # as many workers, each with a job of its own, so that they share caches and memory but send nothing
-        alone = record_profiles(program, count, 1 / count, alone=True, title=f"{title}, {count} times on 1 worker")
+        real = known or record_profiles(
+            program, count, title=f"{title} on {count} workers, to compare"
+        )
+        # as many workers, each with a job of its own, so that they share caches and memory but send
+        # nothing
+        alone = record_profiles(
+            program, count, 1 / count, alone=True, title=f"{title}, {count} times on 1 worker"
+        )
         backend = real[0].backend
-        is_measured = not isinstance(network, Link) and backend in network.transports and len(network.hosts) == 1
+        is_measured = (
+            not isinstance(network, Link)
+            and backend in network.transports
+            and len(network.hosts) == 1
+        )
         fabric = Fabric.of_measurement(network, backend) if is_measured else Fabric(None)
         threads = program.threads or environment.threads() or max(1, cores // count)
         slowdown = STANDS_STILL if threads * count >= cores else 0.0
@@ -289,7 +371,12 @@ def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]
         one = Job({1: alone}, fabric, job.batch_is_global, slowdown=slowdown, copy_bandwidth=copies)
         predicted = predict(one, [count])[0]
         measured = _median_step(real)
-        row = {"workers": count, "predicted_s": predicted.step_s, "low_s": predicted.low_s, "high_s": predicted.high_s}
+        row = {
+            "workers": count,
+            "predicted_s": predicted.step_s,
+            "low_s": predicted.low_s,
+            "high_s": predicted.high_s,
+        }
         rows.append({**row, "measured_s": measured, "error": predicted.step_s / measured - 1})
     return rows
 
@@ -300,7 +387,8 @@ def _median_step(profiles: Sequence[Profile]) -> float:
     return statistics.median(profile.median_s for profile in profiles)
 
 
-# --- Output -----------------------------------------------------------------------------------------------------------
+# --- Output
+# --------------------------------------------------------------------------------------------------
 
 
 def _publish(
@@ -352,7 +440,11 @@ def _print(
 
     width = None if os.isatty(1) else 140
     console = Console(highlight=False, markup=False, emoji=False, width=width)
-    batch = f"global batch {job.global_batch}" if job.batch_is_global else f"batch {job.first.batch} on each worker"
+    batch = (
+        f"global batch {job.global_batch}"
+        if job.batch_is_global
+        else f"batch {job.first.batch} on each worker"
+    )
     title = f"{Path(parsed.script).name}, {batch}, network {parsed.network}"
     console.print(_table(title, _rows(forecasts)))
     if held_out:
@@ -397,12 +489,22 @@ def _table(title: str, forecasts: Sequence[Forecast]) -> Any:
 def _held_out_table(rows: Sequence[dict[str, float]]) -> Any:
     from rich.table import Table
 
-    table = Table(title="On this host, predicted from one worker", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        title="On this host, predicted from one worker",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     for name in ("workers", "predicted", "90 % interval", "measured", "error"):
         table.add_column(name, justify="right")
     for row in rows:
         interval = _interval(row["low_s"], row["high_s"])
-        cells = (_time(row["predicted_s"]), interval, _time(row["measured_s"]), f"{row['error']:+.1%}")
+        cells = (
+            _time(row["predicted_s"]),
+            interval,
+            _time(row["measured_s"]),
+            f"{row['error']:+.1%}",
+        )
         table.add_row(f"{row['workers']:.0f}", *cells)
     return table
 

@@ -34,14 +34,19 @@ def add_to(commands: Any, name: str) -> None:
     parser = commands.add_parser(
         name,
         help="change the number of workers of a running elastic job",
-        usage="%(prog)s [options] [PID or DIR] WORKERS\n       %(prog)s [options] [PID or DIR] --remove HOST",
+        usage="%(prog)s [options] [PID or DIR] WORKERS\n       %(prog)s [options] [PID or DIR] "
+        "--remove HOST",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=Help,
         allow_abbrev=False,
     )
-    parser.add_argument("words", nargs="*", metavar="[PID or DIR] WORKERS", help="the job, if several are running, and "
-                        "the number of workers that it shall have")  # fmt: skip
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[PID or DIR] WORKERS",
+        help="the job, if several are running, and the number of workers that it shall have",
+    )
     parser.add_argument("--remove", metavar="HOST", help="let this host of the job leave instead")
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
@@ -80,10 +85,17 @@ def elastic_job(given: str | None) -> JobDescription:
     if len(elastic) != 1:
         running = ", ".join(f"{job.pid} ({job.program})" for job in elastic)
         if given is None and running:
-            raise ConfigError("job", f"the PID of one of: {running}", found="none, and several run here")
+            raise ConfigError(
+                "job", f"the PID of one of: {running}", found="none, and several run here"
+            )
         if elastic or (given is not None and running):
             raise ConfigError("job", f"the PID of one of: {running}", given)
-        hint = "Start it with `lockstep run --elastic MIN:MAX`; `lockstep top` lists the jobs that run here."
+        hint = (
+            "Start it with `lockstep run --elastic MIN:MAX`; `lockstep top` lists the jobs that "
+            "run here."
+        )
         got = f"{given}, which is none" if given is not None else "no elastic job on this host"
-        raise ConfigError("job", "a running job that was started with --elastic", found=got, hint=hint)
+        raise ConfigError(
+            "job", "a running job that was started with --elastic", found=got, hint=hint
+        )
     return elastic[0]

@@ -51,8 +51,17 @@ exit codes: that of the rank that failed first; 0 for success, 2 for invalid
 options, 130 and 143 after Ctrl-C and SIGTERM
 """
 
-# Options that programs hardly have themselves: after the script they might be meant for this command.
-_BEFORE_THE_SCRIPT = ("-np", "--nproc", "--num-proc", "--nproc-per-node", "--nproc_per_node", "--elastic", "--hostfile")
+# Options that programs hardly have themselves: after the script they might be meant for this
+# command.
+_BEFORE_THE_SCRIPT = (
+    "-np",
+    "--nproc",
+    "--num-proc",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--elastic",
+    "--hostfile",
+)
 
 
 def add_to(commands: Any, name: str) -> None:
@@ -73,7 +82,9 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command, other_names.RUN_FLAGS, full_tracebacks=True)
 
 
-def run_command(parsed: argparse.Namespace, listed: Callable[[], Sequence[Host]] | None = None) -> int:
+def run_command(
+    parsed: argparse.Namespace, listed: Callable[[], Sequence[Host]] | None = None
+) -> int:
     """Run the command with the `parsed` arguments, and return the exit code.
 
     Args:
@@ -88,7 +99,10 @@ def run_command(parsed: argparse.Namespace, listed: Callable[[], Sequence[Host]]
     if program[1:2] == ["--"]:
         del program[1]
     elif late and "quiet" not in given:
-        text = f"{', '.join(late)} after {program[0]} goes to the program; options of lockstep run come before it"
+        text = (
+            f"{', '.join(late)} after {program[0]} goes to the program; options of lockstep run "
+            "come before it"
+        )
         print(f"lockstep run: {text}", file=sys.stderr)
     config = JobOptions.parse({**given, "program": tuple(program)})
     try:
@@ -101,7 +115,9 @@ def run_command(parsed: argparse.Namespace, listed: Callable[[], Sequence[Host]]
 
 
 def _write_report(report_json: str, config: JobOptions) -> str:
-    """Write the watchdog's report into --output-dir or a new folder in ``reports/``, and return its path."""
+    """Write the watchdog's report into --output-dir or a new folder in ``reports/``, and return its
+    path.
+    """
     from ..watchdog import report
 
     if config.output_dir is None:

@@ -1,4 +1,6 @@
-"""``lockstep submit``: writes the file that gives a program to a scheduler, and hands it to that one's own tool."""
+"""``lockstep submit``: writes the file that gives a program to a scheduler, and hands it to that
+one's own tool.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ examples:
       submit it without a question:
   lockstep submit --to slurm --partition long --time 2d --yes -np 16 train.py
       in a container, with a volume that all pods can write:
-  lockstep submit --to kubernetes --nodes 2 --gpus 8 --image registry/train:1 --volume runs:/runs train.py
+  lockstep submit --to kubernetes --nodes 2 --gpus 8 --image my/train:1 --volume runs:/runs train.py
       nodes may be lost, and replaced, while the others go on:
   lockstep submit --to slurm --nodes 4 --gpus 8 --elastic 16:32 --time 1d train.py
 
@@ -66,9 +68,10 @@ def add_to(commands: Any, name: str) -> None:
     parser.add_options(options_of(SubmitOptions))
     parser.add_options(_run_options(), are_shown=False)
     parser.group("options of `lockstep run`, which explains them").description = (
-        "-np N (of each node), --elastic MIN:MAX, --resume RUN (default: latest),\n-m, -x NAME[=VALUE], --grace S, "
-        "--threads N, --network-interface NAME,\n--output-dir DIR, --tee, --timeline DIR, --stall-timeout S, "
-        "--strict,\n--preload MODULES, --restarts N and others"
+        "-np N (of each node), --elastic MIN:MAX, --resume RUN (default: latest),\n-m, -x "
+        "NAME[=VALUE], --grace S, --threads N, --network-interface NAME,\n--output-dir DIR, "
+        "--tee, --timeline DIR, --stall-timeout S, --strict,\n--preload MODULES, --restarts N and "
+        "others"
     )
     parser.set_command(run_command)
 
@@ -101,7 +104,9 @@ def run_command(parsed: argparse.Namespace) -> int:
 
 
 def _agrees(job: Job, scheduler: Scheduler, path: Path) -> bool:
-    """Return whether the user wants the file to be handed over, who is asked if that is possible."""
+    """Return whether the user wants the file to be handed over, who is asked if that is
+    possible.
+    """
     import shutil
 
     command = shlex.join(scheduler.submit_words(str(path)))
@@ -109,12 +114,16 @@ def _agrees(job: Job, scheduler: Scheduler, path: Path) -> bool:
     if asks and not job.request.dry_run:
         return input(f"\nWrite {path}, and run `{command}`? [y/N] ").strip().lower() in ("y", "yes")
     saved = f"It is in {path}" if job.request.output is not None else f"Save it as {path}"
-    print(f"lockstep submit: nothing is submitted. {saved}, and run `{command}`, or add --yes.", file=sys.stderr)
+    print(
+        f"lockstep submit: nothing is submitted. {saved}, and run `{command}`, or add --yes.",
+        file=sys.stderr,
+    )
     return False
 
 
 def make_job(given: Mapping[str, Any], scheduler: Scheduler) -> Job:
-    """Return the job that the options `given` describe (pure, but for the current folder and this Python).
+    """Return the job that the options `given` describe (pure, but for the current folder and this
+    Python).
 
     Raises:
         ConfigError: an option is invalid, or the scheduler has no use for it.
@@ -156,13 +165,19 @@ def _check_scheduler(given: Mapping[str, Any], scheduler: Scheduler) -> None:
     entries = options_of(SubmitOptions)
     own = [entry.flags[0] for entry in entries if entry.group == scheduler.title]
     for entry in entries:
-        if entry.name in given and entry.group in (SLURM, KUBERNETES) and entry.group != scheduler.title:
+        if (
+            entry.name in given
+            and entry.group in (SLURM, KUBERNETES)
+            and entry.group != scheduler.title
+        ):
             expected = f"not to be given for {scheduler.title}, which has {', '.join(own)}"
             raise ConfigError(entry.name, expected, given[entry.name])
 
 
 def _run_options() -> list[Option]:
-    """Return the options of `lockstep run` that are written into the file; the nodes it finds itself."""
+    """Return the options of `lockstep run` that are written into the file; the nodes it finds
+    itself.
+    """
     return [entry for entry in options_of(JobOptions) if entry.to_hosts or entry.to_scheduler]
 
 
@@ -185,7 +200,9 @@ def _command_line(given: Mapping[str, Any]) -> str:
             continue
         texts = value if isinstance(value, list) else [value]
         words += [flag] if value is True else [word for text in texts for word in (flag, str(text))]
-    return " ".join(shlex.join([*words, str(given["script"]), *map(str, given.get("arguments", ()))]).split())
+    return " ".join(
+        shlex.join([*words, str(given["script"]), *map(str, given.get("arguments", ()))]).split()
+    )
 
 
 def _check_script(given: Mapping[str, Any], job: Job) -> None:
@@ -195,13 +212,18 @@ def _check_script(given: Mapping[str, Any], job: Job) -> None:
     path = Path(job.folder, job.program[0])
     if not path.exists():
         near = sorted(each.name for each in path.parent.glob("*.py"))[:5]
-        hint = f"That folder has {', '.join(near)}." if near else "Give its path relative to --folder."
+        hint = (
+            f"That folder has {', '.join(near)}." if near else "Give its path relative to --folder."
+        )
         raise ConfigError("script", "an existing Python file", str(path), hint)
     shared = job.request.shared_folder
     mounts = Path("/proc/mounts")
     listing = mounts.read_text() if mounts.exists() else ""
     check_script_is_shared(
-        path.resolve(), Path(job.folder).resolve(), str(Path(shared).resolve()) if shared else "", listing
+        path.resolve(),
+        Path(job.folder).resolve(),
+        str(Path(shared).resolve()) if shared else "",
+        listing,
     )
 
 
@@ -210,7 +232,11 @@ def _write(path: Path, text: str) -> None:
     try:
         if path.exists() and "# Made by: lockstep submit" not in path.read_text(errors="replace"):
             hint = "Choose another one: --output FILE."
-            raise ConfigError("output", "a file that lockstep submit has made, or a new one", str(path), hint)
+            raise ConfigError(
+                "output", "a file that lockstep submit has made, or a new one", str(path), hint
+            )
         write_text(path, text)
     except OSError as error:
-        raise ConfigError("output", "a file that can be written", found=f"{path} ({error.strerror})") from None
+        raise ConfigError(
+            "output", "a file that can be written", found=f"{path} ({error.strerror})"
+        ) from None

@@ -1,4 +1,6 @@
-"""``lockstep timeline``: converts the records of a run to a trace, and prints where each rank spent its time."""
+"""``lockstep timeline``: converts the records of a run to a trace, and prints where each rank spent
+its time.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def add_to(commands: Any, name: str) -> None:
         formatter_class=Help,
         allow_abbrev=False,
     )
-    parser.add_argument("folder", metavar="DIR", help="the folder given to `lockstep run --timeline`")
+    parser.add_argument(
+        "folder", metavar="DIR", help="the folder given to `lockstep run --timeline`"
+    )
     parser.add_argument("-o", "--out", metavar="FILE", help="output file (default: DIR/trace.json)")
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
@@ -63,14 +67,18 @@ def run_command(parsed: argparse.Namespace) -> int:
     folder = Path(parsed.folder).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            "DIR", "a folder with the records of a run", found=f"{parsed.folder} (there is no such folder)"
+            "DIR",
+            "a folder with the records of a run",
+            found=f"{parsed.folder} (there is no such folder)",
         )
     path = folder / "trace.json" if parsed.out is None else Path(parsed.out).expanduser()
     arguments.output_file("--out", path)
     try:
         times = write_trace(folder, path)
     except OSError as error:
-        raise ConfigError("--out", "a file that can be written", found=f"{path} ({error.strerror})") from None
+        raise ConfigError(
+            "--out", "a file that can be written", found=f"{path} ({error.strerror})"
+        ) from None
     print("\n".join(_table(times)))
     print(f"\nWrote {path}: open it at https://ui.perfetto.dev or chrome://tracing")
     return 0
@@ -78,7 +86,16 @@ def run_command(parsed: argparse.Namespace) -> int:
 
 def _table(times: Sequence[RankTime]) -> list[str]:
     rows = [
-        ["rank", "host", "seconds", "collectives", "computing", "in collectives", "of that waiting", "entered last"]
+        [
+            "rank",
+            "host",
+            "seconds",
+            "collectives",
+            "computing",
+            "in collectives",
+            "of that waiting",
+            "entered last",
+        ]
     ]
     for rank in times:
         parts = [rank.seconds - rank.inside_s, rank.inside_s, rank.waiting_s]
@@ -86,4 +103,7 @@ def _table(times: Sequence[RankTime]) -> list[str]:
         start = [str(rank.rank), rank.host[:16], f"{rank.seconds:.1f}", str(rank.collectives)]
         rows.append([*start, *percentages, str(rank.last)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]

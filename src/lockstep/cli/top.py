@@ -1,4 +1,6 @@
-"""``lockstep top``: shows what the ranks of running jobs are doing, read from their flight records."""
+"""``lockstep top``: shows what the ranks of running jobs are doing, read from their flight
+records.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Live", "RankStatus", "add_to", "run_command", "select_jobs"]
 
 
-# --- The state of the ranks -------------------------------------------------------------------------------------------
+# --- The state of the ranks
+# -------------------------------------------------------------------------------------------
 
 _WINDOW_S = 10.0  # rates are averages over this time; at the first poll, since the start
 _HEARTBEAT_LIMIT_S = 3.0  # a rank's watchdog records many heartbeats per second
@@ -40,14 +43,17 @@ class RankStatus:
     Attributes:
         rank: its number, of `world_size`.
         pid: of its process.
-        state: "computes", "waits", "stopped", "no heartbeat", "raised", "ended", "left" or "gone". A rank waits in a
-            blocking call, and while it is in a collective that another rank of this host has not entered.
-        seconds: for how long it has waited; for how long it has computed since its last collective or message.
+        state: "computes", "waits", "stopped", "no heartbeat", "raised", "ended", "left" or "gone".
+            A rank waits in a blocking call, and while it is in a collective that another rank of
+            this host has not entered.
+        seconds: for how long it has waited; for how long it has computed since its last collective
+            or message.
         batch: its current batch, counted over all epochs.
         collective: the collective in which it waits, or its last one.
         call_site: the call site of the collective, with the source line.
-        waiting: the fraction of its time in which it was in a collective that another rank of this host had not
-            entered, or blocked in a message, 0 to 1; None if it is the only rank of the job on this host.
+        waiting: the fraction of its time in which it was in a collective that another rank of this
+            host had not entered, or blocked in a message, 0 to 1; None if it is the only rank of
+            the job on this host.
         samples_s: samples per second; None if none has been counted.
         memory: resident bytes of its process; 0 if that has ended.
     """
@@ -92,12 +98,17 @@ class Live:
             self._use(rank, reader)
         readers = _members(self._readers) if self._is_elastic else self._readers
         now = time.monotonic()
-        waits = _find_waits(readers, self._collective_waits[-1].end if self._collective_waits else 0.0, now)
+        waits = _find_waits(
+            readers, self._collective_waits[-1].end if self._collective_waits else 0.0, now
+        )
         self._collective_waits.append(waits)
         while now - self._collective_waits[0].end >= _WINDOW_S:
             self._collective_waits.popleft()
         is_alone = len(readers) < 2
-        return [self._status(rank, readers[rank], waits.pending.get(rank), is_alone, now) for rank in sorted(readers)]
+        return [
+            self._status(rank, readers[rank], waits.pending.get(rank), is_alone, now)
+            for rank in sorted(readers)
+        ]
 
     def _use(self, rank: int, reader: RecorderReader) -> None:
         """Use the record of a rank, unless it is the one that is used already."""
@@ -111,7 +122,12 @@ class Live:
         self._history.pop(rank, None)
 
     def _status(
-        self, rank: int, reader: RecorderReader, pending: RawRecord | None, is_alone: bool, now: float
+        self,
+        rank: int,
+        reader: RecorderReader,
+        pending: RawRecord | None,
+        is_alone: bool,
+        now: float,
     ) -> RankStatus:
         state = reader.state()
         history = self._history.setdefault(rank, deque())
@@ -130,9 +146,14 @@ class Live:
         rate = None
         if samples:
             recent = samples - (earlier.samples or 0) if len(history) > 1 else 0
-            # A step may take longer than all these looks together; a rank that only waits has none, though.
+            # A step may take longer than all these looks together; a rank that only waits has none,
+            # though.
             is_stopped = waiting is not None and waiting > 0.99
-            rate = recent / elapsed if recent or is_stopped else samples / max(now - state.started, 1e-6)
+            rate = (
+                recent / elapsed
+                if recent or is_stopped
+                else samples / max(now - state.started, 1e-6)
+            )
         name = _state_name(state, now)
         call = state.call
         began = state.since
@@ -166,7 +187,9 @@ class Live:
 
 
 def _members(readers: Mapping[int, RecorderReader]) -> dict[int, RecorderReader]:
-    """Return the ranks of an elastic job's newest group, in which each member has made a new record."""
+    """Return the ranks of an elastic job's newest group, in which each member has made a new
+    record.
+    """
     living = [reader for reader in readers.values() if _is_running(reader.pid)]
     newest = {reader.pid: reader for reader in sorted(living, key=lambda reader: reader.started)}
     size = max(newest.values(), key=lambda reader: reader.started).world_size if newest else 0
@@ -193,10 +216,17 @@ class _Waits:
 
 
 def _find_waits(readers: Mapping[int, RecorderReader], begin: float, end: float) -> _Waits:
-    """Return the waits of all ranks from `begin`, or as far back as the records and `_WINDOW_S` reach, to `end`."""
+    """Return the waits of all ranks from `begin`, or as far back as the records and `_WINDOW_S`
+    reach, to `end`.
+    """
     calls = {rank: list(reader.raws()) for rank, reader in readers.items()}
     overwritten = [raws[0].entered for raws in calls.values() if raws and raws[0].number > 1]
-    begin = min(end, max([begin, end - _WINDOW_S, *(reader.started for reader in readers.values()), *overwritten]))
+    begin = min(
+        end,
+        max(
+            [begin, end - _WINDOW_S, *(reader.started for reader in readers.values()), *overwritten]
+        ),
+    )
     last_entry: dict[tuple[int, int], float] = {}
     for raw in (raw for raws in calls.values() for raw in raws if raw.sequence):
         collective = raw.key, raw.sequence
@@ -220,7 +250,9 @@ def _find_waits(readers: Mapping[int, RecorderReader], begin: float, end: float)
 
 
 def _entered_by_all(readers: Iterable[RecorderReader], key: int) -> int:
-    """Return the sequence number of the last collective of a group that all its ranks on this host have entered."""
+    """Return the sequence number of the last collective of a group that all its ranks on this host
+    have entered.
+    """
     slots = ((reader, reader.group_slot(key)) for reader in readers)
     return min((reader.last_sequence(slot) for reader, slot in slots if slot >= 0), default=0)
 
@@ -246,7 +278,8 @@ def _state_name(state: RankState, now: float) -> str:
     return {"runs": "computes"}.get(state.phase, state.phase)
 
 
-# --- The command ------------------------------------------------------------------------------------------------------
+# --- The command
+# --------------------------------------------------------------------------------------------------
 
 _DESCRIPTION = """\
 Show what the ranks of a job on this host are doing: the current batch, the
@@ -267,14 +300,15 @@ examples:
 The rank that waits least is the straggler for which the others wait. A rank
 waits while it is in a collective that another rank of this host has not
 entered; ranks on other hosts are not seen. Rates are averages over the last ten
-seconds; with --once, and in steps that take longer, samples/s since the start. Batches are counted from 0 over
-all epochs.
+seconds; with --once, and in steps that take longer, samples/s since the start.
+Batches are counted from 0 over all epochs.
 
 exit codes: 0; 2 if there is no such job
 """
 
 _NO_RECORDS = (
-    "No flight records yet: they begin with a rank's first process group, unless it is the only rank of its job."
+    "No flight records yet: they begin with a rank's first process group, unless it is the only "
+    "rank of its job."
 )
 _EVENTS = 5  # of an elastic job: the last ones are shown
 _BAD = ("stopped", "no heartbeat", "gone", "raised")
@@ -291,9 +325,13 @@ def add_to(commands: Any, name: str) -> None:
         formatter_class=Help,
         allow_abbrev=False,
     )
-    parser.add_argument("job", nargs="?", metavar="PID or DIR", help="the job, if several are running")
+    parser.add_argument(
+        "job", nargs="?", metavar="PID or DIR", help="the job, if several are running"
+    )
     parser.add_argument("--once", action="store_true", help="print the table once and exit")
-    parser.add_argument("--interval", metavar="S", default="1", help="seconds between updates (default: 1)")
+    parser.add_argument(
+        "--interval", metavar="S", default="1", help="seconds between updates (default: 1)"
+    )
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
     parser.set_command(run_command)
 
@@ -303,9 +341,13 @@ def run_command(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     expected = "a number of seconds from 0.1 to 3600"
-    interval = arguments.parse_number("--interval", parsed.interval, least=0.1, most=3600, expected=expected)
+    interval = arguments.parse_number(
+        "--interval", parsed.interval, least=0.1, most=3600, expected=expected
+    )
     terminal = sys.stdout.isatty()
-    console = Console(highlight=False, markup=False, emoji=False, no_color=not environment.wants_colours())
+    console = Console(
+        highlight=False, markup=False, emoji=False, no_color=not environment.wants_colours()
+    )
     if not terminal:
         console.width = max(console.width, 120)
     display = _Display(parsed.job)
@@ -316,12 +358,18 @@ def run_command(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def select_jobs(jobs: dict[Path, JobDescription], selector: str | None) -> dict[Path, JobDescription]:
+def select_jobs(
+    jobs: dict[Path, JobDescription], selector: str | None
+) -> dict[Path, JobDescription]:
     """Return the jobs that match the PID or folder in `selector`; all if it is None."""
     if selector is None:
         return jobs
     if selector.isdecimal():
-        return {folder: job for folder, job in jobs.items() if int(selector) in (job.pid, *_pids(folder))}
+        return {
+            folder: job
+            for folder, job in jobs.items()
+            if int(selector) in (job.pid, *_pids(folder))
+        }
     path = Path(selector).expanduser().resolve()
     return {folder: job for folder, job in jobs.items() if path in _folders(folder, job)}
 
@@ -338,7 +386,8 @@ def _pids(folder: Path) -> list[int]:
     return pids
 
 
-# --- The display ------------------------------------------------------------------------------------------------------
+# --- The display
+# --------------------------------------------------------------------------------------------------
 
 
 class _Display:
@@ -380,7 +429,9 @@ class _Display:
         self._live.clear()
 
 
-def _repeat(console: Console, display: Callable[[], RenderableType | None], interval: float) -> None:
+def _repeat(
+    console: Console, display: Callable[[], RenderableType | None], interval: float
+) -> None:
     """Show the table every `interval` seconds until there is none, or once for 0."""
     from rich.live import Live as Screen
 
@@ -402,13 +453,27 @@ def _jobs(jobs: Mapping[Path, JobDescription]) -> RenderableType:
     from rich.text import Text
 
     if not jobs:
-        return Text("No job with a watchdog is running on this host (`lockstep run`, or lockstep.init()).")
+        return Text(
+            "No job with a watchdog is running on this host (`lockstep run`, or lockstep.init())."
+        )
     table = Table(box=None, header_style="dim", pad_edge=False, expand=True)
-    for name, ratio in (("PID", None), ("ranks", None), ("running for", None), ("folder", 2), ("program", 3)):
+    for name, ratio in (
+        ("PID", None),
+        ("ranks", None),
+        ("running for", None),
+        ("folder", 2),
+        ("program", 3),
+    ):
         kind: Any = "right" if name in ("PID", "ranks") else "left"
         table.add_column(name, justify=kind, ratio=ratio, no_wrap=True, overflow="ellipsis")
     for job in jobs.values():
-        cells = (str(job.pid), str(job.workers), _duration(time.time() - job.started), job.cwd, job.program)
+        cells = (
+            str(job.pid),
+            str(job.workers),
+            _duration(time.time() - job.started),
+            job.cwd,
+            job.program,
+        )
         table.add_row(*map(plain, cells))
     return Group(table, Text(), Text("`lockstep top PID` shows the ranks of one of them."))
 
@@ -430,7 +495,11 @@ def _job(ranks: Sequence[RankStatus], job: JobDescription, events: Sequence[str]
 
     head = Text(plain(job.program), "bold")
     head.append(f"   PID {job.pid}, {_duration(time.time() - job.started)}", "dim")
-    foot = [Text(), *(Text(line, no_wrap=True, overflow="ellipsis") for line in events)] if events else []
+    foot = (
+        [Text(), *(Text(line, no_wrap=True, overflow="ellipsis") for line in events)]
+        if events
+        else []
+    )
     if not ranks:
         return Group(head, Text(_NO_RECORDS), *foot)
     if len(ranks) < ranks[0].world_size:
@@ -451,7 +520,9 @@ def _table(ranks: Sequence[RankStatus]) -> RenderableType:
     for name in ("rank", "PID", "state", "batch", "waiting", "samples/s", "memory", "collective"):
         kind: Any = "left" if name in ("state", "collective") else "right"
         wide = name == "collective"
-        table.add_column(name, justify=kind, ratio=1 if wide else None, no_wrap=not wide, overflow="ellipsis")
+        table.add_column(
+            name, justify=kind, ratio=1 if wide else None, no_wrap=not wide, overflow="ellipsis"
+        )
     stragglers = _stragglers(ranks)
     for rank in ranks:
         style = "red" if rank.state in _BAD else "yellow" if rank.rank in stragglers else ""
@@ -477,7 +548,11 @@ def _stragglers(ranks: Sequence[RankStatus]) -> list[int]:
     """Return the stragglers: the ranks that compute while all others have waited for a second."""
     computing = [rank.rank for rank in ranks if rank.state == "computes"]
     waiting = [rank for rank in ranks if rank.state == "waits"]
-    if not waiting or len(computing) + len(waiting) < len(ranks) or any(rank.seconds < 1 for rank in waiting):
+    if (
+        not waiting
+        or len(computing) + len(waiting) < len(ranks)
+        or any(rank.seconds < 1 for rank in waiting)
+    ):
         return []
     return computing
 

@@ -79,7 +79,9 @@ def add_to(commands: Any, name: str) -> None:
     parser.add_options(options_of(TrainOptions))
     text = "YAML, TOML or JSON file with options, e.g. a line `epochs: 20`; flags take precedence"
     parser.group(FILES).add_argument("--config", metavar="FILE", help=text)
-    parser.group(FILES).add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.group(FILES).add_argument(
+        "--debug", action="store_true", help="print the traceback of an error"
+    )
     parser.set_command(run_command, other_names.TRAIN_FLAGS)
 
 
@@ -103,12 +105,18 @@ def choose_workers(options: TrainOptions) -> int:
     Raises:
         ConfigError: a launcher has started another number.
     """
-    if options.workers == "auto" and options.strategy == "replicas" and not environment.is_launched():
+    if (
+        options.workers == "auto"
+        and options.strategy == "replicas"
+        and not environment.is_launched()
+    ):
         return 1
     launched = environment.find_world().world_size if environment.is_launched() else None
     if options.workers != "auto":
         if launched is not None and int(options.workers) != launched:
-            raise ConfigError("workers", f"auto or {launched}, as the launcher started", options.workers)
+            raise ConfigError(
+                "workers", f"auto or {launched}, as the launcher started", options.workers
+            )
         return int(options.workers)
     if launched is not None:
         return launched
@@ -120,7 +128,8 @@ def choose_workers(options: TrainOptions) -> int:
     elif kind is not None and devices.is_known(kind) and (there := devices.count(kind)):
         available = there
     else:
-        # With fewer than about 32 samples, a core computes for less time than the gradient exchange takes.
+        # With fewer than about 32 samples, a core computes for less time than the gradient exchange
+        # takes.
         available = min(environment.usable_cores(), max(1, options.global_batch_size // 32))
     return max(1, min(available, options.global_batch_size, options.virtual_workers or available))
 
@@ -157,17 +166,30 @@ def _print_summary(run_dir: Path, result: dict[str, Any]) -> None:
     if result["val_accuracy"] is not None:
         rows.append(("accuracy", f"{result['val_accuracy']:.2%} of the test set, after {epochs}"))
     if result.get("val_perplexity") is not None:
-        rows.append(("perplexity", f"{result['val_perplexity']:.4g} on the text held out, after {epochs}"))
+        rows.append(
+            ("perplexity", f"{result['val_perplexity']:.4g} on the text held out, after {epochs}")
+        )
     noun = "worker" if result["workers"] == 1 else "workers"
     if len(result["devices"]) > result["workers"]:
         noun += f" on {len(result['devices'])} devices"
     unit = "tokens" if "tokens_per_second" in result else "samples"
-    rows.append(("speed", f"{result[f'{unit}_per_second']:,.0f} {unit}/s with {result['workers']} {noun}"))
-    files = {"model": "model.safetensors", "samples": "samples.txt", "curve": "curve.png", "all files": ""}
-    rows += [(name, str(run_dir / file)) for name, file in files.items() if (run_dir / file).exists()]
+    rows.append(
+        ("speed", f"{result[f'{unit}_per_second']:,.0f} {unit}/s with {result['workers']} {noun}")
+    )
+    files = {
+        "model": "model.safetensors",
+        "samples": "samples.txt",
+        "curve": "curve.png",
+        "all files": "",
+    }
+    rows += [
+        (name, str(run_dir / file)) for name, file in files.items() if (run_dir / file).exists()
+    ]
     console = Console(highlight=False, markup=False, emoji=False)  # paths are printed unchanged
     console.print()
     for name, text in rows:
         console.print(
-            f"{name:<13}  {text}", soft_wrap=True, style="bold" if name in ("accuracy", "perplexity") else None
+            f"{name:<13}  {text}",
+            soft_wrap=True,
+            style="bold" if name in ("accuracy", "perplexity") else None,
         )

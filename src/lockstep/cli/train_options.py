@@ -1,4 +1,6 @@
-"""Resolves a training run's options from flags, a file and the resumed run, and finds its checkpoint and directory."""
+"""Resolves a training run's options from flags, a file and the resumed run, and finds its
+checkpoint and directory.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,25 @@ __all__ = [
 ]
 
 
-# --- Configuration files ----------------------------------------------------------------------------------------------
+# --- Configuration files
+# ----------------------------------------------------------------------------------------------
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the options in a file: TOML or JSON if its name ends in ``.toml`` or ``.json``, else YAML.
+    """Read the options in a file: TOML or JSON if its name ends in ``.toml`` or ``.json``, else
+    YAML.
 
     Raises:
-        ConfigError: the file cannot be read or is invalid, or PyYAML is not installed; the message names the file and
-            the option.
+        ConfigError: the file cannot be read or is invalid, or PyYAML is not installed; the message
+            names the file and the option.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError("config", "a YAML, TOML or JSON file that can be read", found=f"{path} ({reason})") from None
+        raise ConfigError(
+            "config", "a YAML, TOML or JSON file that can be read", found=f"{path} ({reason})"
+        ) from None
     parse: dict[str, Callable[[str], Any]] = {".toml": _toml, ".json": json.loads}
     if path.suffix not in parse:
         arguments.require_package("PyYAML", str(path), "yaml", module="yaml")
@@ -56,7 +62,9 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError("config", expected, found=reason) from None
     if not isinstance(content, dict):
         got = "an empty file" if content is None else type(content).__name__
-        raise ConfigError("config", f"{path} to hold options by name, such as `epochs: 20`", found=got)
+        raise ConfigError(
+            "config", f"{path} to hold options by name, such as `epochs: 20`", found=got
+        )
     check_names(content, str(path))
     return content
 
@@ -76,7 +84,8 @@ def _toml(text: str) -> Any:
     return toml.loads(text)
 
 
-# --- The checkpoint to resume and the run directory -------------------------------------------------------------------
+# --- The checkpoint to resume and the run directory
+# -------------------------------------------------------------------
 
 RUNS = Path("runs")
 REPORTS = Path("reports")  # of failed programs that have no run directory
@@ -85,21 +94,24 @@ REPORTS = Path("reports")  # of failed programs that have no run directory
 def find_checkpoint(resume: str, run_dir: str | None) -> tuple[Path, Path | None]:
     """Return the checkpoint to resume from, and the directory of its run if there is one.
 
-    If `resume` is a run, the first is the run's directory: training then resumes from the newest undamaged checkpoint
-    in it, which it finds by reading them.
+    If `resume` is a run, the first is the run's directory: training then resumes from the newest
+    undamaged checkpoint in it, which it finds by reading them.
 
     Args:
         resume: a run directory, a checkpoint, or "latest" for the latest run in ``runs/``.
         run_dir: the run directory to write to, if given.
 
     Raises:
-        ConfigError: it does not exist, or the run has continued from there and `run_dir` is None or that run.
+        ConfigError: it does not exist, or the run has continued from there and `run_dir` is None or
+            that run.
     """
     try:
         path = _latest_run() if resume == "latest" else Path(resume).expanduser()
         if not path.is_dir():
             raise ConfigError(
-                "resume", "a checkpoint, a run directory, or latest", found=f"{resume} (there is no such folder)"
+                "resume",
+                "a checkpoint, a run directory, or latest",
+                found=f"{resume} (there is no such folder)",
             )
         if (path / "checkpoints").is_dir() or _config_of(path) is not None:
             _check_any(path)
@@ -111,7 +123,9 @@ def find_checkpoint(resume: str, run_dir: str | None) -> tuple[Path, Path | None
             check_newest(path, "To resume from an earlier one, add --run-dir DIR: a new folder.")
         return path, run
     except OSError as error:
-        raise ConfigError("resume", "a folder that can be read", found=f"{resume} ({error.strerror})") from None
+        raise ConfigError(
+            "resume", "a folder that can be read", found=f"{resume} ({error.strerror})"
+        ) from None
 
 
 def _config_of(run: Path) -> Path | None:
@@ -128,7 +142,10 @@ def _latest_run() -> Path:
             found="a folder without one",
             hint="Name it: --resume DIR.",
         )
-    return max(set(runs), key=lambda run: max(path.stat().st_mtime for path in (run / "checkpoints").iterdir()))
+    return max(
+        set(runs),
+        key=lambda run: max(path.stat().st_mtime for path in (run / "checkpoints").iterdir()),
+    )
 
 
 def _check_any(run: Path) -> None:
@@ -137,12 +154,16 @@ def _check_any(run: Path) -> None:
     if CheckpointStore(run / "checkpoints").latest() is None:
         hint = "Start it again without --resume, and with another --run-dir."
         raise ConfigError(
-            "resume", f"a checkpoint in {run / 'checkpoints'}", found="an empty folder or none", hint=hint
+            "resume",
+            f"a checkpoint in {run / 'checkpoints'}",
+            found="an empty folder or none",
+            hint=hint,
         )
 
 
 def choose_folder(run_dir: str | None, run: Path | None, name: str) -> Path:
-    """Return the run directory to write to: `run_dir`, or that of the resumed `run`, or a new one in ``runs/``.
+    """Return the run directory to write to: `run_dir`, or that of the resumed `run`, or a new one
+    in ``runs/``.
 
     Args:
         run_dir: the value of --run-dir, if given.
@@ -158,7 +179,9 @@ def choose_folder(run_dir: str | None, run: Path | None, name: str) -> Path:
     if run is None or not _same(run, folder):
         from ..training.run_directory import check_unused
 
-        check_unused(folder, f"Resume it with --resume {shlex.quote(run_dir)}, or choose another folder.")
+        check_unused(
+            folder, f"Resume it with --resume {shlex.quote(run_dir)}, or choose another folder."
+        )
     return folder
 
 
@@ -167,30 +190,44 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Return a new path in `parent` from time, name, and a random suffix for runs started in the same second."""
-    safe_name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)[:100]
+    """Return a new path in `parent` from time, name, and a random suffix for runs started in the
+    same second.
+    """
+    safe_name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)[
+        :100
+    ]
     return parent / f"{datetime.now():%Y%m%d-%H%M%S}-{safe_name}-{secrets.token_hex(2)}"
 
 
-# --- Precedence of options --------------------------------------------------------------------------------------------
+# --- Precedence of options
+# --------------------------------------------------------------------------------------------
 
 
 def resolve(parsed: argparse.Namespace) -> TrainOptions:
-    """Return the options by precedence: flags, then the config file, then those of the resumed run, then defaults.
+    """Return the options by precedence: flags, then the config file, then those of the resumed run,
+    then defaults.
 
-    `run_dir` becomes the run directory to write to, and `resume` the checkpoint, or the run, to resume from.
-    `parsed.sources` names the file of each option that comes from one.
+    `run_dir` becomes the run directory to write to, and `resume` the checkpoint, or the run, to
+    resume from. `parsed.sources` names the file of each option that comes from one.
 
     Raises:
         ConfigError: an option is invalid.
     """
-    flags = {each.name: getattr(parsed, each.name) for each in options_of(TrainOptions) if hasattr(parsed, each.name)}
+    flags = {
+        each.name: getattr(parsed, each.name)
+        for each in options_of(TrainOptions)
+        if hasattr(parsed, each.name)
+    }
     path = Path(parsed.config).expanduser() if hasattr(parsed, "config") else None
-    given: dict[str, Any] = {} if path is None else _named(read_config(path), str(path), parsed, flags)
+    given: dict[str, Any] = (
+        {} if path is None else _named(read_config(path), str(path), parsed, flags)
+    )
     given |= flags
     run = None
     if given.get("resume") is not None:
-        asked = values_of(TrainOptions, {name: given[name] for name in ("resume", "run_dir") if name in given})
+        asked = values_of(
+            TrainOptions, {name: given[name] for name in ("resume", "run_dir") if name in given}
+        )
         checkpoint, run = find_checkpoint(asked["resume"], asked.get("run_dir"))
         given = {**_recorded(run, parsed, given), **given, "resume": str(checkpoint)}
     chosen = TrainOptions.parse(given)
@@ -201,7 +238,9 @@ def resolve(parsed: argparse.Namespace) -> TrainOptions:
 def _named(
     content: dict[str, Any], source: str, parsed: argparse.Namespace, above: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options in a file by name, and note in `parsed.sources` the key of each that none `above` replaces."""
+    """Return the options in a file by name, and note in `parsed.sources` the key of each that none
+    `above` replaces.
+    """
     named = {}
     for key, value in content.items():
         name = key.replace("-", "_")
@@ -211,7 +250,9 @@ def _named(
     return named
 
 
-def _recorded(run: Path | None, parsed: argparse.Namespace, above: Mapping[str, Any]) -> dict[str, Any]:
+def _recorded(
+    run: Path | None, parsed: argparse.Namespace, above: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the options that the resumed run has recorded."""
     path = None if run is None else _config_of(run)
     if path is None:

@@ -79,19 +79,32 @@ def add_to(commands: Any, name: str) -> None:
     )
     parser.add_argument("script", nargs="?", default=None, help="a Python file; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    parser.add_argument("-m", "--module", action="store_true", default=False, help="the script is a module's name")
+    parser.add_argument(
+        "-m", "--module", action="store_true", default=False, help="the script is a module's name"
+    )
     comparison = parser.add_argument_group("what to compare")
     comparison.add_argument(
-        "--workers", dest="counts", metavar="K,K", default="1,2,3", help="numbers of workers (default: 1,2,3)"
+        "--workers",
+        dest="counts",
+        metavar="K,K",
+        default="1,2,3",
+        help="numbers of workers (default: 1,2,3)",
     )
-    comparison.add_argument("--steps", metavar="N", help="number of steps (default: 20; of a script 5)")
     comparison.add_argument(
-        "--compare-ddp", action="store_true", default=False, help="run training without virtual workers as well"
+        "--steps", metavar="N", help="number of steps (default: 20; of a script 5)"
+    )
+    comparison.add_argument(
+        "--compare-ddp",
+        action="store_true",
+        default=False,
+        help="run training without virtual workers as well",
     )
     parser.add_options(_options())
     text = "YAML, TOML or JSON file with options; flags win over it"
     parser.group(FILES).add_argument("--config", metavar="FILE", help=text)
-    parser.group(FILES).add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.group(FILES).add_argument(
+        "--debug", action="store_true", help="print the traceback of an error"
+    )
     parser.set_command(run_command)
 
 
@@ -106,7 +119,9 @@ def run_command(parsed: argparse.Namespace) -> int:
     steps = getattr(parsed, "steps", None)
     if parsed.script is not None:
         _refuse_training_options(parsed)
-        return verify_script(parsed, counts, arguments.parse_whole("--steps", steps or "5", least=1))
+        return verify_script(
+            parsed, counts, arguments.parse_whole("--steps", steps or "5", least=1)
+        )
     if parsed.module:
         raise ConfigError("-m", "the name of a module after it", found="none")
     import_path_here()
@@ -121,11 +136,18 @@ def run_command(parsed: argparse.Namespace) -> int:
     )
     if max(counts) > int(options.virtual_workers or 0):
         raise ConfigError(
-            "--workers", f"at most as many as there are virtual workers ({options.virtual_workers})", max(counts)
+            "--workers",
+            f"at most as many as there are virtual workers ({options.virtual_workers})",
+            max(counts),
         )
     same = _verify(f"{options.virtual_workers} virtual workers", options, counts, steps)
     if parsed.compare_ddp:
-        _verify("plain DDP, no virtual workers", replace(options, virtual_workers=None, threads=None), counts, steps)
+        _verify(
+            "plain DDP, no virtual workers",
+            replace(options, virtual_workers=None, threads=None),
+            counts,
+            steps,
+        )
     return 0 if same else 1
 
 
@@ -140,7 +162,9 @@ def _refuse_training_options(parsed: argparse.Namespace) -> None:
         if getattr(parsed, name, False) is not False:
             flag = f"--{name.replace('_', '-')}"
             hint = f"Give it to the script, after {parsed.script}, if that has such an option."
-            raise ConfigError(flag, "none with a script, which sets up its own training", found=flag, hint=hint)
+            raise ConfigError(
+                flag, "none with a script, which sets up its own training", found=flag, hint=hint
+            )
 
 
 def _verify(title: str, options: TrainOptions, counts: Sequence[int], steps: int) -> bool:
@@ -161,17 +185,29 @@ def _verify(title: str, options: TrainOptions, counts: Sequence[int], steps: int
         with Activity(f"lockstep verify: {title}: {counts[0]} again"):
             repeated = first_divergence(records[0], _run(options, counts[0], steps))
     _print_table(console, title, records)
-    diverged = [(other, found) for other, found in zip(records[1:], divergences, strict=True) if found is not None]
+    diverged = [
+        (other, found)
+        for other, found in zip(records[1:], divergences, strict=True)
+        if found is not None
+    ]
     for other, divergence in diverged:
         where = "in the loss only"
         if divergence.tensors:
-            where = f"first in {divergence.tensors[0]} ({len(divergence.tensors)} of {divergence.of} tensors)"
-        console.print(f"{other.workers} workers diverge from {records[0].workers} at step {divergence.step}, {where}.")
+            where = (
+                f"first in {divergence.tensors[0]} ({len(divergence.tensors)} of {divergence.of} "
+                "tensors)"
+            )
+        console.print(
+            f"{other.workers} workers diverge from {records[0].workers} at step "
+            f"{divergence.step}, {where}."
+        )
     if not diverged:
         console.print("The same bits at every number of workers.", style="bold green")
         return True
     other, divergence = diverged[0]
-    cause = likely_cause(records[0], other, divergence, options.virtual_workers is not None, repeated)
+    cause = likely_cause(
+        records[0], other, divergence, options.virtual_workers is not None, repeated
+    )
     console.print(f"Likely cause: {cause}", style="bold")
     return False
 
@@ -202,5 +238,7 @@ def _print_table(console: Any, title: str, records: Sequence[Record]) -> None:
 def _counts(text: str) -> list[int]:
     counts = [arguments.parse_whole("--workers", part.strip(), least=1) for part in text.split(",")]
     if len(counts) < 2 or len(set(counts)) != len(counts):
-        raise ConfigError("--workers", "two or more different numbers of workers, such as 1,2,3", text)
+        raise ConfigError(
+            "--workers", "two or more different numbers of workers, such as 1,2,3", text
+        )
     return counts

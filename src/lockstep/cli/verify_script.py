@@ -1,4 +1,6 @@
-"""``lockstep verify SCRIPT``: compares the first steps of a user's script at several numbers of workers."""
+"""``lockstep verify SCRIPT``: compares the first steps of a user's script at several numbers of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ __all__ = ["verify_script"]
 
 
 def verify_script(parsed: argparse.Namespace, counts: Sequence[int], steps: int) -> int:
-    """Run the script at each number of workers, twice at the first, print what differs, and return 1 if anything does.
+    """Run the script at each number of workers, twice at the first, print what differs, and return
+    1 if anything does.
 
     Args:
         parsed: the arguments of the command line.
@@ -50,8 +53,9 @@ def verify_script(parsed: argparse.Namespace, counts: Sequence[int], steps: int)
         if diverged is not None:
             rank, step, parameter = diverged
             console.print(
-                f"On {name}, rank {rank} has another {parameter} than rank 0 before step {step}: the gradients are not "
-                "summed over the workers, or each of them updates its model by its own rules.",
+                f"On {name}, rank {rank} has another {parameter} than rank 0 before step {step}: "
+                "the gradients are not summed over the workers, or each of them updates its model "
+                "by its own rules.",
                 style="bold",
             )
             return 1
@@ -68,7 +72,9 @@ def verify_script(parsed: argparse.Namespace, counts: Sequence[int], steps: int)
     return 0
 
 
-def _print_table(console: Any, runs: Mapping[str, Sequence[RunRecord]], compared: Mapping[str, Comparison]) -> None:
+def _print_table(
+    console: Any, runs: Mapping[str, Sequence[RunRecord]], compared: Mapping[str, Comparison]
+) -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -105,9 +111,16 @@ def _explain(
     if difference.kind == "steps":
         text = f"{name} made {difference.values[1]} steps, {first} made {difference.values[0]}."
     elif difference.kind == "hyperparameter":
-        text = f"{difference.name} at {where}: {difference.values[0]} on {first}, {difference.values[1]} on {name}."
+        text = (
+            f"{difference.name} at {where}: {difference.values[0]} on {first}, "
+            f"{difference.values[1]} on {name}."
+        )
     else:
-        far = "" if not math.isfinite(difference.distance) else f", by {difference.distance:.2g} of its norm"
+        far = (
+            ""
+            if not math.isfinite(difference.distance)
+            else f", by {difference.distance:.2g} of its norm"
+        )
         kind = "gradient of " if difference.kind == "gradient" else f"{difference.kind} "
         text = f"{name} and {first} differ first at {where}, in the {kind}{difference.name}{far}."
     console.print(text, style="bold")

@@ -1,4 +1,6 @@
-"""MPI-style operations over one process group: `Communicator`, and `init()`, which joins the job of all workers."""
+"""MPI-style operations over one process group: `Communicator`, and `init()`, which joins the job of
+all workers.
+"""
 
 from .collectives import Op
 from .communicator import Communicator

@@ -1,4 +1,6 @@
-"""`adasum_`: gradients of several workers combined by how far they point in the same direction, tensor by tensor."""
+"""`adasum_`: gradients of several workers combined by how far they point in the same direction,
+tensor by tensor.
+"""
 
 # Annotations are not postponed: DistributedDataParallel inspects those of a hook.
 import itertools
@@ -18,7 +20,8 @@ __all__ = ["adasum_", "adasum_hook", "combine"]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 
-# Below this squared norm a quotient by it is meaningless: its own square is no longer a normal number.
+# Below this squared norm a quotient by it is meaningless: its own square is no longer a normal
+# number.
 _SMALLEST = math.sqrt(sys.float_info.min)
 
 # Elements that are converted to float64 at a time: 2 MiB of them, which stay in the cache.
@@ -28,9 +31,10 @@ _BLOCK = 1 << 18
 def combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return A(a, b) = (1 - a·b / 2‖a‖²) a + (1 - a·b / 2‖b‖²) b, in the dtype of `a`.
 
-    The sum where they are orthogonal, the mean where they are equal. The product and the norms are taken in float64; a
-    coefficient is 1 where its squared norm is below the square root of the smallest double. From Maleki et al.,
-    "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
+    The sum where they are orthogonal, the mean where they are equal. The product and the norms are
+    taken in float64; a coefficient is 1 where its squared norm is below the square root of the
+    smallest double. From Maleki et al., "Scaling Distributed Training with Adaptive Summation",
+    MLSys 2021.
     """
     if a.shape != b.shape or a.dtype != b.dtype or a.dtype not in _DTYPES:
         expected = f"the shape and dtype of the first ({tuple(a.shape)}, {a.dtype}), which is real"
@@ -41,17 +45,22 @@ def combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return mixed.view(a.shape).to(a.dtype)
 
 
-def adasum_(tensors: Sequence[torch.Tensor], comm: Communicator | dist.ProcessGroup | None = None) -> None:
-    """Combine each of `tensors` over all workers by `combine`, in place; every worker gets the same bits.
+def adasum_(
+    tensors: Sequence[torch.Tensor], comm: Communicator | dist.ProcessGroup | None = None
+) -> None:
+    """Combine each of `tensors` over all workers by `combine`, in place; every worker gets the same
+    bits.
 
-    Pairs are combined in the binary tree over rank numbers: (0, 1), (2, 3) and so on, then pairs of pairs. The last one
-    of an odd number is passed up unchanged, so that any number of workers will do: 7 give
-    ``((0, 1), (2, 3)), ((4, 5), 6)``. Each tensor is combined separately, but all are sent together: each worker gets
-    its part of all workers' values, combines it, and sends the result to all, as much data as in an all-reduce. Each
-    level of the tree takes one more small sum, of the products. Half types are combined in float32 and rounded once.
+    Pairs are combined in the binary tree over rank numbers: (0, 1), (2, 3) and so on, then pairs of
+    pairs. The last one of an odd number is passed up unchanged, so that any number of workers will
+    do: 7 give ``((0, 1), (2, 3)), ((4, 5), 6)``. Each tensor is combined separately, but all are
+    sent together: each worker gets its part of all workers' values, combines it, and sends the
+    result to all, as much data as in an all-reduce. Each level of the tree takes one more small
+    sum, of the products. Half types are combined in float32 and rounded once.
 
     Args:
-        tensors: of one dtype (float16, bfloat16, float32, float64) on one device; of the same shapes on all workers.
+        tensors: of one dtype (float16, bfloat16, float32, float64) on one device; of the same
+            shapes on all workers.
         comm: the workers, as a communicator or as a process group; all of the job when None.
 
     Raises:
@@ -71,10 +80,15 @@ def adasum_(tensors: Sequence[torch.Tensor], comm: Communicator | dist.ProcessGr
     edges = list(itertools.accumulate((tensor.numel() for tensor in tensors), initial=0))
     start = sum(part.numel() for part in parts[: workers.rank])
     mine = _up_the_tree(
-        [leaf.to(wide) for leaf in leaves], _cuts(edges, start, leaves[0].numel()), len(tensors), workers
+        [leaf.to(wide) for leaf in leaves],
+        _cuts(edges, start, leaves[0].numel()),
+        len(tensors),
+        workers,
     )
     workers.allgather(mine.to(flat.dtype), out=parts)
-    for tensor, values in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, values in zip(
+        tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
+    ):
         tensor.detach().copy_(values.view(tensor.shape))
 
 
@@ -82,10 +96,11 @@ def adasum_hook(
     state: Communicator | dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Do `adasum_` as DistributedDataParallel's communication hook: ``ddp.register_comm_hook(None, adasum_hook)``.
+    """Do `adasum_` as DistributedDataParallel's communication hook: ``ddp.register_comm_hook(None,
+    adasum_hook)``.
 
-    The gradient of each parameter is combined separately, whatever bucket DDP puts it in. A bucket is combined when it
-    is complete, in the thread of the backward pass.
+    The gradient of each parameter is combined separately, whatever bucket DDP puts it in. A bucket
+    is combined when it is complete, in the thread of the backward pass.
     """
     buffer = bucket.buffer()
     adasum_(bucket.gradients(), state)
@@ -99,7 +114,9 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
     for number, tensor in enumerate(tensors):
         where = f"tensors[{number}]"
         if tensor.dtype not in _DTYPES:
-            raise ConfigError(where, "a tensor of float16, bfloat16, float32 or float64", tensor.dtype)
+            raise ConfigError(
+                where, "a tensor of float16, bfloat16, float32 or float64", tensor.dtype
+            )
         if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
             expected = f"{tensors[0].dtype} on {tensors[0].device}, as the first"
             raise ConfigError(where, expected, found=f"{tensor.dtype} on {tensor.device}")
@@ -115,7 +132,9 @@ def _divided(flat: torch.Tensor, parts: int) -> list[torch.Tensor]:
 
 
 def _cuts(edges: Sequence[int], start: int, length: int) -> list[tuple[int, int, int]]:
-    """Return (tensor, begin, end) of the pieces of tensors in the part of a flat tensor that begins at `start`."""
+    """Return (tensor, begin, end) of the pieces of tensors in the part of a flat tensor that begins
+    at `start`.
+    """
     found = []
     for number, (first, last) in enumerate(itertools.pairwise(edges)):
         begin = max(first - start, 0)
@@ -126,9 +145,14 @@ def _cuts(edges: Sequence[int], start: int, length: int) -> list[tuple[int, int,
 
 
 def _up_the_tree(
-    values: list[torch.Tensor], cuts: Sequence[tuple[int, int, int]], tensors: int, comm: Communicator
+    values: list[torch.Tensor],
+    cuts: Sequence[tuple[int, int, int]],
+    tensors: int,
+    comm: Communicator,
 ) -> torch.Tensor:
-    """Return the combination of `values`, this worker's part of what each rank has; all workers call it."""
+    """Return the combination of `values`, this worker's part of what each rank has; all workers
+    call it.
+    """
     while len(values) > 1:
         pairs = list(zip(values[::2], values[1::2], strict=False))
         table = torch.zeros(len(pairs), tensors, 3, dtype=torch.float64, device=values[0].device)
@@ -156,7 +180,8 @@ def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _mix(a: torch.Tensor, b: torch.Tensor, factors: torch.Tensor) -> None:
     """Replace `a` by ``factors[0] * a + factors[1] * b``."""
     left, right = factors.unbind()
-    # in float64: where one is much smaller than the other, its factor is beyond the range of float32
+    # in float64: where one is much smaller than the other, its factor is beyond the range of
+    # float32
     for x, y in zip(torch.split(a, _BLOCK), torch.split(b, _BLOCK), strict=True):
         x.copy_(x.double() * left + y.double() * right)
 

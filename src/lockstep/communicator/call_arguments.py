@@ -1,4 +1,6 @@
-"""Arguments of a communicator's operations: tensors as flat memory, their shapes as integers, and the checks."""
+"""Arguments of a communicator's operations: tensors as flat memory, their shapes as integers, and
+the checks.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,14 @@ DTYPES = (
 )
 
 
-# --- Tensors as flat memory -------------------------------------------------------------------------------------------
+# --- Tensors as flat memory
+# -------------------------------------------------------------------------------------------
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` contiguous and without autograd; it shares its memory where it is contiguous already."""
+    """Return `tensor` contiguous and without autograd; it shares its memory where it is contiguous
+    already.
+    """
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
@@ -48,14 +53,18 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dense_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous buffer for `tensor`: the tensor itself where it is contiguous, otherwise a new one."""
+    """Return a contiguous buffer for `tensor`: the tensor itself where it is contiguous, otherwise
+    a new one.
+    """
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def copy_back(plain: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy the result of `dense` or `dense_buffer` into `tensor`, unless it shares its memory; return `tensor`."""
+    """Copy the result of `dense` or `dense_buffer` into `tensor`, unless it shares its memory;
+    return `tensor`.
+    """
     if plain.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(plain)
     return tensor
@@ -70,10 +79,11 @@ def flatten(plain: torch.Tensor) -> torch.Tensor:
 
 
 def wire_view(plain: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return a contiguous tensor as it is passed to the backend of `group`: in one dimension, sharing its memory.
+    """Return a contiguous tensor as it is passed to the backend of `group`: in one dimension,
+    sharing its memory.
 
-    Its bytes, which every backend transfers; where the backend transfers any dtype, its elements, so that the backend
-    can see that all ranks have one dtype.
+    Its bytes, which every backend transfers; where the backend transfers any dtype, its elements,
+    so that the backend can see that all ranks have one dtype.
     """
     if plain.is_cpu and getattr(group, "carries_any_dtype", False):
         return flatten(plain.detach())
@@ -86,7 +96,8 @@ def fill_from_wire(tensor: torch.Tensor, data: torch.Tensor) -> None:
         tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-# --- Shapes as integers -----------------------------------------------------------------------------------------------
+# --- Shapes as integers
+# -----------------------------------------------------------------------------------------------
 
 
 class TensorSpec(NamedTuple):
@@ -119,20 +130,25 @@ class TensorSpec(NamedTuple):
         return f"{self.dtype} on {'the CPU' if self.on_cpu else 'a device'}"
 
 
-# --- Checks -----------------------------------------------------------------------------------------------------------
+# --- Checks
+# --------------------------------------------------------------------------------------------------
 
 
 class Arguments:
-    """Checks of the arguments of one rank's calls; all raise ConfigError, which names the argument and the rank.
+    """Checks of the arguments of one rank's calls; all raise ConfigError, which names the argument
+    and the rank.
 
     Args:
         rank: this rank of the communicator.
         size: its number of ranks.
         device: where this rank computes.
-        backends: type of device → name of the backend for its tensors; empty without a process group.
+        backends: type of device → name of the backend for its tensors; empty without a process
+            group.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, backends: dict[str, str]) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, backends: dict[str, str]
+    ) -> None:
         self.rank = rank
         self.size = size
         self.backends = backends
@@ -141,7 +157,9 @@ class Arguments:
 
     def error(self, argument: str, expected: str, got: object, hint: str = "") -> ConfigError:
         """Return the error for `argument`, with this rank's number."""
-        return ConfigError(argument, expected, found=f"{got} on rank {self.rank} of {self.size}", hint=hint)
+        return ConfigError(
+            argument, expected, found=f"{got} on rank {self.rank} of {self.size}", hint=hint
+        )
 
     def backend_of(self, tensor: torch.Tensor) -> str:
         """Return the name of the backend for `tensor`."""
@@ -154,7 +172,9 @@ class Arguments:
             raise self.error(argument, "a tensor", type(tensor).__name__, hint)
         if self.backends and tensor.device.type not in self.backends:
             kinds = " or ".join(self.backends)
-            raise self.error(argument, f"a tensor on a device that the group carries ({kinds})", tensor.device)
+            raise self.error(
+                argument, f"a tensor on a device that the group carries ({kinds})", tensor.device
+            )
         if tensor.layout is not torch.strided:
             raise self.error(argument, "a dense tensor", tensor.layout)
         if tensor.dtype not in DTYPES:
@@ -177,8 +197,12 @@ class Arguments:
         except TypeError:
             raise self.error(argument, "a whole number", repr(number)) from None
 
-    def check_list(self, argument: str, tensors: Any, like: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Return `tensors` as a list of one for each rank, all of one dtype and on one device (of `like`, if given)."""
+    def check_list(
+        self, argument: str, tensors: Any, like: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Return `tensors` as a list of one for each rank, all of one dtype and on one device (of
+        `like`, if given).
+        """
         if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
             raise self.error(argument, f"a list of {self.size} tensors", type(tensors).__name__)
         if len(tensors) != self.size:
@@ -214,17 +238,23 @@ class Arguments:
         return list(values)
 
     def split(self, argument: str, data: Any, counts: Sequence[int] | None) -> list[torch.Tensor]:
-        """Return one part for each rank: a list of them as it is, or a tensor split along its first dimension."""
+        """Return one part for each rank: a list of them as it is, or a tensor split along its first
+        dimension.
+        """
         if not isinstance(data, torch.Tensor):
             if counts is not None:
                 raise self.error("counts", f"none beside a list of {argument}", list(counts))
             return self.check_list(argument, data)
         self.check_tensor(argument, data)
         if data.dim() == 0:
-            raise self.error(argument, "a first dimension to split along", "a tensor without dimensions")
+            raise self.error(
+                argument, "a first dimension to split along", "a tensor without dimensions"
+            )
         if counts is None:
             return list(torch.tensor_split(data, self.size))
         rows = [self.check_integer("counts", count) for count in counts]
         if len(rows) != self.size or min(rows) < 0 or sum(rows) != len(data):
-            raise self.error("counts", f"{self.size} numbers of rows that add up to {len(data)}", rows)
+            raise self.error(
+                "counts", f"{self.size} numbers of rows that add up to {len(data)}", rows
+            )
         return list(torch.split(data, rows))

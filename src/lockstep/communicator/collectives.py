@@ -1,4 +1,6 @@
-"""Collectives over a process group: reduce operations by name, and exchanges of parts of any shapes."""
+"""Collectives over a process group: reduce operations by name, and exchanges of parts of any
+shapes.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -15,7 +17,15 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from ..errors import MismatchError
-from .call_arguments import SPEC_LENGTH, Arguments, TensorSpec, dense, fill_from_wire, flatten, wire_view
+from .call_arguments import (
+    SPEC_LENGTH,
+    Arguments,
+    TensorSpec,
+    dense,
+    fill_from_wire,
+    flatten,
+    wire_view,
+)
 from .requests import Request
 
 __all__ = [
@@ -34,7 +44,8 @@ T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 
 
-# --- Reduce operations by name ----------------------------------------------------------------------------------------
+# --- Reduce operations by name
+# ----------------------------------------------------------------------------------------
 
 Op = Literal["sum", "mean", "product", "min", "max", "and", "or", "xor"]
 _OPS: tuple[str, ...] = get_args(Op)
@@ -54,13 +65,16 @@ _C10D_OPS: dict[str, Any] = {
     "or": ReduceOp.BOR,
     "xor": ReduceOp.BXOR,
 }
-# on bytes that are 0 or 1, every backend has these; a sum's lowest bit is the exclusive or, also when it overflows
+# on bytes that are 0 or 1, every backend has these; a sum's lowest bit is the exclusive or, also
+# when it overflows
 _LOGICAL: dict[str, Any] = {"and": ReduceOp.MIN, "or": ReduceOp.MAX, "xor": ReduceOp.SUM}
 _AVERAGING_BACKENDS = ("shm", "nccl")
 
 
 def reduction_for(arguments: Arguments, op: str, tensor: torch.Tensor) -> Reduction:
-    """Return how the backend for `tensor` does `op`; raise ConfigError where that is not defined."""
+    """Return how the backend for `tensor` does `op`; raise ConfigError where that is not
+    defined.
+    """
     defined = _ops_for(tensor.dtype)
     if op not in _OPS:
         raise arguments.error("op", f"one of {', '.join(_OPS)}", repr(op))
@@ -102,7 +116,9 @@ class Reduction:
     keeps_lowest_bit: bool = False
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values as they are sent, in one dimension, sharing the memory of `tensor` where possible."""
+        """Return the values as they are sent, in one dimension, sharing the memory of `tensor`
+        where possible.
+        """
         values = flatten(dense(tensor))
         if tensor.is_complex():
             return flatten(torch.view_as_real(values))
@@ -141,7 +157,12 @@ def _reduction(op: str, dtype: torch.dtype, backend: str) -> Reduction:
 
 
 def reduce_scatter(
-    group: dist.ProcessGroup, rank: int, parts: Tensors, how: Reduction, result: torch.Tensor, async_op: bool
+    group: dist.ProcessGroup,
+    rank: int,
+    parts: Tensors,
+    how: Reduction,
+    result: torch.Tensor,
+    async_op: bool,
 ) -> Request[torch.Tensor]:
     """Fill `result` with the reduction over all ranks of `parts[rank]`."""
     packed = [how.pack(part) for part in parts]
@@ -153,7 +174,8 @@ def reduce_scatter(
     return Request([work], lambda: how.unpack_into(result, buffer[:length], len(parts)))
 
 
-# --- Exchanges of parts of any shapes ---------------------------------------------------------------------------------
+# --- Exchanges of parts of any shapes
+# ---------------------------------------------------------------------------------
 
 
 def exchange(
@@ -166,16 +188,21 @@ def exchange(
 ) -> Request[T]:
     """Send `sent[i]` to rank i while `received[i]` is filled from there; None stands for no part.
 
-    One all-to-all, in which most parts may be empty, is the operation that every backend has for parts of any sizes.
+    One all-to-all, in which most parts may be empty, is the operation that every backend has for
+    parts of any sizes.
     """
-    one = wire_view(next(part.new_empty(1) for part in (*sent, *received) if part is not None), group)
+    one = wire_view(
+        next(part.new_empty(1) for part in (*sent, *received) if part is not None), group
+    )
     empty = torch.empty(0, dtype=one.dtype, device=device)
     parts = [empty if part is None else wire_view(dense(part), group) for part in sent]
     input_sizes = [part.numel() for part in parts]
     output_sizes = [0 if part is None else part.numel() * len(one) for part in received]
     data = torch.cat(parts)
     buffer = empty.new_empty(sum(output_sizes))
-    work = dist.all_to_all_single(buffer, data, output_sizes, input_sizes, group=group, async_op=async_op)
+    work = dist.all_to_all_single(
+        buffer, data, output_sizes, input_sizes, group=group, async_op=async_op
+    )
 
     def finish() -> T:
         for part, piece in zip(received, torch.split(buffer, output_sizes), strict=True):
@@ -220,19 +247,26 @@ class _KeepAlive:
         return
 
 
-# --- Exchanges of shapes ----------------------------------------------------------------------------------------------
+# --- Exchanges of shapes
+# ----------------------------------------------------------------------------------------------
 
 
-def broadcast_spec(group: dist.ProcessGroup, arguments: Arguments, root: int, parts: Tensors) -> TensorSpec:
+def broadcast_spec(
+    group: dist.ProcessGroup, arguments: Arguments, root: int, parts: Tensors
+) -> TensorSpec:
     """Return the spec of this rank's part of rank `root`'s `parts`."""
-    table = torch.zeros(arguments.size, SPEC_LENGTH, dtype=torch.int64, device=arguments.control_device)
+    table = torch.zeros(
+        arguments.size, SPEC_LENGTH, dtype=torch.int64, device=arguments.control_device
+    )
     if parts:
         table.copy_(torch.tensor([TensorSpec.of(part).encode() for part in parts]))
     dist.broadcast(table, group=group, group_src=root)
     return TensorSpec.decode(table[arguments.rank].tolist())
 
 
-def gather_specs(group: dist.ProcessGroup, arguments: Arguments, parts: Tensors) -> list[list[TensorSpec]]:
+def gather_specs(
+    group: dist.ProcessGroup, arguments: Arguments, parts: Tensors
+) -> list[list[TensorSpec]]:
     """Return the specs of all ranks' `parts`, of which each has as many.
 
     Raises:
@@ -253,7 +287,9 @@ def gather_specs(group: dist.ProcessGroup, arguments: Arguments, parts: Tensors)
 def output_tensors(
     arguments: Arguments, like: torch.Tensor, given: Tensors | Sequence[TensorSpec]
 ) -> list[torch.Tensor]:
-    """Return the tensors to be filled: new ones of the specs given, or the tensors given, if they fit."""
+    """Return the tensors to be filled: new ones of the specs given, or the tensors given, if they
+    fit.
+    """
     if len(given) > 0 and all(isinstance(each, TensorSpec) for each in given):
         return [spec.empty(like.device) for spec in cast("Sequence[TensorSpec]", given)]
     outs = arguments.check_list("out", given, like)

@@ -58,39 +58,46 @@ _OTHER_NAMES = {
 class Communicator:
     """The workers of a process group, seen from one of them; the operations are MPI's.
 
-    Every worker must call the collectives in the same order. Ranks, of peers and of roots too, are those of this
-    communicator. A single worker has no process group; every operation then does the obvious without one.
+    Every worker must call the collectives in the same order. Ranks, of peers and of roots too, are
+    those of this communicator. A single worker has no process group; every operation then does the
+    obvious without one.
 
-    Arguments that can be seen to be wrong on this rank (a number of parts, a dtype, a device, a rank) raise a
-    ConfigError that names the argument, its value and the rank, before anything is sent. Gradients are not transferred.
+    Arguments that can be seen to be wrong on this rank (a number of parts, a dtype, a device, a
+    rank) raise a ConfigError that names the argument, its value and the rank, before anything is
+    sent. Gradients are not transferred.
 
-    **Collectives.** Parts may have any shapes, so these are MPI's forms with a "v" as well: the ranks exchange the
-    shapes first. Where every rank passes `out`, the tensors to be filled, the shapes are known and are not exchanged:
-    that is faster. The forms whose names begin with "i" (`iallreduce`, `isend`) return a `Request` as soon as the
-    operation has started, after an exchange of shapes where there is one; `Request.wait` returns the result. Until then
-    the tensors must not be touched.
+    **Collectives.** Parts may have any shapes, so these are MPI's forms with a "v" as well: the
+    ranks exchange the shapes first. Where every rank passes `out`, the tensors to be filled, the
+    shapes are known and are not exchanged: that is faster. The forms whose names begin with "i"
+    (`iallreduce`, `isend`) return a `Request` as soon as the operation has started, after an
+    exchange of shapes where there is one; `Request.wait` returns the result. Until then the tensors
+    must not be touched.
 
-    **Reductions.** An operation is "sum", "mean", "product", "min" or "max" of numbers, of which complex ones have
-    "sum" and "mean" and integers have no "mean"; "and", "or" and "xor" are bitwise on integers and logical on bools.
-    Shape and dtype are the same on all ranks. Sums of integers wrap around as torch's own do.
+    **Reductions.** An operation is "sum", "mean", "product", "min" or "max" of numbers, of which
+    complex ones have "sum" and "mean" and integers have no "mean"; "and", "or" and "xor" are
+    bitwise on integers and logical on bools. Shape and dtype are the same on all ranks. Sums of
+    integers wrap around as torch's own do.
 
-    **Point to point.** Messages from one rank to another with one tag arrive in the order in which they were sent. A
-    tensor to be received has as many elements as the one that is sent, and its dtype. Messages to oneself are kept
-    until they are received.
+    **Point to point.** Messages from one rank to another with one tag arrive in the order in which
+    they were sent. A tensor to be received has as many elements as the one that is sent, and its
+    dtype. Messages to oneself are kept until they are received.
 
-    **Objects.** The methods whose names end in `_object` pickle values on one rank and unpickle them on others, which
-    can run any code: they are for the ranks of one job, which trust each other. A value that cannot be pickled is a
-    ConfigError before anything is sent. A rank gets its own values back as they are, not as copies.
+    **Objects.** The methods whose names end in `_object` pickle values on one rank and unpickle
+    them on others, which can run any code: they are for the ranks of one job, which trust each
+    other. A value that cannot be pickled is a ConfigError before anything is sent. A rank gets its
+    own values back as they are, not as copies.
 
-    **Rank 0.** In `on_rank0` and `rank0_first`, rank 0 may take as long as it needs: the others wait for as long as it
-    lives, whatever time limits the group and the watchdog have.
+    **Rank 0.** In `on_rank0` and `rank0_first`, rank 0 may take as long as it needs: the others
+    wait for as long as it lives, whatever time limits the group and the watchdog have.
 
-    **Groups.** The communicators that `split` and `dup` make are context managers that destroy their group at the end.
+    **Groups.** The communicators that `split` and `dup` make are context managers that destroy
+    their group at the end.
 
     Args:
-        group: a process group of torch.distributed that this process is in; that of all workers when None, and when
-            there is none either, this process is a single worker.
-        device: where this worker computes; by default its GPU where the group has a backend for GPUs, else the CPU.
+        group: a process group of torch.distributed that this process is in; that of all workers
+            when None, and when there is none either, this process is a single worker.
+        device: where this worker computes; by default its GPU where the group has a backend for
+            GPUs, else the CPU.
 
     Attributes:
         world: this worker's rank, size and host.
@@ -102,14 +109,22 @@ class Communicator:
     """
 
     is_joining: bool = False
-    """Whether this worker of an elastic job has not been in a group yet; always False in other jobs."""
+    """Whether this worker of an elastic job has not been in a group yet; always False in other
+    jobs.
+    """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None
+    ) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         if group is not None:
-            arguments.instance("group", group, dist.ProcessGroup, "a process group that this process is in")
-        self._set_up(world_of(group), device_of(group) if device is None else torch.device(device), group)
+            arguments.instance(
+                "group", group, dist.ProcessGroup, "a process group that this process is in"
+            )
+        self._set_up(
+            world_of(group), device_of(group) if device is None else torch.device(device), group
+        )
 
     @classmethod
     def at(cls, world: World, device: torch.device, group: dist.ProcessGroup | None = None) -> Self:
@@ -131,11 +146,16 @@ class Communicator:
         def __getattr__(self, name: str) -> Any:
             known = f"; its name here is {_OTHER_NAMES[name]!r}" if name in _OTHER_NAMES else ""
             raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}{known}", name=name, obj=self
+                f"{type(self).__name__!r} object has no attribute {name!r}{known}",
+                name=name,
+                obj=self,
             )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank={self.rank}, size={self.size}, device={str(self.device)!r})"
+        return (
+            f"{type(self).__name__}(rank={self.rank}, size={self.size}, "
+            f"device={str(self.device)!r})"
+        )
 
     @property
     def rank(self) -> int:
@@ -168,14 +188,17 @@ class Communicator:
         return self.world.nodes
 
     def _connected(self) -> dist.ProcessGroup:
-        """Return the process group; without this check, a call with None would go to all workers of the job."""
+        """Return the process group; without this check, a call with None would go to all workers of
+        the job.
+        """
         if self.group is None:
             raise self._arguments.error(
                 "communicator", "one that has a process group", "one without, or that was freed"
             )
         return self.group
 
-    # --- Collectives --------------------------------------------------------------------------------------------------
+    # --- Collectives
+    # ----------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Return when every worker has called it."""
@@ -211,7 +234,9 @@ class Communicator:
             return Request.completed(tensor)
         plain = dense(tensor) if self.rank == root else dense_buffer(tensor)
         group = self._connected()
-        work = dist.broadcast(wire_view(plain, group), group=group, async_op=async_op, group_src=root)
+        work = dist.broadcast(
+            wire_view(plain, group), group=group, async_op=async_op, group_src=root
+        )
         return Request([work], lambda: copy_back(plain, tensor) if self.rank != root else tensor)
 
     def scatter(
@@ -225,8 +250,9 @@ class Communicator:
         """Return this rank's part of what rank `root` passes.
 
         Args:
-            parts: on rank `root`, a tensor for each rank, or one tensor to be split along its first dimension, as
-                evenly as possible, the first ranks getting the longer parts; ignored on the others.
+            parts: on rank `root`, a tensor for each rank, or one tensor to be split along its first
+                dimension, as evenly as possible, the first ranks getting the longer parts; ignored
+                on the others.
             root: the rank that has the parts.
             counts: the number of rows for each rank, where one tensor is not to be split evenly.
             out: filled and returned; on every rank or on none.
@@ -260,15 +286,20 @@ class Communicator:
             self._arguments.check_out(out, held[root])
         result = self._own_spec(root, held).empty(self.device) if out is None else out
         received = [result if rank == root else None for rank in range(self.size)]
-        return self._exchange(held or [None] * self.size, received, result.device, lambda: result, async_op)
+        return self._exchange(
+            held or [None] * self.size, received, result.device, lambda: result, async_op
+        )
 
-    def gather(self, tensor: torch.Tensor, root: int = 0, *, out: Tensors | None = None) -> list[torch.Tensor] | None:
+    def gather(
+        self, tensor: torch.Tensor, root: int = 0, *, out: Tensors | None = None
+    ) -> list[torch.Tensor] | None:
         """Return the tensors of all ranks on rank `root`, in rank order; None on the others.
 
         Args:
             tensor: this rank's; of one dtype everywhere.
             root: the rank that gets them.
-            out: on rank `root`, a tensor for each rank to be filled, and an empty list on the others; or None on all.
+            out: on rank `root`, a tensor for each rank to be filled, and an empty list on the
+                others; or None on all.
         """
         return self._gather(tensor, root, out, async_op=False).wait()
 
@@ -298,11 +329,15 @@ class Communicator:
         """
         return self._allgather(tensor, out, async_op=False).wait()
 
-    def iallgather(self, tensor: torch.Tensor, *, out: Tensors | None = None) -> Request[list[torch.Tensor]]:
+    def iallgather(
+        self, tensor: torch.Tensor, *, out: Tensors | None = None
+    ) -> Request[list[torch.Tensor]]:
         """Start `allgather`."""
         return self._allgather(tensor, out, async_op=True)
 
-    def _allgather(self, tensor: torch.Tensor, out: Tensors | None, async_op: bool) -> Request[list[torch.Tensor]]:
+    def _allgather(
+        self, tensor: torch.Tensor, out: Tensors | None, async_op: bool
+    ) -> Request[list[torch.Tensor]]:
         self._arguments.check_tensor("tensor", tensor)
         given = [spec for (spec,) in self._all_specs([tensor])] if out is None else out
         result = output_tensors(self._arguments, tensor, given)
@@ -312,25 +347,38 @@ class Communicator:
         return collectives.share_with_all(self._connected(), tensor, result, async_op)
 
     def alltoall(
-        self, parts: torch.Tensor | Tensors, *, counts: Sequence[int] | None = None, out: Tensors | None = None
+        self,
+        parts: torch.Tensor | Tensors,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Tensors | None = None,
     ) -> list[torch.Tensor]:
         """Return every rank's part for this rank, in rank order.
 
         Args:
-            parts: a tensor for each rank, or one tensor split as by `scatter`; of one dtype everywhere.
+            parts: a tensor for each rank, or one tensor split as by `scatter`; of one dtype
+                everywhere.
             counts: as for `scatter`.
             out: a tensor for each rank, filled and returned; on every rank or on none.
         """
         return self._alltoall(parts, counts, out, async_op=False).wait()
 
     def ialltoall(
-        self, parts: torch.Tensor | Tensors, *, counts: Sequence[int] | None = None, out: Tensors | None = None
+        self,
+        parts: torch.Tensor | Tensors,
+        *,
+        counts: Sequence[int] | None = None,
+        out: Tensors | None = None,
     ) -> Request[list[torch.Tensor]]:
         """Start `alltoall`."""
         return self._alltoall(parts, counts, out, async_op=True)
 
     def _alltoall(
-        self, parts: torch.Tensor | Tensors, counts: Sequence[int] | None, out: Tensors | None, async_op: bool
+        self,
+        parts: torch.Tensor | Tensors,
+        counts: Sequence[int] | None,
+        out: Tensors | None,
+        async_op: bool,
     ) -> Request[list[torch.Tensor]]:
         sent = self._arguments.split("parts", parts, counts)
         own = sent[self.rank]
@@ -346,9 +394,13 @@ class Communicator:
         get_result: Callable[[], T],
         async_op: bool,
     ) -> Request[T]:
-        """Send `sent[i]` to rank i while `received[i]` is filled from there; None stands for no part."""
+        """Send `sent[i]` to rank i while `received[i]` is filled from there; None stands for no
+        part.
+        """
         if self.size > 1:
-            return collectives.exchange(self._connected(), sent, received, device, get_result, async_op)
+            return collectives.exchange(
+                self._connected(), sent, received, device, get_result, async_op
+            )
         if sent[0] is not None and received[0] is not None:
             received[0].detach().copy_(sent[0].detach())
         return Request.completed(get_result())
@@ -365,7 +417,8 @@ class Communicator:
             return [[TensorSpec.of(part) for part in parts]]
         return collectives.gather_specs(self._connected(), self._arguments, parts)
 
-    # --- Reductions ---------------------------------------------------------------------------------------------------
+    # --- Reductions
+    # ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
         """Reduce `tensor` over all workers, in place on each, and return it."""
@@ -384,17 +437,22 @@ class Communicator:
         return Request([work], lambda: how.unpack_into(tensor, packed, self.size))
 
     def reduce(self, tensor: torch.Tensor, op: Op = "sum", root: int = 0) -> torch.Tensor | None:
-        """Reduce `tensor` over all workers, in place on rank `root`, and return it there; None on the others.
+        """Reduce `tensor` over all workers, in place on rank `root`, and return it there; None on
+        the others.
 
         The tensors of the others stay as they are.
         """
         return self._reduce(tensor, op, root, async_op=False).wait()
 
-    def ireduce(self, tensor: torch.Tensor, op: Op = "sum", root: int = 0) -> Request[torch.Tensor | None]:
+    def ireduce(
+        self, tensor: torch.Tensor, op: Op = "sum", root: int = 0
+    ) -> Request[torch.Tensor | None]:
         """Start `reduce`."""
         return self._reduce(tensor, op, root, async_op=True)
 
-    def _reduce(self, tensor: torch.Tensor, op: Op, root: int, async_op: bool) -> Request[torch.Tensor | None]:
+    def _reduce(
+        self, tensor: torch.Tensor, op: Op, root: int, async_op: bool
+    ) -> Request[torch.Tensor | None]:
         how = reduction_for(self._arguments, op, self._arguments.check_tensor("tensor", tensor))
         root = self._arguments.check_rank("root", root)
         if self.size == 1:
@@ -402,7 +460,9 @@ class Communicator:
         packed = how.pack(tensor)
         if self.rank != root and packed.data_ptr() == tensor.data_ptr():
             packed = packed.clone()  # backends use it as working memory
-        work = dist.reduce(packed, op=how.c10d_op, group=self._connected(), async_op=async_op, group_dst=root)
+        work = dist.reduce(
+            packed, op=how.c10d_op, group=self._connected(), async_op=async_op, group_dst=root
+        )
         is_root = self.rank == root
         size = self.size
         return Request([work], lambda: how.unpack_into(tensor, packed, size) if is_root else None)
@@ -418,8 +478,8 @@ class Communicator:
         """Return this rank's part, reduced over all workers.
 
         Args:
-            parts: a tensor for each rank, of the same shapes on all ranks, or one tensor to be split along its
-                first dimension as by `scatter`; they stay as they are.
+            parts: a tensor for each rank, of the same shapes on all ranks, or one tensor to be
+                split along its first dimension as by `scatter`; they stay as they are.
             op: the operation.
             counts: the number of rows for each rank, where one tensor is not to be split evenly.
             out: filled and returned, instead of a new tensor.
@@ -457,17 +517,21 @@ class Communicator:
             return Request.completed(result)
         return collectives.reduce_scatter(self._connected(), self.rank, held, how, result, async_op)
 
-    # --- Point to point -----------------------------------------------------------------------------------------------
+    # --- Point to point
+    # ----------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dest: int, tag: int = 0) -> None:
         """Send `tensor` to rank `dest`; when this returns, it may be changed again.
 
-        A message may wait for its receiver: two ranks that send to each other first may wait for ever. See `sendrecv`.
+        A message may wait for its receiver: two ranks that send to each other first may wait for
+        ever. See `sendrecv`.
         """
         self.isend(tensor, dest, tag).wait()
 
     def recv(self, tensor: torch.Tensor, source: int | None = None, tag: int = 0) -> int:
-        """Receive into `tensor` from rank `source`, or from any other rank; return the rank it came from."""
+        """Receive into `tensor` from rank `source`, or from any other rank; return the rank it came
+        from.
+        """
         return self.irecv(tensor, source, tag).wait()
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int = 0) -> Request[None]:
@@ -501,9 +565,15 @@ class Communicator:
         return Request([with_polling(work, buffer)], finish)
 
     def sendrecv(
-        self, tensor: torch.Tensor, dest: int, out: torch.Tensor, source: int | None = None, tag: int = 0
+        self,
+        tensor: torch.Tensor,
+        dest: int,
+        out: torch.Tensor,
+        source: int | None = None,
+        tag: int = 0,
     ) -> int:
-        """Send `tensor` to `dest` while receiving into `out` from `source`; return the rank that `out` came from.
+        """Send `tensor` to `dest` while receiving into `out` from `source`; return the rank that
+        `out` came from.
 
         Either rank may be this one.
         """
@@ -516,14 +586,19 @@ class Communicator:
         group = self._connected()
         data = message_view(dense(tensor), group)
         buffer = dense_buffer(out)
-        receive = dist.P2POp(dist.irecv, message_view(buffer, group), group=group, tag=tag, group_peer=source)
+        receive = dist.P2POp(
+            dist.irecv, message_view(buffer, group), group=group, tag=tag, group_peer=source
+        )
         send = dist.P2POp(dist.isend, data, group=group, tag=tag, group_peer=dest)
-        for work in dist.batch_isend_irecv([receive, send]):  # in one batch, as NCCL would run one after the other
+        for work in dist.batch_isend_irecv(
+            [receive, send]
+        ):  # in one batch, as NCCL would run one after the other
             work.wait()
         copy_back(buffer, out)
         return source
 
-    # --- Objects ------------------------------------------------------------------------------------------------------
+    # --- Objects
+    # ----------------------------------------------------------------------------------------------
 
     def send_object(self, value: object, dest: int, tag: int = 0) -> None:
         """Send a picklable value to rank `dest`, which calls `recv_object`."""
@@ -533,7 +608,9 @@ class Communicator:
         self.send(data, dest, tag)
 
     def recv_object(self, source: int | None = None, tag: int = 0) -> Any:
-        """Return the next value sent by rank `source`, or by any rank. It is unpickled: only trusted ranks send."""
+        """Return the next value sent by rank `source`, or by any rank. It is unpickled: only
+        trusted ranks send.
+        """
         length = torch.zeros(1, dtype=torch.int64, device=self._arguments.control_device)
         sender = self.recv(length, source, tag)
         data = torch.empty(int(length), dtype=torch.uint8, device=self._arguments.control_device)
@@ -541,7 +618,9 @@ class Communicator:
         return unpickled(data)
 
     def broadcast_object(self, value: T | None, root: int = 0) -> T:
-        """Return the value that rank `root` passed, on every worker; the others' is ignored. It must be picklable."""
+        """Return the value that rank `root` passed, on every worker; the others' is ignored. It
+        must be picklable.
+        """
         root = self._arguments.check_rank("root", root)
         if self.size == 1:
             return cast("T", value)
@@ -549,13 +628,17 @@ class Communicator:
         device = self._arguments.control_device
         message = self.broadcast(first_message(own, device), root)
         length = length_of_rest(message)
-        rest = torch.empty(length, dtype=torch.uint8, device=device) if own is None else rest_of(own)
+        rest = (
+            torch.empty(length, dtype=torch.uint8, device=device) if own is None else rest_of(own)
+        )
         if length:
             self.broadcast(rest, root)
         return cast("T", value) if own is not None else cast("T", unpickled(joined(message, rest)))
 
     def scatter_object(self, values: Sequence[T] | None, root: int = 0) -> T:
-        """Return the element of rank `root`'s `values` for this rank; they are ignored on the others."""
+        """Return the element of rank `root`'s `values` for this rank; they are ignored on the
+        others.
+        """
         root = self._arguments.check_rank("root", root)
         if self.rank != root:
             received: T = unpickled(self.scatter(None, root))
@@ -580,7 +663,9 @@ class Communicator:
         own = pickled(self._arguments, value)
         device = self._arguments.control_device
         message = first_message(own, device)
-        messages = self.allgather(message, out=[torch.empty_like(message) for _ in range(self.size)])
+        messages = self.allgather(
+            message, out=[torch.empty_like(message) for _ in range(self.size)]
+        )
         lengths = [length_of_rest(each) for each in messages]
         rests = [torch.empty(length, dtype=torch.uint8, device=device) for length in lengths]
         if any(lengths):
@@ -596,14 +681,15 @@ class Communicator:
         received = self.alltoall([pickled(self._arguments, value) for value in held])
         return unpickle_all(received, self.rank, held[self.rank])
 
-    # --- Rank 0 -------------------------------------------------------------------------------------------------------
+    # --- Rank 0
+    # ----------------------------------------------------------------------------------------------
 
     def on_rank0(self, fn: Callable[[], T]) -> T:
         """Run `fn` on rank 0 alone and return its result, which must be picklable, on every worker.
 
-        An exception on rank 0 is raised on every worker, so that none waits for a result that never arrives: itself on
-        rank 0, and a copy on the others or, where it cannot be sent or would end a program silently, a
-        WorkerError with its name and text.
+        An exception on rank 0 is raised on every worker, so that none waits for a result that never
+        arrives: itself on rank 0, and a copy on the others or, where it cannot be sent or would end
+        a program silently, a WorkerError with its name and text.
         """
         if self.size == 1:
             return fn()
@@ -627,10 +713,11 @@ class Communicator:
 
     @contextmanager
     def rank0_first(self) -> Iterator[None]:
-        """Run the body on rank 0, and when it has ended there, on the others (to make a folder, to download).
+        """Run the body on rank 0, and when it has ended there, on the others (to make a folder, to
+        download).
 
-        When the body raises on rank 0, the others raise the same, as from `on_rank0`, in place of running theirs. The
-        body must not communicate.
+        When the body raises on rank 0, the others raise the same, as from `on_rank0`, in place of
+        running theirs. The body must not communicate.
         """
         if self.rank == 0:
             yield from self._run_rank0_first()
@@ -655,14 +742,16 @@ class Communicator:
         wait_for_rank0(self._connected(), True, "rank0_first")
         self.broadcast_object(b"")
 
-    # --- Groups -------------------------------------------------------------------------------------------------------
+    # --- Groups
+    # ----------------------------------------------------------------------------------------------
 
     @overload
     def split(self, color: int, key: int = 0) -> Self: ...
     @overload
     def split(self, color: int | None, key: int = 0) -> Self | None: ...
     def split(self, color: int | None, key: int = 0) -> Self | None:
-        """Return the communicator of the workers with the same `color`, ordered by `key`, then by rank.
+        """Return the communicator of the workers with the same `color`, ordered by `key`, then by
+        rank.
 
         Every worker must call it. Those that pass None get none.
 
@@ -678,18 +767,25 @@ class Communicator:
         if color is None:
             return None
         members = sorted(
-            (rank for rank in range(self.size) if calls[rank][0] == color), key=lambda rank: calls[rank][1]
+            (rank for rank in range(self.size) if calls[rank][0] == color),
+            key=lambda rank: calls[rank][1],
         )
-        world = world_among([calls[rank][2] for rank in members], members.index(self.rank), self.world.source)
+        world = world_among(
+            [calls[rank][2] for rank in members], members.index(self.rank), self.world.source
+        )
         ranks = dist.get_process_group_ranks(group)
         # the name is unique: it does not depend on how many groups each rank has made before
         name = f"lockstep/{calls[members[0]][3]}"
-        part = type(self).at(world, self.device, make_group([ranks[rank] for rank in members], name, group))
+        part = type(self).at(
+            world, self.device, make_group([ranks[rank] for rank in members], name, group)
+        )
         part._owns_group = True
         return part
 
     def dup(self) -> Self:
-        """Return a communicator of the same workers, whose messages and collectives are separate from this one's."""
+        """Return a communicator of the same workers, whose messages and collectives are separate
+        from this one's.
+        """
         return self.split(0, self.rank)
 
     def free(self) -> None:
@@ -710,7 +806,10 @@ class Communicator:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if not self._owns_group or self.group is None:
             return

@@ -1,4 +1,6 @@
-"""The communicator of an elastic job: its workers change, and one that joins later catches up with what came before."""
+"""The communicator of an elastic job: its workers change, and one that joins later catches up with
+what came before.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from .. import devices, watchdog
 from ..elastic.client import GenerationStore, MembershipClient
 from ..elastic.membership import Commit, Down, View
 from ..environment import ElasticWorker
-from ..errors import ConfigError, DesyncError, MembershipChangedError, RankLostError, StallError, TransportError
+from ..errors import (
+    ConfigError,
+    DesyncError,
+    MembershipChangedError,
+    RankLostError,
+    StallError,
+    TransportError,
+)
 from ..gloo import abort_gloo, interruptible_gloo, keep_until_ended
 from ..job import client as job_client
 from ..job.messages import ToAnyWorker
@@ -39,7 +48,8 @@ T = TypeVar("T")
 def failure_reason(error: RuntimeError) -> str:
     """Return why a group has failed, or raise `error` if it is none that others can go on after.
 
-    What the frames of the failed step hold is let go: their tensors, and the wrapped model with its buffers.
+    What the frames of the failed step hold is let go: their tensors, and the wrapped model with its
+    buffers.
     """
     # "shm" raises a RankLostError without a report, which may come before the membership's message
     is_report = isinstance(error, RankLostError) and bool(error.report_json)  # of the watchdog
@@ -55,8 +65,9 @@ def failure_reason(error: RuntimeError) -> str:
 class ElasticCommunicator(Communicator):
     """The workers of an elastic job. `regroup` replaces them; this object stays.
 
-    A worker that joins a running job has no group until its training begins. Before that it gets from `on_rank0`,
-    `rank0_first` and `broadcast_object` what rank 0 sent in the same calls when the job began.
+    A worker that joins a running job has no group until its training begins. Before that it gets
+    from `on_rank0`, `rank0_first` and `broadcast_object` what rank 0 sent in the same calls when
+    the job began.
 
     Attributes:
         client: this worker's side of the membership.
@@ -66,16 +77,21 @@ class ElasticCommunicator(Communicator):
     """
 
     client: MembershipClient
-    keeps_values: bool = False  # as in communicators made from this one, which are no members of the job
+    keeps_values: bool = (
+        False  # as in communicators made from this one, which are no members of the job
+    )
     trainings: int = 0
 
     @classmethod
-    def join(cls, worker: ElasticWorker, world: World, device: torch.device, backend: str) -> ElasticCommunicator:
+    def join(
+        cls, worker: ElasticWorker, world: World, device: torch.device, backend: str
+    ) -> ElasticCommunicator:
         """Join the job as one of its first workers, or prepare to join it later.
 
         Args:
             worker: this worker.
-            world: its position as the launcher knows it; only where it joins later is that kept for a while.
+            world: its position as the launcher knows it; only where it joins later is that kept for
+                a while.
             device: where it computes.
             backend: of the process groups.
         """
@@ -95,13 +111,19 @@ class ElasticCommunicator(Communicator):
             try:
                 self._form(view)
             except TransportError as error:  # before the training nobody survives a loss
-                raise TransportError("a worker was lost while the workers' first group was formed") from error
+                raise TransportError(
+                    "a worker was lost while the workers' first group was formed"
+                ) from error
         return self
 
-    # --- groups -------------------------------------------------------------------------------------------------------
+    # --- groups
+    # ----------------------------------------------------------------------------------------------
 
-    def regroup(self, view_of: Callable[[], View], check: Callable[[View], None] = lambda view: None) -> View:
-        """Leave the group, get the next view from `view_of`, and form its group, unless `check` raises an error.
+    def regroup(
+        self, view_of: Callable[[], View], check: Callable[[View], None] = lambda view: None
+    ) -> View:
+        """Leave the group, get the next view from `view_of`, and form its group, unless `check`
+        raises an error.
 
         Raises:
             MembershipChangedError, TransportError: the view was over before its group was complete.
@@ -122,7 +144,8 @@ class ElasticCommunicator(Communicator):
         at_boundary: bool = False,
         check: Callable[[View], None] = lambda view: None,
     ) -> None:
-        """Take part in the next view, again and again until its group is complete and `adapt` has returned.
+        """Take part in the next view, again and again until its group is complete and `adapt` has
+        returned.
 
         Args:
             commit: returns the position of this worker's last complete step.
@@ -154,14 +177,19 @@ class ElasticCommunicator(Communicator):
         self.client.check()  # the change may have come before there was a group to interrupt
 
     def _make_group(self, view: View, rank: int) -> dist.ProcessGroup:
-        # c10d names groups by how many a process has made, failed ones included, and members differ in that
+        # c10d names groups by how many a process has made, failed ones included, and members differ
+        # in that
         c10d._world.group_count = 0
         self._store = GenerationStore(self.client, view.generation)
         bound = devices.bound_to(self.device, self._backend)
         before = sys.excepthook
         with interruptible_gloo(self.client.check):
             dist.init_process_group(
-                self._backend, store=self._store, rank=rank, world_size=len(view.members), device_id=bound
+                self._backend,
+                store=self._store,
+                rank=rank,
+                world_size=len(view.members),
+                device_id=bound,
             )
         self._hooks = before, sys.excepthook
         return cast(dist.ProcessGroup, dist.group.WORLD)
@@ -171,7 +199,9 @@ class ElasticCommunicator(Communicator):
         watchdog.interrupt(MembershipChangedError(self.client.generation))
 
     def leave_group(self) -> None:
-        """Leave the process group without waiting for the others; no operation may follow until `regroup`."""
+        """Leave the process group without waiting for the others; no operation may follow until
+        `regroup`.
+        """
         self.group = None
         if not c10d._world.pg_map:
             return
@@ -187,10 +217,13 @@ class ElasticCommunicator(Communicator):
             dist.destroy_process_group()
         self._store = None
         before, own = self._hooks
-        if sys.excepthook is own:  # else each group adds one of torch's to those that an exception passes through
+        if (
+            sys.excepthook is own
+        ):  # else each group adds one of torch's to those that an exception passes through
             sys.excepthook = before
 
-    # --- what came before this worker ---------------------------------------------------------------------------------
+    # --- what came before this worker
+    # ---------------------------------------------------------------------------------
 
     def on_rank0(self, fn: Callable[[], T]) -> T:
         """See `Communicator.on_rank0`."""
@@ -242,7 +275,9 @@ class ElasticCommunicator(Communicator):
         return bool(len(self.client.published) > self._replayed)
 
     def joins_before_result(self) -> bool:
-        """Ask to become a member; returns whether this worker is one before the result of this training is there."""
+        """Ask to become a member; returns whether this worker is one before the result of this
+        training is there.
+        """
         return self.client.joins_before(self._replayed)
 
     def earlier_result(self) -> Any:
@@ -260,6 +295,11 @@ class ElasticCommunicator(Communicator):
     def _connected(self) -> dist.ProcessGroup:
         if self.is_joining:
             hint = "Move it into the training (a callback), or start the job without --elastic."
-            expected = "only on_rank0, rank0_first, broadcast_object and barrier before the training of an elastic job"
-            raise ConfigError("comm", expected, found="a collective in a worker that joins it later", hint=hint)
+            expected = (
+                "only on_rank0, rank0_first, broadcast_object and barrier before the training of "
+                "an elastic job"
+            )
+            raise ConfigError(
+                "comm", expected, found="a collective in a worker that joins it later", hint=hint
+            )
         return super()._connected()

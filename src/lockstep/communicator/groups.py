@@ -1,4 +1,6 @@
-"""Process groups of torch.distributed: a process's `World` in one, its backends and device, and new groups."""
+"""Process groups of torch.distributed: a process's `World` in one, its backends and device, and new
+groups.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -20,13 +22,15 @@ from ..topology import World
 __all__ = ["backends_of", "device_of", "make_group", "world_among", "world_of"]
 
 
-# --- Existing groups --------------------------------------------------------------------------------------------------
+# --- Existing groups
+# --------------------------------------------------------------------------------------------------
 
 
 def world_of(group: dist.ProcessGroup | None) -> World:
     """Return the `World` of this process in `group`; that of a single process where it is None.
 
-    The launcher's environment says which ranks share a host; without it, all are taken to be on one host.
+    The launcher's environment says which ranks share a host; without it, all are taken to be on one
+    host.
     """
     if group is None:
         return World()
@@ -44,7 +48,9 @@ def world_of(group: dist.ProcessGroup | None) -> World:
 
 
 def world_among(nodes: Sequence[int], rank: int, source: str) -> World:
-    """Return the `World` of `rank` in a group whose ranks are on `nodes`; the nodes are renumbered from 0."""
+    """Return the `World` of `rank` in a group whose ranks are on `nodes`; the nodes are renumbered
+    from 0.
+    """
     here = [member for member, node in enumerate(nodes) if node == nodes[rank]]
     distinct = sorted(set(nodes))
     node = distinct.index(nodes[rank])
@@ -62,18 +68,25 @@ def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Return the current accelerator where the group has a backend for it, else the CPU."""
     kind = devices.accelerator()
-    return torch.device("cpu") if kind is None or kind not in backends_of(group) else devices.current(kind)
+    return (
+        torch.device("cpu")
+        if kind is None or kind not in backends_of(group)
+        else devices.current(kind)
+    )
 
 
-# --- New groups -------------------------------------------------------------------------------------------------------
+# --- New groups
+# --------------------------------------------------------------------------------------------------
 
 
 def make_group(ranks: Sequence[int], name: str, like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of `ranks` of the job, in that order, with the backends and the time limit of `like`.
+    """Return a group of `ranks` of the job, in that order, with the backends and the time limit of
+    `like`.
 
-    Only its members call this. `new_group` would not do: older versions sort the ranks, and it names groups by how many
-    a process has seen, so that ranks that have been in different groups wait for each other under different names
-    (PyTorch issue 190396). This calls the function that `new_group` calls.
+    Only its members call this. `new_group` would not do: older versions sort the ranks, and it
+    names groups by how many a process has seen, so that ranks that have been in different groups
+    wait for each other under different names (PyTorch issue 190396). This calls the function that
+    `new_group` calls.
 
     Args:
         ranks: ranks of the whole job; this process's is among them.
@@ -100,7 +113,8 @@ def make_group(ranks: Sequence[int], name: str, like: dist.ProcessGroup) -> dist
 def _unbound(group: Any) -> Iterator[None]:
     """Bind `group` to no device during the body.
 
-    From a group that is bound to one, NCCL's communicators are split, in which all of its ranks have to take part.
+    From a group that is bound to one, NCCL's communicators are split, in which all of its ranks
+    have to take part.
     """
     device = group.bound_device_id
     group.bound_device_id = None

@@ -30,8 +30,8 @@ from .groups import backends_of, world_of
 
 __all__ = ["claim_gpu", "current", "init", "pick_device"]
 
-# One process is one worker of one job, so there is one communicator for all workers; torch.distributed holds its
-# default process group in the same way.
+# One process is one worker of one job, so there is one communicator for all workers;
+# torch.distributed holds its default process group in the same way.
 _default: Communicator | None = None
 _has_noted_torch = False
 
@@ -40,24 +40,29 @@ _TRANSPORTS = ("auto", "shm", "gloo", "mpi4py")
 
 
 def init(
-    device: str = "auto", timeout: timedelta | None = None, transport: str | None = None, **unknown: Never
+    device: str = "auto",
+    timeout: timedelta | None = None,
+    transport: str | None = None,
+    **unknown: Never,
 ) -> Communicator:
     """Find the job that this process belongs to, and join it.
 
-    Without a launcher (``python train.py``) nothing is set up. Under one the process group is made: "shm" for tensors
-    on the CPU (shared memory inside a host, Gloo between hosts), NCCL for tensors on GPUs, and for those on another
-    accelerator the backend that is registered for it. A process group that the program has already made is used as it
-    is. A second call returns the same communicator.
+    Without a launcher (``python train.py``) nothing is set up. Under one the process group is made:
+    "shm" for tensors on the CPU (shared memory inside a host, Gloo between hosts), NCCL for tensors
+    on GPUs, and for those on another accelerator the backend that is registered for it. A process
+    group that the program has already made is used as it is. A second call returns the same
+    communicator.
 
     Args:
-        device: "auto" (an accelerator where there is one), "cpu", or the type of an accelerator that torch knows:
-            "cuda", "mps", "xpu", or that of a package, such as "npu". A worker takes the device of its local rank, or
-            the only one that it sees. With "cuda", workers may share a GPU if the program has made a process group
-            whose backend for GPUs is Gloo; NCCL refuses that.
+        device: "auto" (an accelerator where there is one), "cpu", or the type of an accelerator
+            that torch knows: "cuda", "mps", "xpu", or that of a package, such as "npu". A worker
+            takes the device of its local rank, or the only one that it sees. With "cuda", workers
+            may share a GPU if the program has made a process group whose backend for GPUs is Gloo;
+            NCCL refuses that.
         timeout: how long a collective may wait; PyTorch's default when None.
-        transport: the backend for tensors on the CPU: "shm", "gloo", "mpi4py" (over MPI, for processes that
-            mpiexec has started), or "auto": "shm" on Linux and "gloo" elsewhere; when None,
-            LOCKSTEP_TRANSPORT or "auto".
+        transport: the backend for tensors on the CPU: "shm", "gloo", "mpi4py" (over MPI, for
+            processes that mpiexec has started), or "auto": "shm" on Linux and "gloo" elsewhere;
+            when None, LOCKSTEP_TRANSPORT or "auto".
 
     Raises:
         ConfigError: for a device or transport that is not available, or an incomplete environment.
@@ -67,16 +72,24 @@ def init(
     """
     if unknown:
         name = next(iter(unknown))
-        raise unexpected_argument("init", name, other_names.INIT.get(name), arguments.keyword_names(init))
+        raise unexpected_argument(
+            "init", name, other_names.INIT.get(name), arguments.keyword_names(init)
+        )
     if timeout is not None:
-        hint = f"timeout=datetime.timedelta(seconds={timeout}) is {timeout} s." if isinstance(timeout, int) else ""
+        hint = (
+            f"timeout=datetime.timedelta(seconds={timeout}) is {timeout} s."
+            if isinstance(timeout, int)
+            else ""
+        )
         arguments.instance("timeout", timeout, timedelta, "a datetime.timedelta", hint)
     if transport is not None:
         _pick_backend(transport)
     global _default
     if _default is not None and _still_valid(_default):
         if device not in ("auto", _default.device.type):
-            raise ConfigError("device", f"{_default.device.type}, as in the first call of init()", device)
+            raise ConfigError(
+                "device", f"{_default.device.type}, as in the first call of init()", device
+            )
         return _default
     if dist.is_initialized():
         world = world_of(dist.group.WORLD)
@@ -108,22 +121,30 @@ def current() -> Communicator | None:
 
 
 def _prepare_device(device: torch.device) -> None:
-    """Set what equal bits need on a device before its first use: cuBLAS reads it when a thread first multiplies."""
+    """Set what equal bits need on a device before its first use: cuBLAS reads it when a thread
+    first multiplies.
+    """
     if device.type == "cuda":
         environment.set_defaults({"CUBLAS_WORKSPACE_CONFIG": devices.CUBLAS_WORKSPACE})
 
 
 def _still_valid(found: Communicator) -> bool:
-    """Return whether `found` still belongs to the current job: a program may destroy its group and make another."""
+    """Return whether `found` still belongs to the current job: a program may destroy its group and
+    make another.
+    """
     if environment.elastic_worker() is not None:  # whose group is another one after each loss
         return hasattr(found, "client")
     if dist.is_initialized():
         return found.group is dist.group.WORLD
-    return found.group is None and found.world == replace(environment.find_world(), device=found.world.device)
+    return found.group is None and found.world == replace(
+        environment.find_world(), device=found.world.device
+    )
 
 
 def _note_untried_torch(world: World) -> None:
-    """Write one line on a torch that Lockstep has not been tried with: on rank 0, once in a process."""
+    """Write one line on a torch that Lockstep has not been tried with: on rank 0, once in a
+    process.
+    """
     global _has_noted_torch
     if world.rank == 0 and not _has_noted_torch:
         _has_noted_torch = True
@@ -142,7 +163,9 @@ def _pick_backend(transport: str | None) -> str:
     return default if name == "auto" else name
 
 
-def _join(world: World, device: torch.device, cpu_backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
+def _join(
+    world: World, device: torch.device, cpu_backend: str, timeout: timedelta | None
+) -> dist.ProcessGroup | None:
     store = bootstrap.open_store(world, timeout, lambda: _store_over_mpi(world, timeout))
     watchdog.install(host_identity.host_key)
     backend = _backends(device, cpu_backend)
@@ -179,7 +202,9 @@ def _join_elastic(
 
 
 def _check_own_gpu(device: torch.device, world: World) -> None:
-    """Check that no other worker of this host uses the same device, where each sees a single one, numbered 0."""
+    """Check that no other worker of this host uses the same device, where each sees a single one,
+    numbered 0.
+    """
     if device.type == "cpu" or world.local_world_size == 1 or devices.count(device.type) != 1:
         return
     uuid = devices.uuid_of(device)
@@ -210,15 +235,19 @@ def claim_gpu(store: Store, rank: int, uuid: str) -> None:
     mine = _GpuClaim(host_identity.host_key(), os.getpid(), rank)
     key = f"lockstep/gpu/{uuid}"
     text = messages.encode(mine)
-    first = read_message(store.compare_set(key, "", text), _GpuClaim, f"the rank that uses GPU {uuid}")
+    first = read_message(
+        store.compare_set(key, "", text), _GpuClaim, f"the rank that uses GPU {uuid}"
+    )
     if first.host != mine.host or first.pid == mine.pid:
         return
     if is_alive(first.pid, any_user=False):  # else it is taken over from a rank that has ended
         raise ConfigError(
             "device",
             "a GPU of its own for each worker on a node",
-            found=f"GPU {uuid} on rank {first.rank} and on rank {rank}, each of which sees it alone",
-            hint="Set CUDA_VISIBLE_DEVICES by the local rank, start fewer workers, or choose the device cpu.",
+            found=f"GPU {uuid} on rank {first.rank} and on rank {rank}, each of which sees it "
+            "alone",
+            hint="Set CUDA_VISIBLE_DEVICES by the local rank, start fewer workers, or choose the "
+            "device cpu.",
         )
     store.set(key, text)
 
@@ -239,9 +268,10 @@ def _leave() -> None:
         dist.destroy_process_group()
         if not gloo:
             return
-        # Gloo's threads release the last collective's tensor a moment after it was waited for, and need the
-        # interpreter for it; one that is too late aborts the process (seen in 3 of 4 runs that ended right after a
-        # collective, torch 2.13). There is nothing to wait for, so they get a moment in which no thread holds it.
+        # Gloo's threads release the last collective's tensor a moment after it was waited for, and
+        # need the interpreter for it; one that is too late aborts the process (seen in 3 of 4 runs
+        # that ended right after a collective, torch 2.13). There is nothing to wait for, so they
+        # get a moment in which no thread holds it.
         time.sleep(0.05)
 
 
@@ -283,15 +313,22 @@ def _checked_kind(device: str, world: World) -> str:
         return device
     if not isinstance(device, str) or not devices.is_known(device):
         is_numbered = devices.is_known(str(device).partition(":")[0])
-        hint = "Each worker takes the device of its local rank; for GPUs, CUDA_VISIBLE_DEVICES chooses among them."
-        expected = f"auto, cpu, {', '.join(devices.known_names())} or another accelerator that torch knows"
+        hint = (
+            "Each worker takes the device of its local rank; for GPUs, CUDA_VISIBLE_DEVICES "
+            "chooses among them."
+        )
+        expected = (
+            f"auto, cpu, {', '.join(devices.known_names())} or another accelerator that torch knows"
+        )
         raise ConfigError("device", expected, device, hint if is_numbered else "")
     is_there = devices.count(device) > 0
     if device == "mps" and (not is_there or world.world_size > 1):
         raise ConfigError("device", "cpu or cuda (mps needs an Apple GPU, and one worker)", device)
     if not is_there:
         noun = "GPU" if device == "cuda" else "device of this type"
-        raise ConfigError("device", f"cpu or auto, as this host has no {noun} that torch can use", device)
+        raise ConfigError(
+            "device", f"cpu or auto, as this host has no {noun} that torch can use", device
+        )
     return device
 
 
@@ -301,8 +338,9 @@ def _too_many_workers(kind: str, there: int, world: World) -> ConfigError:
     if kind == "cuda":
         expected = f"at most as many workers on a node as it has GPUs ({there})"
         hint = (
-            "NCCL refuses two workers on one GPU: start fewer workers, or choose the device cpu. To try "
-            "several on one GPU, call torch.distributed.init_process_group('gloo') before lockstep.init('cuda')."
+            "NCCL refuses two workers on one GPU: start fewer workers, or choose the device cpu. "
+            "To try several on one GPU, call torch.distributed.init_process_group('gloo') before "
+            "lockstep.init('cuda')."
         )
     found = f"{world.local_world_size} workers (this is rank {world.rank})"
     return ConfigError("device", expected, found=found, hint=hint)

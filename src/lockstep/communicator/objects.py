@@ -31,15 +31,20 @@ __all__ = [
 T = TypeVar("T")
 
 
-# --- Pickling ---------------------------------------------------------------------------------------------------------
+# --- Pickling
+# --------------------------------------------------------------------------------------------------
 
 
 def pickled(arguments: Arguments, value: object) -> torch.Tensor:
-    """Return `value` as bytes on the control device; raise ConfigError where it cannot be pickled."""
+    """Return `value` as bytes on the control device; raise ConfigError where it cannot be
+    pickled.
+    """
     try:
         data = bytearray(pickle.dumps(value))
     except Exception as error:
-        raise arguments.error("value", "one that can be pickled", f"{type(value).__name__} ({error})") from error
+        raise arguments.error(
+            "value", "one that can be pickled", f"{type(value).__name__} ({error})"
+        ) from error
     return torch.frombuffer(data, dtype=torch.uint8).to(arguments.control_device)
 
 
@@ -54,7 +59,9 @@ def unpickle_all(gathered: Sequence[torch.Tensor], rank: int, own: T) -> list[T]
 
 
 def error_to_send(error: BaseException) -> bytes:
-    """Return `error` pickled for other ranks; as a WorkerError where pickling changes its type or text."""
+    """Return `error` pickled for other ranks; as a WorkerError where pickling changes its type or
+    text.
+    """
     with suppress(Exception):
         sent = pickle.dumps((False, error))
         again = pickle.loads(sent)[1]
@@ -64,7 +71,8 @@ def error_to_send(error: BaseException) -> bytes:
     return pickle.dumps((False, WorkerError(0, type(error).__name__, str(error))))
 
 
-# --- Messages: a first one of a fixed size, with a value's length and first bytes; the rest follows, if there is one --
+# --- Messages: a first one of a fixed size, with a value's length and first bytes; the rest
+# follows, if there is one --
 
 _BYTES = 256
 _LENGTH = 8
@@ -72,7 +80,9 @@ _ROOM = _BYTES - _LENGTH
 
 
 def first_message(data: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Return the first message with the bytes `data` of `pickled`, to be sent; without any, to be received into."""
+    """Return the first message with the bytes `data` of `pickled`, to be sent; without any, to be
+    received into.
+    """
     message = torch.zeros(_BYTES, dtype=torch.uint8)
     if data is not None:
         message[:_LENGTH] = torch.tensor([len(data)]).view(torch.uint8)
@@ -96,7 +106,8 @@ def joined(message: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     return torch.cat([message[_LENGTH : _LENGTH + length], rest[: max(0, length - _ROOM)]])
 
 
-# --- Waiting for rank 0 -----------------------------------------------------------------------------------------------
+# --- Waiting for rank 0
+# -----------------------------------------------------------------------------------------------
 
 
 def wait_for_rank0(group: dist.ProcessGroup, is_rank0: bool, what: str) -> None:
@@ -116,16 +127,20 @@ class _Rank0Gate:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store()
-        # the more ranks poll, the less often each does: some thousand requests a second are no burden to the store
+        # the more ranks poll, the less often each does: some thousand requests a second are no
+        # burden to the store
         self._max_sleep_s = max(0.1, dist.get_world_size(group) / 4000)
-        name = f"lockstep/rank 0/{dist.get_global_rank(group, 0)}/{getattr(group, 'group_name', '')}"
+        name = (
+            f"lockstep/rank 0/{dist.get_global_rank(group, 0)}/{getattr(group, 'group_name', '')}"
+        )
         # a group of the same name may have been destroyed: every rank has made as many of them
         self._use = self._store.add(f"{name}/{dist.get_rank(group)}", 1)
         self._key = f"{name}/uses/{self._use}"
         self._times = 0
 
     def pass_through(self, is_rank0: bool, check: Callable[[], None]) -> None:
-        """Open the gate on rank 0; on others, wait until it has been opened as often as this rank has arrived.
+        """Open the gate on rank 0; on others, wait until it has been opened as often as this rank
+        has arrived.
 
         Args:
             is_rank0: whether this is rank 0.
@@ -136,7 +151,9 @@ class _Rank0Gate:
             self._store.add(self._key, 1)
             return
         sleep_s = 1e-3
-        while self._use and self._store.add(self._key, 0) < self._times:  # a fake store counts no uses
+        while (
+            self._use and self._store.add(self._key, 0) < self._times
+        ):  # a fake store counts no uses
             check()
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, self._max_sleep_s)

@@ -1,4 +1,6 @@
-"""Messages between two ranks: checks of their arguments, their form on the wire, and messages to oneself."""
+"""Messages between two ranks: checks of their arguments, their form on the wire, and messages to
+oneself.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,32 @@ from ..errors import ConfigError, TransportError
 from .call_arguments import Arguments, wire_view
 from .requests import PolledWork
 
-__all__ = ["SelfMessages", "check_any_source", "check_message", "keep_alive", "message_view", "with_polling"]
+__all__ = [
+    "SelfMessages",
+    "check_any_source",
+    "check_message",
+    "keep_alive",
+    "message_view",
+    "with_polling",
+]
 
 _MAX_TAG = 2**31 - 1
 
 
-# --- Checks -----------------------------------------------------------------------------------------------------------
+# --- Checks
+# --------------------------------------------------------------------------------------------------
 
 
 def check_message(arguments: Arguments, tensor: Any, argument: str, rank: Any, tag: Any) -> int:
-    """Return the peer `rank` of a message as an int; raise ConfigError for a bad tensor, rank or tag."""
+    """Return the peer `rank` of a message as an int; raise ConfigError for a bad tensor, rank or
+    tag.
+    """
     arguments.check_tensor("tensor", tensor)
     if not tensor.is_cpu and arguments.backend_of(tensor) == "gloo" and arguments.size > 1:
         hint = "Send tensor.cpu(), or use a collective."
-        raise arguments.error("tensor", "one on the CPU, as Gloo's messages are", tensor.device, hint)
+        raise arguments.error(
+            "tensor", "one on the CPU, as Gloo's messages are", tensor.device, hint
+        )
     if not 0 <= arguments.check_integer("tag", tag) <= _MAX_TAG:
         raise arguments.error("tag", f"0 to {_MAX_TAG}", tag)
     if tag and arguments.backend_of(tensor) == "nccl":
@@ -41,11 +55,14 @@ def check_any_source(arguments: Arguments, tensor: torch.Tensor, tag: int) -> in
     return arguments.rank if arguments.size == 1 else None
 
 
-# --- Messages to other ranks ------------------------------------------------------------------------------------------
+# --- Messages to other ranks
+# ------------------------------------------------------------------------------------------
 
 
 def message_view(plain: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the contiguous tensor to send; one element for an empty tensor, as Gloo has no empty messages."""
+    """Return the contiguous tensor to send; one element for an empty tensor, as Gloo has no empty
+    messages.
+    """
     data = wire_view(plain, group)
     return data if len(data) else data.new_zeros(1)
 
@@ -60,7 +77,8 @@ def keep_alive(data: torch.Tensor) -> Callable[[], None]:
     return lambda kept=data: None  # type: ignore[misc]
 
 
-# --- Messages to oneself ----------------------------------------------------------------------------------------------
+# --- Messages to oneself
+# ----------------------------------------------------------------------------------------------
 
 
 class SelfReceive:
@@ -92,11 +110,15 @@ class SelfReceive:
     def wait(self) -> None:
         """Return, or raise an error: no other rank can send the message while this one waits."""
         if not self._completed:
-            raise TransportError(f"rank {self._rank} waits for a message from itself that it has not sent")
+            raise TransportError(
+                f"rank {self._rank} waits for a message from itself that it has not sent"
+            )
 
 
 class SelfMessages:
-    """Messages to oneself that are not received yet, and receives without a message, in order for each tag."""
+    """Messages to oneself that are not received yet, and receives without a message, in order for
+    each tag.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -21,13 +21,16 @@ class _Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-# What `synchronize()` waits for, in order of creation. Held weakly: without a reference, the result is of no use.
+# What `synchronize()` waits for, in order of creation. Held weakly: without a reference, the result
+# is of no use.
 _PENDING: weakref.WeakValueDictionary[int, _Waitable] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
 def register_pending(waitable: _Waitable) -> int:
-    """Let `synchronize()` wait for it, as long as it is referenced; returns a number by which it can be removed."""
+    """Let `synchronize()` wait for it, as long as it is referenced; returns a number by which it
+    can be removed.
+    """
     number = next(_NUMBERS)
     _PENDING[number] = waitable
     return number
@@ -37,7 +40,8 @@ class Request(Generic[Result]):
     """A started operation. Its tensors must not be touched before it has completed.
 
     Args:
-        works: must have completed; c10d's works, or objects with their `wait` and `is_completed`. None is skipped.
+        works: must have completed; c10d's works, or objects with their `wait` and `is_completed`.
+            None is skipped.
         finish: returns the result, when they have.
     """
 
@@ -66,7 +70,9 @@ class Request(Generic[Result]):
 
     def test(self) -> bool:
         """Return whether `wait` would return at once."""
-        return not [work for work in self._works if not work.is_completed()]  # polls each, so that each makes progress
+        return not [
+            work for work in self._works if not work.is_completed()
+        ]  # polls each, so that each makes progress
 
 
 class PolledWork:
@@ -89,7 +95,9 @@ class PolledWork:
     def is_completed(self) -> bool:
         """Return whether the operation has completed, successfully or not."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_in_thread, name="lockstep request", daemon=True)
+            self._thread = threading.Thread(
+                target=self._wait_in_thread, name="lockstep request", daemon=True
+            )
             self._thread.start()
         return not self._thread.is_alive()
 
@@ -118,8 +126,9 @@ def wait_all(requests: Iterable[Request[T]]) -> list[T]:
 def synchronize() -> None:
     """Wait for everything that has been queued in this process.
 
-    That is every request that the program still references; the steps that a `Trainer` has queued, with their losses;
-    and all work that torch has queued on accelerators. The first failure among them is raised.
+    That is every request that the program still references; the steps that a `Trainer` has queued,
+    with their losses; and all work that torch has queued on accelerators. The first failure among
+    them is raised.
 
     On the CPU torch computes synchronously, so that only requests are left to wait for.
     """

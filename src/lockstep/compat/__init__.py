@@ -1,1 +1,3 @@
-"""Compatibility layers: the interfaces of Horovod (`horovod`) and of MXNet's Gluon (`gluon`), on top of Lockstep."""
+"""Compatibility layers: the interfaces of Horovod (`horovod`) and of MXNet's Gluon (`gluon`), on
+top of Lockstep.
+"""

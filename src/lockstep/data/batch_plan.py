@@ -1,4 +1,6 @@
-"""How the samples of a data set are put into global batches, and these divided among workers and their shards."""
+"""How the samples of a data set are put into global batches, and these divided among workers and
+their shards.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchPlan", "PartOfBatch"]
 
-# Part of the keys of draws, so that the draws of one seed are independent; `lockstep.training.step` uses 2.
+# Part of the keys of draws, so that the draws of one seed are independent; `lockstep.training.step`
+# uses 2.
 _ORDER = 1
 _SAMPLES = 3
 
@@ -25,7 +28,8 @@ class PartOfBatch(NamedTuple):
     """This worker's part of a global batch.
 
     Attributes:
-        data: the collated samples on the worker's device; with virtual workers a list with those of each shard.
+        data: the collated samples on the worker's device; with virtual workers a list with those of
+            each shard.
         indices: the samples' indices in the data set, int64.
         size: number of samples.
         global_size: number of samples in the global batch.
@@ -76,7 +80,9 @@ class BatchPlan:
         return f"{self.role or 'the data set'} ({type(dataset).__name__})"
 
     def local_range(self, global_size: int) -> tuple[int, int]:
-        """Return this worker's half-open range of the samples of a global batch of `global_size`."""
+        """Return this worker's half-open range of the samples of a global batch of
+        `global_size`.
+        """
         return local_range(global_size, self.comm.size, self.comm.rank, self.virtual_workers)
 
     def shard_ranges(self, global_size: int) -> list[tuple[int, int]]:
@@ -95,7 +101,9 @@ class BatchPlan:
         return tuple(samples[low - start : high - start] for low, high in ranges)
 
     def collated_sizes(self, part: PartOfBatch) -> tuple[int, ...] | None:
-        """Return how many samples a collate function has made of a part, or of each of its shards; None without one."""
+        """Return how many samples a collate function has made of a part, or of each of its shards;
+        None without one.
+        """
         if self.collate_fn is None:
             return None
         if not self.virtual_workers:

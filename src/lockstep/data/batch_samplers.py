@@ -1,4 +1,6 @@
-"""Batch samplers for a `Loader`: batches of samples of similar lengths, or of about the same number of tokens."""
+"""Batch samplers for a `Loader`: batches of samples of similar lengths, or of about the same number
+of tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,18 @@ def index_dtype(samples: int) -> torch.dtype:
 
 
 class LengthBatchSampler:
-    """Global batches of samples of similar lengths, so that little is padded; for `Loader(batch_sampler=)`.
+    """Global batches of samples of similar lengths, so that little is padded; for
+    `Loader(batch_sampler=)`.
 
-    Samples are shuffled, each pool of consecutive ones is sorted by length and cut into batches, and the batches are
-    shuffled. Every sample is used once in an epoch, and only one batch may be smaller than the others.
+    Samples are shuffled, each pool of consecutive ones is sorted by length and cut into batches,
+    and the batches are shuffled. Every sample is used once in an epoch, and only one batch may be
+    smaller than the others.
 
     Args:
         lengths: the length of each sample, by index.
         global_batch_size: samples in a batch, over all workers.
-        pool: number of batches that are sorted together; more make lengths more similar, and the order less random.
+        pool: number of batches that are sorted together; more make lengths more similar, and the
+            order less random.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -62,15 +67,17 @@ class LengthBatchSampler:
 class TokenBatchSampler:
     """Global batches of about the same number of tokens: of few long samples or of many short ones.
 
-    Samples are sorted by length, and cut into batches that have at most so many tokens when they are padded to their
-    longest sample. Each epoch shuffles samples of the same length, and the batches; every sample is used once.
+    Samples are sorted by length, and cut into batches that have at most so many tokens when they
+    are padded to their longest sample. Each epoch shuffles samples of the same length, and the
+    batches; every sample is used once.
 
     Args:
         lengths: the tokens of each sample, by index.
         global_batch_tokens: tokens in a batch with the padding, over all workers, at most.
 
     Attributes:
-        global_batch_size: samples in the batch with the most; the `Loader` and the `Trainer` need it.
+        global_batch_size: samples in the batch with the most; the `Loader` and the `Trainer` need
+            it.
 
     Raises:
         ConfigError: an argument is invalid, or a sample has more tokens than a batch may have.
@@ -81,9 +88,15 @@ class TokenBatchSampler:
         self._lengths = _as_lengths(lengths)
         in_order = self._lengths.sort().values.tolist()
         if in_order[0] < 1 or in_order[-1] > global_batch_tokens:
-            index = int((self._lengths.argmin() if in_order[0] < 1 else self._lengths.argmax()).item())
+            index = int(
+                (self._lengths.argmin() if in_order[0] < 1 else self._lengths.argmax()).item()
+            )
             found = f"{int(self._lengths[index])} tokens in sample {index}"
-            raise ConfigError("lengths", f"numbers from 1 to {global_batch_tokens} (global_batch_tokens)", found=found)
+            raise ConfigError(
+                "lengths",
+                f"numbers from 1 to {global_batch_tokens} (global_batch_tokens)",
+                found=found,
+            )
         self._sizes = []
         size = 0
         for length in in_order:
@@ -112,10 +125,14 @@ class TokenBatchSampler:
 
 
 def _as_lengths(lengths: Sequence[int]) -> torch.Tensor:
-    """Return lengths as a tensor; of 16 bits if they fit, which are sorted in a tenth of the time."""
+    """Return lengths as a tensor; of 16 bits if they fit, which are sorted in a tenth of the
+    time.
+    """
     found = torch.as_tensor(lengths)
     if found.dim() != 1 or not len(found):
-        raise ConfigError("lengths", "one number for each sample", found=f"shape {list(found.shape)}")
+        raise ConfigError(
+            "lengths", "one number for each sample", found=f"shape {list(found.shape)}"
+        )
     limits = torch.iinfo(torch.int16)
     whole = not found.is_floating_point() and found.dtype is not torch.bool
     small = whole and limits.min <= int(found.min()) and int(found.max()) <= limits.max
@@ -123,7 +140,9 @@ def _as_lengths(lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _permutation(samples: int) -> torch.Tensor:
-    """Return a permutation from torch's global generator in the smallest dtype; the numbers are those of int64."""
+    """Return a permutation from torch's global generator in the smallest dtype; the numbers are
+    those of int64.
+    """
     return torch.randperm(samples, dtype=index_dtype(samples))
 
 

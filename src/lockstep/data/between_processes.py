@@ -1,4 +1,6 @@
-"""What travels between this process and loader processes: data sets on their way there, samples on their way back."""
+"""What travels between this process and loader processes: data sets on their way there, samples on
+their way back.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ __all__ = ["PackedSamples", "PickledByValue", "copies_of"]
 
 
 class PickledByValue:
-    """Wraps an object, to pickle it by value if plain pickle cannot find its class or functions by name.
+    """Wraps an object, to pickle it by value if plain pickle cannot find its class or functions by
+    name.
 
-    This applies to classes of a script or notebook in a launched worker, whose main module is not the program.
+    This applies to classes of a script or notebook in a launched worker, whose main module is not
+    the program.
 
     Args:
         value: any object that plain pickle or cloudpickle can pickle.
@@ -39,7 +43,10 @@ class PickledByValue:
 class _PickleProbe(pickle.Pickler):
     """Pickles an object without the numbers in it, to see whether that works."""
 
-    dispatch_table: ClassVar[dict[type, Any]] = {**copyreg.dispatch_table, **ForkingPickler._extra_reducers}  # type: ignore[attr-defined, misc]
+    dispatch_table: ClassVar[dict[type, Any]] = {  # type: ignore[misc]
+        **copyreg.dispatch_table,
+        **ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
+    }
 
     def persistent_id(self, obj: Any) -> str | None:
         array = type(obj) is np.ndarray and obj.dtype != object
@@ -80,23 +87,30 @@ class _Tree(pickle.Pickler):
     """Pickles samples without the numbers of their tensors, which become buffers."""
 
     def reducer_override(self, obj: Any) -> Any:
-        plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
+        plain = (
+            type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
+        )
         if not plain or obj.requires_grad or obj.is_conj() or obj.is_neg() or obj.is_quantized:
             return NotImplemented
-        numbers = obj.contiguous().reshape(-1).view(torch.uint8).numpy()  # NumPy does not have all types of torch
+        numbers = (
+            obj.contiguous().reshape(-1).view(torch.uint8).numpy()
+        )  # NumPy does not have all types of torch
         return _from_bytes, (numbers, obj.dtype, obj.shape)
 
 
-def _from_bytes(numbers: np.ndarray[Any, Any], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+def _from_bytes(
+    numbers: np.ndarray[Any, Any], dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
     return torch.from_numpy(numbers).view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
-    """Samples on their way from a loader process, with all their numbers in one piece of shared memory.
+    """Samples on their way from a loader process, with all their numbers in one piece of shared
+    memory.
 
-    Sent one by one, each tensor would take an open file. The samples are those of this program: they are pickled as
-    torch pickles batches.
+    Sent one by one, each tensor would take an open file. The samples are those of this program:
+    they are pickled as torch pickles batches.
 
     Attributes:
         tree: the pickled samples without their numbers.
@@ -123,8 +137,7 @@ class PackedSamples:
         views = [buffer.raw() for buffer in buffers]
         sizes = [view.nbytes for view in views]
         numbers = torch.empty(sum(map(cls._padded, sizes)), dtype=torch.uint8)
-        # type: ignore[arg-type]
-        target = memoryview(numbers.numpy())
+        target = memoryview(numbers.numpy())  # type: ignore[arg-type]
         at = 0
         for view, size in zip(views, sizes, strict=True):
             target[at : at + size] = view
@@ -137,8 +150,7 @@ class PackedSamples:
 
     def samples(self) -> list[Any]:
         """Return the samples, whose tensors share the memory of `numbers`."""
-        # type: ignore[arg-type]
-        source = memoryview(self.numbers.numpy())
+        source = memoryview(self.numbers.numpy())  # type: ignore[arg-type]
         at = 0
         views = []
         for size in self.sizes:
@@ -149,5 +161,7 @@ class PackedSamples:
 
 
 def copies_of(samples: list[Any]) -> list[Any]:
-    """Return copies of samples. `copy.deepcopy` would copy the whole data set, if their tensors are views of its."""
+    """Return copies of samples. `copy.deepcopy` would copy the whole data set, if their tensors are
+    views of its.
+    """
     return PackedSamples.of(samples).samples()

@@ -1,4 +1,6 @@
-"""Data sets that are read in blocks, such as a `Stream`: each worker reads the blocks of its part of a batch."""
+"""Data sets that are read in blocks, such as a `Stream`: each worker reads the blocks of its part
+of a batch.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class _BatchInParts:
 
     def load(self, samples: Samples) -> Any:
         """See `Request`."""
-        return self.joined(samples, [sample for part in self.parts for sample in part.load(samples)])
+        return self.joined(
+            samples, [sample for part in self.parts for sample in part.load(samples)]
+        )
 
     def joined(self, samples: Samples, loaded: list[Any]) -> Any:
         """Return the samples of all parts as a batch, or as a list of shards.
@@ -87,7 +91,8 @@ class BlockSource(IndexedSource):
     """A map-style data set that is read in blocks, with an order of its own.
 
     Args:
-        dataset: has ``epoch_order(global_batch_size, seed, epoch, shuffle)``, ``order_settings()`` and ``reader()``.
+        dataset: has ``epoch_order(global_batch_size, seed, epoch, shuffle)``, ``order_settings()``
+            and ``reader()``.
         plan: of the batches.
     """
 
@@ -107,7 +112,9 @@ class BlockSource(IndexedSource):
     def order(self, epoch: int) -> torch.Tensor:
         """See `Source`."""
         order = self._order(epoch)
-        return torch.cat([order.samples(step, 0, order.global_size(step)) for step in range(order.steps)])
+        return torch.cat(
+            [order.samples(step, 0, order.global_size(step)) for step in range(order.steps)]
+        )
 
     def _order(self, epoch: int) -> _BlockOrder:
         plan = self.plan
@@ -125,8 +132,8 @@ class BlockSource(IndexedSource):
     def _join(self, requests: Iterable[_BatchInParts]) -> Iterator[Any]:
         """Yield batches, of which each loader process reads a part.
 
-        Each has the same part of every batch, so that it reads other blocks than its siblings. This process puts the
-        parts together and collates them.
+        Each has the same part of every batch, so that it reads other blocks than its siblings. This
+        process puts the parts together and collates them.
         """
         fetcher = self.fetcher
         ahead: deque[_BatchInParts] = deque()
@@ -156,7 +163,9 @@ class BlockSource(IndexedSource):
             by_rank = self.plan.comm.allgather_object(self._dataset.order_settings())
         for rank, other in enumerate(by_rank):
             if other != by_rank[0]:
-                raise MismatchError(f"the data of ranks 0 and {rank} differ: {by_rank[0]} and {other}")
+                raise MismatchError(
+                    f"the data of ranks 0 and {rank} differ: {by_rank[0]} and {other}"
+                )
 
 
 class _BlockOrder:
@@ -165,7 +174,8 @@ class _BlockOrder:
     Args:
         plan: of the batches.
         order: a `StreamOrder`.
-        parts: number of parts into which this worker's part of a batch is divided, one for each loader process.
+        parts: number of parts into which this worker's part of a batch is divided, one for each
+            loader process.
     """
 
     def __init__(self, plan: BatchPlan, order: Any, parts: int) -> None:
@@ -195,7 +205,9 @@ class _BlockOrder:
         return indices, size
 
     def request(self, key: int, step: int) -> _BatchInParts:
-        """Return the request for this worker's part of a batch, with the blocks to keep where they change."""
+        """Return the request for this worker's part of a batch, with the blocks to keep where they
+        change.
+        """
         indices, size = self.part(step)
         low, high = self._plan.local_range(size)
         if low == high and not self._plan.virtual_workers:
@@ -204,7 +216,10 @@ class _BlockOrder:
             return _BatchInParts([_BlockRequest(key, [0], []), *rest], [0])
         cuts = self._order.cuts(step, low, high, self._parts)
         window = self._order.window(step), low, high
-        keeps = [None if window == self._kept else self._order.blocks(step, *cut).tolist() for cut in cuts]
+        keeps = [
+            None if window == self._kept else self._order.blocks(step, *cut).tolist()
+            for cut in cuts
+        ]
         self._kept = window
         parts = [
             _BlockRequest(key, indices[start - low : stop - low].tolist(), keep)

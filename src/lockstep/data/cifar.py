@@ -44,11 +44,15 @@ _LARGEST_BATCH = 64 << 20
 _LARGEST_ARCHIVE = 256 << 20
 _DOWNLOAD_AGAIN = "Remove it and download it again."
 
-# What these opcodes build may be nested: a million deep it would exhaust the C stack; and if both halves of a pair are
-# the same pair, and so on, each level doubles the time of its hash. A batch needs 14 of them.
-_NESTING = frozenset(["EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "BUILD", "INST", "OBJ"])
+# What these opcodes build may be nested: a million deep it would exhaust the C stack; and if both
+# halves of a pair are the same pair, and so on, each level doubles the time of its hash. A batch
+# needs 14 of them.
+_NESTING = frozenset(
+    ["EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "BUILD", "INST", "OBJ"]
+)
 _MAX_NESTING = 24
-# The memo is as long as its highest index, which the file chooses: up to 64 GiB. A batch needs 30,000 entries.
+# The memo is as long as its highest index, which the file chooses: up to 64 GiB. A batch needs
+# 30,000 entries.
 _MAX_MEMO_INDEX = 1 << 20
 # The global names that numpy and Python write into such a pickle → their roles for `_Global`.
 _ROLES = {
@@ -92,25 +96,32 @@ def read_archive(path: Path) -> Batches:
                 if len(batches) == len(BATCHES):
                     return batches
     except FileNotFoundError:
-        raise DataError(f"{path}: expected the archive of CIFAR-10, got no file of this name") from None
+        raise DataError(
+            f"{path}: expected the archive of CIFAR-10, got no file of this name"
+        ) from None
     except DataError:
         raise
     except Exception as error:  # damaged archives make tarfile and gzip raise almost anything
         raise DataError(
-            f"{path}: expected an undamaged .tar.gz archive, got {_reason(error)}. {_DOWNLOAD_AGAIN}"
+            f"{path}: expected an undamaged .tar.gz archive, got {_reason(error)}. "
+            f"{_DOWNLOAD_AGAIN}"
         ) from None
     missing = [name for name in BATCHES if name not in batches]
-    raise DataError(f"{path}: expected the batches of CIFAR-10 in {FOLDER}/, got none named {', '.join(missing)}")
+    raise DataError(
+        f"{path}: expected the batches of CIFAR-10 in {FOLDER}/, got none named "
+        f"{', '.join(missing)}"
+    )
 
 
 def parse_batch(source: str, data: bytes) -> tuple[Tensor, Tensor]:
     """Parse the bytes of one batch file into images and labels.
 
-    Source: the layout is described on the page of the data set, "The CIFAR-10 dataset", Krizhevsky 2009: a pickled
-    dictionary with ``data``, uint8 rows of 1024 red, 1024 green and 1024 blue values, and ``labels``, a list.
+    Source: the layout is described on the page of the data set, "The CIFAR-10 dataset", Krizhevsky
+    2009: a pickled dictionary with ``data``, uint8 rows of 1024 red, 1024 green and 1024 blue
+    values, and ``labels``, a list.
 
-    The pickle cannot run code: the few global names that it may refer to resolve to stand-ins that only record their
-    arguments, and what would get past that is refused, see `_check_opcodes`.
+    The pickle cannot run code: the few global names that it may refer to resolve to stand-ins that
+    only record their arguments, and what would get past that is refused, see `_check_opcodes`.
 
     Args:
         source: the file's name in errors.
@@ -126,9 +137,14 @@ def parse_batch(source: str, data: bytes) -> tuple[Tensor, Tensor]:
         _check_opcodes(data)
         content = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # bytes that are no pickle make unpicklers raise almost anything
-        raise DataError(f"{source}: expected a pickled CIFAR-10 batch, got {_reason(error)}") from None
+        raise DataError(
+            f"{source}: expected a pickled CIFAR-10 batch, got {_reason(error)}"
+        ) from None
     if not isinstance(content, dict):
-        raise DataError(f"{source}: expected a dictionary with 'data' and 'labels', got {type(content).__name__}")
+        raise DataError(
+            f"{source}: expected a dictionary with 'data' and 'labels', got "
+            f"{type(content).__name__}"
+        )
     images = _to_images(source, _entry(source, content, "data"))
     return images, _to_labels(source, _entry(source, content, "labels"), len(images))
 
@@ -140,14 +156,18 @@ def _read_file(path: Path) -> bytes:
     except FileNotFoundError:
         raise DataError(f"{path}: expected a batch of CIFAR-10, got no file of this name") from None
     except OSError as error:
-        raise DataError(f"{path}: expected a file that can be read, got {error.strerror or error}") from None
+        raise DataError(
+            f"{path}: expected a file that can be read, got {error.strerror or error}"
+        ) from None
     if len(data) > _LARGEST_BATCH:
         raise DataError(f"{path}: expected a batch of at most {_LARGEST_BATCH} bytes, got more")
     return data
 
 
 class _SizeLimited(io.BufferedIOBase):
-    """A stream that raises an error once a damaged or hostile archive unpacks to more than the limit."""
+    """A stream that raises an error once a damaged or hostile archive unpacks to more than the
+    limit.
+    """
 
     def __init__(self, path: Path, stream: gzip.GzipFile) -> None:
         self._path = path
@@ -159,19 +179,25 @@ class _SizeLimited(io.BufferedIOBase):
         data = self._stream.read(allowed if size is None or size < 0 else min(size, allowed))
         self._remaining -= len(data)
         if self._remaining < 0:
-            raise DataError(f"{self._path}: expected at most {_LARGEST_ARCHIVE} bytes when unpacked, got more")
+            raise DataError(
+                f"{self._path}: expected at most {_LARGEST_ARCHIVE} bytes when unpacked, got more"
+            )
         return data
 
 
 def _members(path: Path, stream: _SizeLimited) -> Iterator[tuple[str, bytes]]:
-    # In stream mode: finding members by name would unpack the whole archive first, then again for each member.
+    # In stream mode: finding members by name would unpack the whole archive first, then again for
+    # each member.
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:
             folder, _, name = member.name.removeprefix("./").rpartition("/")
             if folder != FOLDER or name not in BATCHES or not member.isreg():
                 continue
             if member.size > _LARGEST_BATCH:
-                raise DataError(f"{path} ({member.name}): expected at most {_LARGEST_BATCH} bytes, got {member.size}")
+                raise DataError(
+                    f"{path} ({member.name}): expected at most {_LARGEST_BATCH} bytes, got "
+                    f"{member.size}"
+                )
             content = archive.extractfile(member)
             assert content is not None  # a regular file has a content
             yield name, content.read()
@@ -195,7 +221,9 @@ class _Global:
 
 
 class _Instance:
-    """Stands for an object that such a function would have created: records its arguments and state."""
+    """Stands for an object that such a function would have created: records its arguments and
+    state.
+    """
 
     __slots__ = ("arguments", "role", "state")
 
@@ -222,8 +250,8 @@ def _check_opcodes(data: bytes) -> None:
     """Check what the unpickler would do without asking for a name, or before.
 
     Raises:
-        UnpicklingError: for objects from the extension registry, whose cache is not asked for by name; or if the pickle
-            would exhaust the stack or the memory.
+        UnpicklingError: for objects from the extension registry, whose cache is not asked for by
+            name; or if the pickle would exhaust the stack or the memory.
     """
     nesting = 0
     for opcode, argument, _ in pickletools.genops(data):
@@ -249,16 +277,29 @@ def _to_images(source: str, array: Any) -> Tensor:
         _, (rows, columns), dtype, fortran_order, raw = array.state
         kind = dtype.arguments[0]
     except (TypeError, ValueError, AttributeError, IndexError):
-        raise DataError(f"{source}: expected 'data' as a two-dimensional array, got something else") from None
+        raise DataError(
+            f"{source}: expected 'data' as a two-dimensional array, got something else"
+        ) from None
     if kind not in ("u1", b"u1"):
         raise DataError(f"{source}: expected 'data' of type u1 (uint8), got {reprlib.repr(kind)}")
     if fortran_order:
-        raise DataError(f"{source}: expected 'data' row by row (C order), got it column by column (Fortran order)")
+        raise DataError(
+            f"{source}: expected 'data' row by row (C order), got it column by column (Fortran "
+            "order)"
+        )
     # No memory is allocated for the stated shape: it must match the number of bytes.
-    if type(rows) is not int or columns != _PIXELS or not isinstance(raw, bytes) or not 0 < len(raw) == rows * _PIXELS:
+    if (
+        type(rows) is not int
+        or columns != _PIXELS
+        or not isinstance(raw, bytes)
+        or not 0 < len(raw) == rows * _PIXELS
+    ):
         size = len(raw) if isinstance(raw, bytes) else "no"
         shape = reprlib.repr((rows, columns))
-        raise DataError(f"{source}: expected 'data' of shape (n, {_PIXELS}), got shape {shape} with {size} bytes")
+        raise DataError(
+            f"{source}: expected 'data' of shape (n, {_PIXELS}), got shape {shape} with {size} "
+            "bytes"
+        )
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(rows, _CHANNELS, _SIDE, _SIDE)
 
 
@@ -268,7 +309,9 @@ def _to_labels(source: str, labels: Any, rows: int) -> Tensor:
         raise DataError(f"{source}: expected 'labels' as a list of {rows} numbers, got {got}")
     for label in labels:
         if type(label) is not int or not 0 <= label < _CLASSES:
-            raise DataError(f"{source}: expected labels from 0 to {_CLASSES - 1}, got {reprlib.repr(label)}")
+            raise DataError(
+                f"{source}: expected labels from 0 to {_CLASSES - 1}, got {reprlib.repr(label)}"
+            )
     return torch.tensor(labels, dtype=torch.int64)
 
 

@@ -1,4 +1,6 @@
-"""Whether a collate function makes other values of a batch than of its parts: each worker collates its part alone."""
+"""Whether a collate function makes other values of a batch than of its parts: each worker collates
+its part alone.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ def describe_collate(
     copied: Callable[[list[Any]], list[Any]],
     seed: Callable[[int], None],
 ) -> str:
-    """Return how what a collate function returns depends on the division of a batch; "" if it does not.
+    """Return how what a collate function returns depends on the division of a batch; "" if it does
+    not.
 
-    It is called twice with all samples, with other random draws, and with each half of them. It gets copies, and is
-    copied itself, as it may change both. Only floating-point tensors with a row for each sample are compared with those
-    of the halves, whatever the order of the rows; those that are padded to other lengths are not. A batch may have more
-    that depends on its samples and is right: indices, lengths, masks.
+    It is called twice with all samples, with other random draws, and with each half of them. It
+    gets copies, and is copied itself, as it may change both. Only floating-point tensors with a row
+    for each sample are compared with those of the halves, whatever the order of the rows; those
+    that are padded to other lengths are not. A batch may have more that depends on its samples and
+    is right: indices, lengths, masks.
 
     Args:
         collate: the collate function.
@@ -54,8 +58,12 @@ def describe_collate(
         first = collated(samples[:half], 0)
         second = collated(samples[half:], 0)
         paths = whole.keys() & first.keys() & second.keys()
-        other = sorted(path for path in paths if _differs(whole[path], first[path], second[path], half))
-    except Exception:  # of the collate function, or of a copy; an error of it is left to the training
+        other = sorted(
+            path for path in paths if _differs(whole[path], first[path], second[path], half)
+        )
+    except (
+        Exception
+    ):  # of the collate function, or of a copy; an error of it is left to the training
         return ""
     if not other:
         return ""
@@ -63,18 +71,21 @@ def describe_collate(
 
 
 _DRAWS = (
-    "collate_fn draws random numbers: they depend on how a batch is divided among the workers. Draw in the data set, "
-    "for each sample, or use virtual_workers, which fix the division"
+    "collate_fn draws random numbers: they depend on how a batch is divided among the workers. "
+    "Draw in the data set, for each sample, or use virtual_workers, which fix the division"
 )
 _DEPENDS = (
-    "collate_fn makes other values of a batch than of its halves{}: they depend on which samples are collated "
-    "together, and each worker collates its part of a batch alone. Do that for each sample in the data set, in the "
-    "model or the loss with lockstep.whole_batch, or use virtual_workers, which fix the division"
+    "collate_fn makes other values of a batch than of its halves{}: they depend on which samples "
+    "are collated together, and each worker collates its part of a batch alone. Do that for each "
+    "sample in the data set, in the model or the loss with lockstep.whole_batch, or use "
+    "virtual_workers, which fix the division"
 )
 
 
 def _copy_of(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a copy of an object that collates, or of the object of a method, which may count its calls."""
+    """Return a copy of an object that collates, or of the object of a method, which may count its
+    calls.
+    """
     if isinstance(collate, types.MethodType):
         return types.MethodType(collate.__func__, copy.copy(collate.__self__))
     return copy.copy(collate)
@@ -82,15 +93,22 @@ def _copy_of(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
-        tensor.shape == other[path].shape and bool(((tensor == other[path]) | (tensor != tensor)).all())
+        tensor.shape == other[path].shape
+        and bool(((tensor == other[path]) | (tensor != tensor)).all())
         for path, tensor in one.items()
     )
 
 
 def _differs(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor, half: int) -> bool:
     """Return whether the rows of both halves, in any order, are others than those of the whole."""
-    by_sample = all(tensor.is_floating_point() and tensor.dim() for tensor in (whole, first, second))
-    if not by_sample or len(first) != half or whole.shape != (len(first) + len(second), *first.shape[1:]):
+    by_sample = all(
+        tensor.is_floating_point() and tensor.dim() for tensor in (whole, first, second)
+    )
+    if (
+        not by_sample
+        or len(first) != half
+        or whole.shape != (len(first) + len(second), *first.shape[1:])
+    ):
         return False
     if second.shape[1:] != first.shape[1:] or not whole.numel():
         return False

@@ -1,4 +1,6 @@
-"""Copies of batches to the device that computes with them, and the page-locked memory they are made from."""
+"""Copies of batches to the device that computes with them, and the page-locked memory they are made
+from.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ __all__ = ["pinned", "to_device"]
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` in page-locked memory; a sparse tensor, or one on a device, is returned unchanged."""
-    return tensor.pin_memory() if tensor.device.type == "cpu" and _has_one_memory(tensor) else tensor
+    """Return `tensor` in page-locked memory; a sparse tensor, or one on a device, is returned
+    unchanged.
+    """
+    return (
+        tensor.pin_memory() if tensor.device.type == "cpu" and _has_one_memory(tensor) else tensor
+    )
 
 
 def _has_one_memory(tensor: torch.Tensor) -> bool:
@@ -24,7 +30,9 @@ def _has_one_memory(tensor: torch.Tensor) -> bool:
 
 
 def to_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Copy each of `batches` to `device`; where it has streams, this overlaps with computing on the previous batch."""
+    """Copy each of `batches` to `device`; where it has streams, this overlaps with computing on the
+    previous batch.
+    """
     if device.type == "cpu":
         return iter(batches)
     if devices.has_streams(device):
@@ -46,7 +54,8 @@ def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
         def hand_over(tensor: torch.Tensor) -> torch.Tensor:
             if not _has_one_memory(tensor):
                 return tensor.to(device)
-            # The allocator must not reuse this memory for the copy stream while the consumer reads it.
+            # The allocator must not reuse this memory for the copy stream while the consumer reads
+            # it.
             tensor.record_stream(consumer)
             return tensor
 
@@ -54,7 +63,9 @@ def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
     for data in batches:
         tensors = tensors_of(data)
-        if tensors and all(tensor.device == device for tensor in tensors):  # made there, as by `ImageSet.to`
+        if tensors and all(
+            tensor.device == device for tensor in tensors
+        ):  # made there, as by `ImageSet.to`
             if pending is not None:
                 yield wait_for_copy(*pending)
                 pending = None

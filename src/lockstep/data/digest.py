@@ -1,4 +1,6 @@
-"""What is compared of a sample of a data set: its values, the same in every process where the sample is the same."""
+"""What is compared of a sample of a data set: its values, the same in every process where the
+sample is the same.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ __all__ = ["Difference", "Digest", "Leaf", "differences", "digest_of"]
 _log = logging.getLogger(__name__)
 
 
-# --- Digests of samples -----------------------------------------------------------------------------------------------
+# --- Digests of samples
+# -----------------------------------------------------------------------------------------------
 
 
 class Leaf(NamedTuple):
@@ -39,7 +42,8 @@ class Leaf(NamedTuple):
     Attributes:
         kind: type and shape.
         bits: a checksum of the value.
-        sketch: projections of its numbers and, last, their norm, where rounding may make them differ; else None.
+        sketch: projections of its numbers and, last, their norm, where rounding may make them
+            differ; else None.
         tolerance: the difference relative to the norm that rounding may make.
         text: a single value, for messages; "" for the numbers of a tensor or an array.
         is_path: whether it is the path of a file.
@@ -56,7 +60,9 @@ class Leaf(NamedTuple):
 
 
 Digest = dict[str, Leaf]
-"""The leaves of a sample by their place in it, such as "[0]" or "['label']"; "" for a sample that is one leaf."""
+"""The leaves of a sample by their place in it, such as "[0]" or "['label']"; "" for a sample that
+is one leaf.
+"""
 
 _MAX_LEAVES = 64
 _MAX_VISITED = 2000
@@ -68,8 +74,9 @@ _MAX_VALUES = 1 << 22  # of a larger tensor, so many values at equal distances a
 def digest_of(sample: Any) -> Digest:
     """Return the digest of a sample: the same in every process for the same values.
 
-    Values are compared by what they are, not where: of objects of any other class the attributes count, and addresses
-    in a `repr` do not. Of paths of files only the last part counts, as hosts may keep the files in other folders.
+    Values are compared by what they are, not where: of objects of any other class the attributes
+    count, and addresses in a `repr` do not. Of paths of files only the last part counts, as hosts
+    may keep the files in other folders.
     """
     found: Digest = {}
     rest = 0
@@ -79,8 +86,17 @@ def digest_of(sample: Any) -> Digest:
             if len(found) < _MAX_LEAVES:
                 found[path] = leaf
             elif not leaf.of_object:  # one of an object may be refused or not, see `differences`
-                rest = mix((rest, zlib.crc32(path.encode(errors="replace")), zlib.crc32(leaf.kind.encode()), leaf.bits))
-    except Exception:  # of a class that cannot be looked into; what was found until then is compared
+                rest = mix(
+                    (
+                        rest,
+                        zlib.crc32(path.encode(errors="replace")),
+                        zlib.crc32(leaf.kind.encode()),
+                        leaf.bits,
+                    )
+                )
+    except (
+        Exception
+    ):  # of a class that cannot be looked into; what was found until then is compared
         _log.debug("a sample cannot be compared as a whole", exc_info=True)
     if rest:
         found["…"] = Leaf("further values", rest, text="further values")
@@ -119,24 +135,40 @@ def _mark(kind: str, bits: int = 0) -> Leaf:
 
 
 def _bits_of_item(item: Any) -> int:
-    leaves = [(path, leaf.kind, leaf.bits) for path, leaf in digest_of(item).items() if not leaf.of_object]
+    leaves = [
+        (path, leaf.kind, leaf.bits) for path, leaf in digest_of(item).items() if not leaf.of_object
+    ]
     return zlib.crc32(repr(leaves).encode(errors="replace"))
 
 
 _PLAIN = (
     *(str, bytes, bytearray, int, bool, type(None), complex, range, slice, type(Ellipsis)),
-    *(decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta, uuid.UUID),
+    *(
+        decimal.Decimal,
+        fractions.Fraction,
+        datetime.date,
+        datetime.time,
+        datetime.timedelta,
+        uuid.UUID,
+    ),
     *(torch.dtype, torch.Size, np.dtype),
 )
 
 
 def _leaf(value: Any) -> Leaf | None:
-    """Return a value as a leaf; None for one that consists of others, or of which only the class says what it is."""
+    """Return a value as a leaf; None for one that consists of others, or of which only the class
+    says what it is.
+    """
     if isinstance(value, enum.Enum):
         return Leaf(type(value).__name__, zlib.crc32(value.name.encode()), text=value.name)
     if isinstance(value, os.PathLike):
         path = os.fsdecode(value)
-        return Leaf("path", zlib.crc32(_last_part(path).encode(errors="replace")), text=_shown(path), is_path=True)
+        return Leaf(
+            "path",
+            zlib.crc32(_last_part(path).encode(errors="replace")),
+            text=_shown(path),
+            is_path=True,
+        )
     if type(value) is float:
         number = torch.tensor([value], dtype=torch.float64, device="cpu")
         return _leaf_of_numbers("float", number)._replace(text=repr(value))
@@ -145,7 +177,9 @@ def _leaf(value: Any) -> Leaf | None:
         return Leaf("str", bits, text=_shown(value), is_path=_is_path(value))
     if isinstance(value, _PLAIN):
         text = repr(value)
-        return Leaf(type(value).__name__, zlib.crc32(text.encode(errors="replace")), text=_short(text))
+        return Leaf(
+            type(value).__name__, zlib.crc32(text.encode(errors="replace")), text=_short(text)
+        )
     if type(value) in (list, tuple) and value:
         return _leaf_of_list(value)
     if isinstance(value, torch.Tensor):
@@ -165,12 +199,16 @@ def _leaf_of_list(values: Sequence[Any]) -> Leaf | None:
         return Leaf(f"list of {len(values)} int", zlib.crc32(text.encode()), text=_short(text))
     if types <= {int, float}:
         numbers = torch.tensor(list(map(float, values)), dtype=torch.float64, device="cpu")
-        return _leaf_of_numbers(f"list of {len(values)} float", numbers)._replace(text=_shown(values[:8]))
+        return _leaf_of_numbers(f"list of {len(values)} float", numbers)._replace(
+            text=_shown(values[:8])
+        )
     return None
 
 
 def _text(value: Any) -> str:
-    """Return a value for a comparison: of what looks like the path of a file, only its last part."""
+    """Return a value for a comparison: of what looks like the path of a file, only its last
+    part.
+    """
     if isinstance(value, str) and value.startswith(os.sep) and "\n" not in value:
         value = _last_part(value)
     return _without_addresses(repr(value))
@@ -191,7 +229,12 @@ def _is_path(value: str) -> bool:
     Labels begin with a slash too, such as /m/01yrx of Open Images.
     """
     first, slash, _ = value[1:].partition(os.sep)
-    return value.startswith(os.sep) and slash != "" and "\n" not in value and _is_folder(os.sep + first)
+    return (
+        value.startswith(os.sep)
+        and slash != ""
+        and "\n" not in value
+        and _is_folder(os.sep + first)
+    )
 
 
 _SHOWN = 60  # characters of a value in a message
@@ -210,8 +253,12 @@ def _without_addresses(text: str) -> str:
 
 
 def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return what offers itself as an array, such as an image of PIL, or a column of pandas; None for the rest."""
-    if isinstance(value, type) or not (hasattr(value, "__array_interface__") or hasattr(value, "__array__")):
+    """Return what offers itself as an array, such as an image of PIL, or a column of pandas; None
+    for the rest.
+    """
+    if isinstance(value, type) or not (
+        hasattr(value, "__array_interface__") or hasattr(value, "__array__")
+    ):
         return None
     if getattr(value, "nbytes", 0) > _MAX_BYTES:  # such as a whole file that is not in memory
         return None
@@ -224,11 +271,19 @@ def _as_array(value: Any) -> np.ndarray[Any, Any] | None:
 def _leaf_of_array(array: np.ndarray[Any, Any], prefix: str) -> Leaf:
     kind = f"{prefix}array {array.dtype} {list(array.shape)}"
     if array.dtype.kind in "fiubc":
-        native = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)).reshape(-1)
+        native = np.ascontiguousarray(
+            array.astype(array.dtype.newbyteorder("="), copy=False)
+        ).reshape(-1)
         if native.dtype in (np.float16, np.float32, np.float64, np.uint8):
             # a copy where it cannot be written to, of which torch would warn
-            return _leaf_of_numbers(kind, torch.from_numpy(native if native.flags.writeable else native.copy()))
-        return Leaf(kind, zlib.crc32(native.view(np.uint8).data), text="" if array.size > 1 else str(array.tolist()))
+            return _leaf_of_numbers(
+                kind, torch.from_numpy(native if native.flags.writeable else native.copy())
+            )
+        return Leaf(
+            kind,
+            zlib.crc32(native.view(np.uint8).data),
+            text="" if array.size > 1 else str(array.tolist()),
+        )
     # of texts, dates and records
     return Leaf(kind, zlib.crc32(np.ascontiguousarray(array).tobytes()), text=_short(repr(array)))
 
@@ -252,7 +307,9 @@ def _leaf_of_numbers(kind: str, flat: torch.Tensor) -> Leaf:
 
 
 def _tolerance(flat: torch.Tensor) -> float:
-    """Return the difference, relative to the norm, that other processors and libraries may make of the same sample."""
+    """Return the difference, relative to the norm, that other processors and libraries may make of
+    the same sample.
+    """
     if flat.dtype is torch.uint8:  # decoders of JPEG round differently, by 1 or 2 of 255
         return 0.02 if flat.numel() >= 1024 else 0.0
     if not flat.is_floating_point() or not flat.numel():
@@ -270,7 +327,9 @@ _WIDTH = 1024
 
 @lru_cache(maxsize=1)
 def _signs() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random signs: those of the rows into which values are folded, and of the columns in each projection."""
+    """Return random signs: those of the rows into which values are folded, and of the columns in
+    each projection.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 2, (_MAX_VALUES // _WIDTH,), generator=generator, device="cpu") * 2 - 1
     columns = torch.randint(0, 2, (_WIDTH, _PROJECTIONS), generator=generator, device="cpu") * 2 - 1
@@ -278,16 +337,19 @@ def _signs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sketch(flat: torch.Tensor) -> tuple[float, ...]:
-    """Return random projections of values, and their norm: the distance of two sketches is about that of the values.
+    """Return random projections of values, and their norm: the distance of two sketches is about
+    that of the values.
 
-    Source: Johnson and Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space", 1984.
+    Source: Johnson and Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space",
+    1984.
     """
     rows, columns = _signs()
     width = min(_WIDTH, flat.numel())
     whole = flat.numel() // width * width
     dtype = torch.float64 if flat.element_size() == 8 or flat.numel() < 4096 else torch.float32
     values = torch.nan_to_num(flat.to(dtype), nan=700.0, posinf=1000.0, neginf=-1000.0)
-    # sums and not products of matrices, whose libraries have threads that a loader process does not inherit
+    # sums and not products of matrices, whose libraries have threads that a loader process does not
+    # inherit
     folded = (values[:whole].view(-1, width) * rows[: whole // width].to(dtype)[:, None]).sum(0)
     if whole < flat.numel():
         folded[: flat.numel() - whole] += values[whole:] * rows[whole // width].to(dtype)
@@ -340,7 +402,9 @@ def _leaves_of_object(value: Any, path: str, depth: int) -> Iterator[tuple[str, 
     for base in type(value).__mro__:
         slots = base.__dict__.get("__slots__", ())
         names = (slots,) if isinstance(slots, str) else slots
-        attributes |= {name: getattr(value, name, None) for name in names if not name.startswith("__")}
+        attributes |= {
+            name: getattr(value, name, None) for name in names if not name.startswith("__")
+        }
     if attributes:
         yield path, _mark(kind)
         for name in sorted(attributes):
@@ -352,10 +416,19 @@ def _leaves_of_object(value: Any, path: str, depth: int) -> Iterator[tuple[str, 
     except Exception:  # of any class
         text = ""
     # an open file, a lock or a pointer says here where it is in this process
-    yield path, Leaf(kind, zlib.crc32(text.encode(errors="replace")), text=_short(text) or kind, of_object=True)
+    yield (
+        path,
+        Leaf(
+            kind,
+            zlib.crc32(text.encode(errors="replace")),
+            text=_short(text) or kind,
+            of_object=True,
+        ),
+    )
 
 
-# --- Differences ------------------------------------------------------------------------------------------------------
+# --- Differences
+# --------------------------------------------------------------------------------------------------
 
 
 class Difference(NamedTuple):
@@ -389,30 +462,41 @@ def _value(leaf: Leaf | None) -> str:
     return "missing" if leaf is None else leaf.text or leaf.kind
 
 
-def differences(one: Digest, other: Digest, passed_over: AbstractSet[str] = frozenset()) -> list[Difference]:
-    """Return the leaves in which two readings of a sample differ, but for those that are `passed_over`.
+def differences(
+    one: Digest, other: Digest, passed_over: AbstractSet[str] = frozenset()
+) -> list[Difference]:
+    """Return the leaves in which two readings of a sample differ, but for those that are
+    `passed_over`.
 
-    What a collate function puts into batches is refused where it differs: tensors, arrays, numbers, texts and whatever
-    else is in containers, which are tuples, lists, dicts, sets and dataclasses. Two kinds of values may be others in
-    each process though nothing is wrong with the data:
+    What a collate function puts into batches is refused where it differs: tensors, arrays, numbers,
+    texts and whatever else is in containers, which are tuples, lists, dicts, sets and dataclasses.
+    Two kinds of values may be others in each process though nothing is wrong with the data:
 
-    - attributes of an object of any other class: a number of a process, an open file, an address. Tensors and arrays
-      in them are data, as in those of a graph, and refused where both readings have them;
-    - the path of a file, such as a copy in a temporary folder, if the sample has a tensor or an array as well: those
-      are what the training sees, and are compared. Without, the path is what the samples are made of.
+    - attributes of an object of any other class: a number of a process, an open file, an address.
+      Tensors and arrays in them are data, as in those of a graph, and refused where both readings
+      have them;
+    - the path of a file, such as a copy in a temporary folder, if the sample has a tensor or an
+      array as well: those are what the training sees, and are compared. Without, the path is what
+      the samples are made of.
     """
     paths = [path for path in sorted(one.keys() | other.keys()) if path not in passed_over]
     pairs = [(path, one.get(path), other.get(path)) for path in paths]
-    numbers = [(a, b) for _, a, b in pairs if a is not None and b is not None and not a.text and not b.text]
+    numbers = [
+        (a, b) for _, a, b in pairs if a is not None and b is not None and not a.text and not b.text
+    ]
     same_numbers = bool(numbers) and all(_alike(a, b) for a, b in numbers)
     found = []
     for path, a, b in pairs:
         if a is None or b is None:
             present = a or b
-            found.append(Difference(path, a, b, False, not (present is not None and present.of_object)))
+            found.append(
+                Difference(path, a, b, False, not (present is not None and present.of_object))
+            )
         elif (a.kind, a.bits) != (b.kind, b.bits):
             rounded = _alike(a, b)
-            found.append(Difference(path, a, b, rounded, not rounded and _is_data(a, b, same_numbers)))
+            found.append(
+                Difference(path, a, b, rounded, not rounded and _is_data(a, b, same_numbers))
+            )
     return found
 
 

@@ -39,12 +39,13 @@ class RemoteFile:
 def fetch(files: Sequence[RemoteFile], folder: Path) -> list[Path]:
     """Return the paths of `files` in `folder`, after downloading the missing ones.
 
-    A file gets its name only when it is complete and its checksum is correct. If several processes call this at the
-    same time, one downloads and the others wait for it.
+    A file gets its name only when it is complete and its checksum is correct. If several processes
+    call this at the same time, one downloads and the others wait for it.
 
     Raises:
-        DataError: no address provides the correct file, or the folder cannot be written; names the file, its addresses,
-            the error of each, and what to do. New folders are removed again if they are empty.
+        DataError: no address provides the correct file, or the folder cannot be written; names the
+            file, its addresses, the error of each, and what to do. New folders are removed again if
+            they are empty.
     """
     with locked(folder, "to download into"):
         return [_fetch_one(file, folder, [other.name for other in files]) for file in files]
@@ -95,7 +96,8 @@ def _root_cause(error: BaseException) -> str:
 
 @contextmanager
 def locked(folder: Path, purpose: str) -> Iterator[None]:
-    """Create and lock `folder`, so that other processes do not write to it; remove it again after a failure.
+    """Create and lock `folder`, so that other processes do not write to it; remove it again after a
+    failure.
 
     Args:
         folder: the folder.

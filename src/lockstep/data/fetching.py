@@ -1,4 +1,6 @@
-"""Loads what is asked of a data set: its samples, and batches made of them, in this process or in loader processes."""
+"""Loads what is asked of a data set: its samples, and batches made of them, in this process or in
+loader processes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,15 @@ from .between_processes import PackedSamples, PickledByValue
 from .device_copies import pinned
 from .sample_draws import seed_collate, seed_draws
 
-__all__ = ["BatchRequest", "Collate", "Fetcher", "Request", "Samples", "describe_exception", "superseded_error"]
+__all__ = [
+    "BatchRequest",
+    "Collate",
+    "Fetcher",
+    "Request",
+    "Samples",
+    "describe_exception",
+    "superseded_error",
+]
 
 _REAP_S = 0.1  # in which the exit code of a process that has ended is known
 
@@ -39,10 +49,12 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Request(Protocol):
-    """Something that is asked of a data set; it is sent to the process that loads, and what that loads is sent back.
+    """Something that is asked of a data set; it is sent to the process that loads, and what that
+    loads is sent back.
 
     Attributes:
-        gives_samples: whether that is a list of samples, or of what holds some; their many tensors travel as one.
+        gives_samples: whether that is a list of samples, or of what holds some; their many tensors
+            travel as one.
     """
 
     gives_samples: ClassVar[bool]
@@ -57,11 +69,12 @@ class Request(Protocol):
 
 
 class Samples(Dataset[Any]):
-    """The samples of a data set, as the `Dataset` of torch's loader processes: its keys are requests.
+    """The samples of a data set, as the `Dataset` of torch's loader processes: its keys are
+    requests.
 
     Args:
-        dataset: has ``__getitem__(index)``, or ``collated_batch(indices)`` for a whole batch; or ``reader()``, which
-            returns what reads a data set in blocks, or an iterable one.
+        dataset: has ``__getitem__(index)``, or ``collated_batch(indices)`` for a whole batch; or
+            ``reader()``, which returns what reads a data set in blocks, or an iterable one.
         collate: makes one batch of a list of samples; `torch.utils.data.default_collate` if None.
 
     Attributes:
@@ -87,7 +100,10 @@ class Samples(Dataset[Any]):
         self.takes_tensors = self.in_tensors or says_so
 
     def __getstate__(self) -> dict[str, Any]:
-        by_value = {"dataset": PickledByValue(self.dataset), "collate": PickledByValue(self.collate)}
+        by_value = {
+            "dataset": PickledByValue(self.dataset),
+            "collate": PickledByValue(self.collate),
+        }
         return {**self.__dict__, **by_value, "_reader": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -102,7 +118,8 @@ class Samples(Dataset[Any]):
             process = get_worker_info()
             if process is None:
                 raise
-            # Returned, because torch would put the traceback of the loader process into the message.
+            # Returned, because torch would put the traceback of the loader process into the
+            # message.
             return _Failure(f"{error} (in loader process {process.id})")
 
     def _packed(self, samples: list[Any]) -> PackedSamples:
@@ -110,13 +127,16 @@ class Samples(Dataset[Any]):
             return PackedSamples.of(samples)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             what = (
-                f"samples of {type(self.dataset).__name__} cannot leave a loader process: {describe_exception(error)}"
+                f"samples of {type(self.dataset).__name__} cannot leave a loader process: "
+                f"{describe_exception(error)}"
             )
             hint = "Return tensors, arrays and plain values, or use one loader process"
             raise DataError(f"{what}. {hint}") from error if environment.debugging() else None
 
     def reader(self) -> Any:
-        """Return what reads a data set in blocks, or an iterable one; in this process always the same one."""
+        """Return what reads a data set in blocks, or an iterable one; in this process always the
+        same one.
+        """
         if self._reader is None:
             self._reader = self.dataset.reader()
         return self._reader
@@ -180,12 +200,23 @@ class Samples(Dataset[Any]):
         except LockstepError:
             raise
         except Exception as error:
-            shown = ", ".join(map(str, indices[:5])) + (f" and {len(indices) - 5} more" if len(indices) > 5 else "")
-            what = f"a batch of samples {shown} of {type(self.dataset).__name__}: {describe_exception(error)}"
+            shown = ", ".join(map(str, indices[:5])) + (
+                f" and {len(indices) - 5} more" if len(indices) > 5 else ""
+            )
+            what = (
+                f"a batch of samples {shown} of {type(self.dataset).__name__}: "
+                f"{describe_exception(error)}"
+            )
             if self.collate is default_collate:
-                what += ". Samples of different sizes need a collate_fn that pads them, of a Loader or a DataLoader"
+                what += (
+                    ". Samples of different sizes need a collate_fn that pads them, of a Loader "
+                    "or a DataLoader"
+                )
             elif any(sample is None for sample in samples):
-                what += ". A collate_fn that leaves samples out is to return None for a part of which none are left"
+                what += (
+                    ". A collate_fn that leaves samples out is to return None for a part of which "
+                    "none are left"
+                )
             raise DataError(what) from error if environment.debugging() else None
 
 
@@ -195,8 +226,8 @@ class BatchRequest:
 
     Attributes:
         key: of the epoch's random draws.
-        indices: of its samples; a tensor only if the data set takes them. With a tuple of lists, what is loaded is a
-            list with a batch for each of them, None for an empty one.
+        indices: of its samples; a tensor only if the data set takes them. With a tuple of lists,
+            what is loaded is a list with a batch for each of them, None for an empty one.
     """
 
     key: int
@@ -219,7 +250,9 @@ class _Failure:
 
 
 def describe_exception(error: Exception) -> str:
-    """Return an exception of a data set in one line, with the line of the program that raised it."""
+    """Return an exception of a data set in one line, with the line of the program that raised
+    it.
+    """
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the frame here
     own = [frame for frame in frames if not _is_of_a_library(frame.filename)] or frames
@@ -232,12 +265,18 @@ _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def _is_of_a_library(file: str) -> bool:
-    """Return whether a file belongs to an installed package, to Python or to Lockstep, and not to the program."""
-    return f"{os.sep}site-packages{os.sep}" in file or file.startswith((*_STANDARD, _OWN, "<frozen "))
+    """Return whether a file belongs to an installed package, to Python or to Lockstep, and not to
+    the program.
+    """
+    return f"{os.sep}site-packages{os.sep}" in file or file.startswith(
+        (*_STANDARD, _OWN, "<frozen ")
+    )
 
 
 class _RequestSampler:
-    """The requests of the current epoch; replaced for each epoch, so that the loader processes can be kept."""
+    """The requests of the current epoch; replaced for each epoch, so that the loader processes can
+    be kept.
+    """
 
     def __init__(self) -> None:
         self.requests: Iterable[Request] = ()
@@ -249,30 +288,40 @@ class _RequestSampler:
 class Fetcher:
     """Loads what is asked for, in the order of the requests.
 
-    Random draws of the data set are keyed by sample: they are the same in any process, and do not change the caller's
-    generators.
+    Random draws of the data set are keyed by sample: they are the same in any process, and do not
+    change the caller's generators.
 
     Args:
         dataset: see `Samples`.
         collate: makes one batch of a list of samples; `torch.utils.data.default_collate` if None.
-        processes: number of loader processes; 0 loads in this process. They start with the first epoch and run until
-            `close`. Requests go to them in turn.
+        processes: number of loader processes; 0 loads in this process. They start with the first
+            epoch and run until `close`. Requests go to them in turn.
         prefetch: maximum number of batches that loader processes load ahead; at least one for each.
         pin: put batches in page-locked memory, from which copies to a GPU overlap its computation.
-        in_parts: whether a batch takes a request to each loader process, and this process makes it of the samples.
+        in_parts: whether a batch takes a request to each loader process, and this process makes it
+            of the samples.
 
     Attributes:
         samples: the data set, as this process sees it.
         parts: number of parts of a batch that may be loaded beside each other.
-        takes_tensors: whether requests may have their indices as tensors, which takes less than lists.
+        takes_tensors: whether requests may have their indices as tensors, which takes less than
+            lists.
     """
 
     def __init__(
-        self, dataset: Any, collate: Collate | None, processes: int, prefetch: int, pin: bool, in_parts: bool = False
+        self,
+        dataset: Any,
+        collate: Collate | None,
+        processes: int,
+        prefetch: int,
+        pin: bool,
+        in_parts: bool = False,
     ) -> None:
         self.samples = Samples(dataset, collate)
         self.parts = max(1, processes)
-        self.takes_tensors = not processes and self.samples.takes_tensors  # lists are sent to processes sooner
+        self.takes_tensors = (
+            not processes and self.samples.takes_tensors
+        )  # lists are sent to processes sooner
         self._processes = processes
         self._prefetch = prefetch
         self._pin = pin
@@ -282,7 +331,8 @@ class Fetcher:
         self._running: Generator[Any, None, None] | None = None
 
     def fetch(self, requests: Iterable[Request], are_batches: bool = True) -> Iterator[Any]:
-        """Return an iterator over what is loaded; with loader processes, it ends an earlier iterator.
+        """Return an iterator over what is loaded; with loader processes, it ends an earlier
+        iterator.
 
         Args:
             requests: what to load.
@@ -295,16 +345,18 @@ class Fetcher:
         return self._running
 
     def load(self, request: Request) -> Any:
-        """Return what is loaded for one request, where `fetch` loads: in the first loader process, if there is any.
+        """Return what is loaded for one request, where `fetch` loads: in the first loader process,
+        if there is any.
 
-        This process does not read then: files that a data set opens when it is first read would be shared with all
-        loader processes, and so would the positions in them.
+        This process does not read then: files that a data set opens when it is first read would be
+        shared with all loader processes, and so would the positions in them.
         """
         (loaded,) = self.fetch([request], are_batches=False)
         return loaded
 
     def collated(self, key: int, samples: list[Any], indices: list[int]) -> Any:
-        """Return samples as a batch, with the random draws of the collate function keyed by its first sample.
+        """Return samples as a batch, with the random draws of the collate function keyed by its
+        first sample.
 
         Args:
             key: of the epoch's random draws.
@@ -321,7 +373,8 @@ class Fetcher:
         return map_tensors(pinned, data) if self._pin else data
 
     def _fetch_in_process(self, requests: Iterable[Request], pin: bool) -> Iterator[Any]:
-        # Whole batches are not seeded. Restoring the generators costs 80 µs, most of it for NumPy's.
+        # Whole batches are not seeded. Restoring the generators costs 80 µs, most of it for
+        # NumPy's.
         samples = self.samples
         is_seeded = samples.by_sample or self._in_parts
         for request in requests:
@@ -343,7 +396,11 @@ class Fetcher:
                 loaded = next(arriving)
             except StopIteration:
                 return
-            except (RuntimeError, OSError, EOFError) as error:  # of torch, or of a pipe, when a process has ended
+            except (
+                RuntimeError,
+                OSError,
+                EOFError,
+            ) as error:  # of torch, or of a pipe, when a process has ended
                 message = _describe_dead_process(self._loader)
                 if message is None:
                     raise
@@ -356,15 +413,19 @@ class Fetcher:
         return DataLoader(
             self.samples,
             batch_size=None,
-            # What a collate function returns stays as it is: by default, arrays would become tensors.
+            # What a collate function returns stays as it is: by default, arrays would become
+            # tensors.
             collate_fn=_unchanged if self._in_parts else None,
             sampler=self._sampler,
             num_workers=self._processes,
-            # A batch in parts is one request for each process. DataLoader gives requests to its processes in turn.
+            # A batch in parts is one request for each process. DataLoader gives requests to its
+            # processes in turn.
             prefetch_factor=self._prefetch if self._in_parts else self._prefetch // self._processes,
             persistent_workers=True,
             pin_memory=self._pin and not (self._in_parts and self.parts > 1),
-            worker_init_fn=partial(_prepare_process, new_group=multiprocessing.parent_process() is None),
+            worker_init_fn=partial(
+                _prepare_process, new_group=multiprocessing.parent_process() is None
+            ),
             # A separate generator: otherwise each epoch draws a seed from the global one.
             generator=torch.Generator(),
         )
@@ -381,12 +442,14 @@ class Fetcher:
         self._loader = None
         iterator = getattr(loader, "_iterator", None)
         if iterator is not None:
-            # Dropping the reference would do the same, unless a traceback still holds one of its frames.
+            # Dropping the reference would do the same, unless a traceback still holds one of its
+            # frames.
             iterator._shutdown_workers()
 
 
-# Those whose loader processes may run. Where an exception ends the program within an epoch, nobody closes them; the
-# processes pass over the first SIGTERM, with which multiprocessing ends them, and it would wait for them for ever.
+# Those whose loader processes may run. Where an exception ends the program within an epoch, nobody
+# closes them; the processes pass over the first SIGTERM, with which multiprocessing ends them, and
+# it would wait for them for ever.
 _with_processes: weakref.WeakSet[Fetcher] = weakref.WeakSet()
 
 
@@ -399,14 +462,18 @@ def _close_all() -> None:
 def _describe_dead_process(loader: DataLoader[Any]) -> str | None:
     """Return which loader process has died, and how; None if all are alive."""
     for number, process in enumerate(getattr(getattr(loader, "_iterator", None), "_workers", ())):
-        with suppress(RuntimeError):  # from torch's handler of SIGCHLD, which raises wherever this process is
+        with suppress(
+            RuntimeError
+        ):  # from torch's handler of SIGCHLD, which raises wherever this process is
             process.join(_REAP_S)
         code = process.exitcode
         if code is None:
             continue
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         which = f"loader process {number} of {loader.num_workers} (PID {process.pid})"
-        memory = " If that was for want of memory, use fewer loader processes or a smaller prefetch."
+        memory = (
+            " If that was for want of memory, use fewer loader processes or a smaller prefetch."
+        )
         return f"{which} {how} while it loaded samples.{memory if code == -signal.SIGKILL else ''}"
     return None
 
@@ -429,16 +496,21 @@ def _prepare_process(_: int, new_group: bool) -> None:
     """Let a loader process ignore signals that are meant for its parent, and end with it."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():
-        # Its parent in the system is a fork server (the default since Python 3.14), which lives as long as it does;
-        # torch looks only for that.
-        threading.Thread(target=_end_with, args=(parent,), name="lockstep loader parent", daemon=True).start()
-    # Ctrl-C reaches every process of the terminal, and SIGTERM of Slurm every process of a step. The parent completes
-    # its step first, and needs this process's batches for it.
+        # Its parent in the system is a fork server (the default since Python 3.14), which lives as
+        # long as it does; torch looks only for that.
+        threading.Thread(
+            target=_end_with, args=(parent,), name="lockstep loader parent", daemon=True
+        ).start()
+    # Ctrl-C reaches every process of the terminal, and SIGTERM of Slurm every process of a step.
+    # The parent completes its step first, and needs this process's batches for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _pass_over_once)
-    if new_group:  # not under a launcher: it signals only the worker, and at the end kills the worker's process group
+    # not under a launcher: it signals only the worker, and at the end kills the worker's process
+    # group
+    if new_group:
         os.setpgid(0, 0)
-        # In a background process group, writing to the terminal must not stop the process ("stty tostop").
+        # In a background process group, writing to the terminal must not stop the process ("stty
+        # tostop").
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 
@@ -448,5 +520,6 @@ def _end_with(parent: Any) -> None:
 
 
 def _pass_over_once(number: int, _frame: FrameType | None) -> None:
-    # The next one ends this process: that of multiprocessing, when the parent exits and this process hangs.
+    # The next one ends this process: that of multiprocessing, when the parent exits and this
+    # process hangs.
     signal.signal(number, signal.SIG_DFL)

@@ -16,32 +16,42 @@ from ..errors import DataError
 
 __all__ = ["read_idx", "read_pair"]
 
-_TYPES = {0x08: "uint8", 0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
+_TYPES = {
+    0x08: "uint8",
+    0x09: "int8",
+    0x0B: "int16",
+    0x0C: "int32",
+    0x0D: "float32",
+    0x0E: "float64",
+}
 _CONTENTS = {1: "labels", 3: "images"}
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = 1 << 20
 _DOWNLOAD_AGAIN = "Remove it and download it again."
-# A few kilobytes of gzip can hold gigabytes of zeros. The largest published data set of this format (EMNIST by class)
-# has 0.6 GB.
+# A few kilobytes of gzip can hold gigabytes of zeros. The largest published data set of this format
+# (EMNIST by class) has 0.6 GB.
 _LARGEST_UNPACKED = 1 << 30
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
     """Read the array in an IDX file, gzip-compressed if its name ends in ``.gz``.
 
-    Source: the format is described with "The MNIST database of handwritten digits", LeCun, Cortes, Burges:
-    two zero bytes, a type code, the number of dimensions, their sizes as big-endian 32-bit integers, the items.
+    Source: the format is described with "The MNIST database of handwritten digits", LeCun, Cortes,
+    Burges: two zero bytes, a type code, the number of dimensions, their sizes as big-endian 32-bit
+    integers, the items.
 
     Args:
         path: the file.
-        dimensions: the required number of dimensions: 1 for labels (magic 0x00000801), 3 for images (0x00000803).
+        dimensions: the required number of dimensions: 1 for labels (magic 0x00000801), 3 for images
+            (0x00000803).
 
     Returns:
         uint8 with the shape in the file's header.
 
     Raises:
-        DataError: the file is missing, cannot be read, is not in the format of its name, holds another kind of array,
-            or is shorter or longer than its header states; names the file, what was expected and what was found.
+        DataError: the file is missing, cannot be read, is not in the format of its name, holds
+            another kind of array, or is shorter or longer than its header states; names the file,
+            what was expected and what was found.
     """
     try:
         with path.open("rb") as raw:
@@ -53,11 +63,17 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     except FileNotFoundError:
         raise DataError(f"{path}: expected an IDX file, got no file of this name") from None
     except EOFError:
-        raise DataError(f"{path}: expected a complete gzip file, got a truncated one. {_DOWNLOAD_AGAIN}") from None
+        raise DataError(
+            f"{path}: expected a complete gzip file, got a truncated one. {_DOWNLOAD_AGAIN}"
+        ) from None
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: expected an undamaged gzip file, got {error}. {_DOWNLOAD_AGAIN}") from None
+        raise DataError(
+            f"{path}: expected an undamaged gzip file, got {error}. {_DOWNLOAD_AGAIN}"
+        ) from None
     except OSError as error:
-        raise DataError(f"{path}: expected a file that can be read, got {error.strerror or error}") from None
+        raise DataError(
+            f"{path}: expected a file that can be read, got {error.strerror or error}"
+        ) from None
 
 
 def read_pair(images: Path, labels: Path, classes: int) -> tuple[Tensor, Tensor]:
@@ -67,16 +83,20 @@ def read_pair(images: Path, labels: Path, classes: int) -> tuple[Tensor, Tensor]
         The images as uint8 of shape (n, 1, height, width); the labels as int64 of shape (n,).
 
     Raises:
-        DataError: as :func:`read_idx`; or the numbers of images and labels differ, or a label is not below `classes`.
+        DataError: as :func:`read_idx`; or the numbers of images and labels differ, or a label is
+            not below `classes`.
     """
     pixels = read_idx(images, 3)
     numbers = read_idx(labels, 1)
     if len(pixels) != len(numbers):
         raise DataError(
-            f"{labels}: expected {len(pixels)} labels, one for each image in {images.name}, got {len(numbers)}"
+            f"{labels}: expected {len(pixels)} labels, one for each image in {images.name}, got "
+            f"{len(numbers)}"
         )
     if int(numbers.max()) >= classes:
-        raise DataError(f"{labels}: expected labels from 0 to {classes - 1}, got {int(numbers.max())}")
+        raise DataError(
+            f"{labels}: expected labels from 0 to {classes - 1}, got {int(numbers.max())}"
+        )
     return pixels.unsqueeze(1), numbers.to(torch.int64)
 
 
@@ -94,10 +114,11 @@ def _read_unpacked(path: Path, file: gzip.GzipFile, dimensions: int) -> Tensor:
     expected = math.prod(shape)
     if expected > _LARGEST_UNPACKED:
         raise DataError(
-            f"{path}: expected at most {_LARGEST_UNPACKED} bytes in a compressed file, got a header that states "
-            f"{expected}. If that is true, unpack the file first"
+            f"{path}: expected at most {_LARGEST_UNPACKED} bytes in a compressed file, got a "
+            f"header that states {expected}. If that is true, unpack the file first"
         )
-    # One byte more than stated detects a longer file, and makes gzip verify its checksum at the end.
+    # One byte more than stated detects a longer file, and makes gzip verify its checksum at the
+    # end.
     return _to_tensor(path, _read_up_to(file, expected + 1), shape)
 
 
@@ -106,7 +127,8 @@ def _check_gzip(path: Path, raw: BinaryIO) -> None:
     raw.seek(0)
     if magic != _GZIP_MAGIC:
         raise DataError(
-            f"{path}: expected a gzip file (first bytes {_GZIP_MAGIC.hex()}), got first bytes {magic.hex() or 'none'}"
+            f"{path}: expected a gzip file (first bytes {_GZIP_MAGIC.hex()}), got first bytes "
+            f"{magic.hex() or 'none'}"
         )
 
 
@@ -121,8 +143,8 @@ def _read_shape(path: Path, file: BinaryIO | gzip.GzipFile, dimensions: int) -> 
     sizes = file.read(4 * dimensions)
     if len(sizes) < 4 * dimensions:
         raise DataError(
-            f"{path}: expected a header of {4 + 4 * dimensions} bytes, got {4 + len(sizes)}: it is truncated. "
-            f"{_DOWNLOAD_AGAIN}"
+            f"{path}: expected a header of {4 + 4 * dimensions} bytes, got {4 + len(sizes)}: it "
+            f"is truncated. {_DOWNLOAD_AGAIN}"
         )
     shape = struct.unpack(f">{dimensions}I", sizes)
     if 0 in shape:
@@ -138,7 +160,10 @@ def _describe(magic: bytes) -> str:
     if magic[:2] != b"\0\0" or magic[2] not in _TYPES:
         return "not an IDX file"
     kind = _TYPES[magic[2]]
-    return f"{_CONTENTS.get(magic[3], 'array')}: {kind} with {magic[3]} dimension{'s' * (magic[3] != 1)}"
+    return (
+        f"{_CONTENTS.get(magic[3], 'array')}: {kind} with {magic[3]} "
+        f"dimension{'s' * (magic[3] != 1)}"
+    )
 
 
 def _read_up_to(file: BinaryIO | gzip.GzipFile, size: int) -> bytearray:
@@ -152,11 +177,14 @@ def _read_up_to(file: BinaryIO | gzip.GzipFile, size: int) -> bytearray:
 def _to_tensor(path: Path, items: bytearray, shape: tuple[int, ...]) -> Tensor:
     expected = math.prod(shape)
     if len(items) != expected:
-        raise _wrong_length(path, shape, expected, f"{len(items)}" if len(items) < expected else "more")
+        raise _wrong_length(
+            path, shape, expected, f"{len(items)}" if len(items) < expected else "more"
+        )
     return torch.frombuffer(items, dtype=torch.uint8).view(shape)
 
 
 def _wrong_length(path: Path, shape: tuple[int, ...], expected: int, got: str) -> DataError:
     return DataError(
-        f"{path}: expected {expected} bytes after the header, for shape {shape}, got {got}. {_DOWNLOAD_AGAIN}"
+        f"{path}: expected {expected} bytes after the header, for shape {shape}, got {got}. "
+        f"{_DOWNLOAD_AGAIN}"
     )

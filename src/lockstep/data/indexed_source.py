@@ -1,4 +1,6 @@
-"""Data sets whose samples have indices: an epoch's order, shuffled or from a batch sampler, and a worker's part."""
+"""Data sets whose samples have indices: an epoch's order, shuffled or from a batch sampler, and a
+worker's part.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 _ENDED = object()
 
-# Steps of an epoch's order that are converted together: one by one, the calls of torch take 20 µs a step. So many
-# samples at most, as a batch keeps the memory of its block.
+# Steps of an epoch's order that are converted together: one by one, the calls of torch take 20 µs a
+# step. So many samples at most, as a batch keeps the memory of its block.
 _STEPS_AT_ONCE = 64
 _SAMPLES_AT_ONCE = 4096
 
@@ -46,7 +48,8 @@ class Order(Protocol):
 
 
 class IndexedSource(Source):
-    """A map-style data set, in an order that depends on (seed, epoch) alone; without `shuffle` in its own.
+    """A map-style data set, in an order that depends on (seed, epoch) alone; without `shuffle` in
+    its own.
 
     Args:
         dataset: the data set.
@@ -65,11 +68,18 @@ class IndexedSource(Source):
         self._same_data: SameData | None = None  # compares the data sets of the workers
         self._compared: Any = None  # a reference to the process group whose ranks do that
         self._is_other_length_said = False
-        for name, value in (("dataset", self.samples), ("global_batch_size", plan.global_batch_size)):
+        for name, value in (
+            ("dataset", self.samples),
+            ("global_batch_size", plan.global_batch_size),
+        ):
             if value < plan.comm.size:
-                hint = "Use fewer workers" + (" or a larger global batch." if name == "global_batch_size" else ".")
+                hint = "Use fewer workers" + (
+                    " or a larger global batch." if name == "global_batch_size" else "."
+                )
                 hint = hint if value else f"This {type(dataset).__name__} is empty."
-                raise ConfigError(name, f"at least one sample for each of {plan.comm.size} workers", value, hint)
+                raise ConfigError(
+                    name, f"at least one sample for each of {plan.comm.size} workers", value, hint
+                )
         self._check()
 
     def _check(self) -> None:
@@ -81,7 +91,10 @@ class IndexedSource(Source):
         plan = self.plan
         self._check_drop_last()
         if self.samples < plan.global_batch_size and plan.shuffle and plan.comm.rank == 0:
-            what = "global_batch_size=%d is more than the %d samples of the data set: an epoch is a single step"
+            what = (
+                "global_batch_size=%d is more than the %d samples of the data set: an epoch is a "
+                "single step"
+            )
             _log.warning(what, plan.global_batch_size, self.samples)
 
     def _check_drop_last(self) -> None:
@@ -118,7 +131,9 @@ class IndexedSource(Source):
         return self._permutation(epoch).long()
 
     def _permutation(self, epoch: int) -> torch.Tensor:
-        """Return the order in the smallest dtype; `randperm` draws the same numbers with any dtype."""
+        """Return the order in the smallest dtype; `randperm` draws the same numbers with any
+        dtype.
+        """
         dtype = index_dtype(self.samples)
         if not self.plan.shuffle:
             return torch.arange(self.samples, dtype=dtype)
@@ -143,10 +158,14 @@ class IndexedSource(Source):
             if data is _ENDED:
                 raise superseded_error(epoch)
             whole = size or self.plan.virtual_workers
-            yield PartOfBatch(data if whole else narrow(data, 0, 0, 1), indices, size, global_size, step)
+            yield PartOfBatch(
+                data if whole else narrow(data, 0, 0, 1), indices, size, global_size, step
+            )
 
     def _start(self, epoch: int, steps: range) -> tuple[Order, Iterator[Any]]:
-        """Return this worker's part of an epoch's order, and its batches in the memory of the CPU."""
+        """Return this worker's part of an epoch's order, and its batches in the memory of the
+        CPU.
+        """
         order = _WorkerOrder(self.plan, self._permutation(epoch))
         key = self.plan.key_of_samples(epoch)
         if self.plan.virtual_workers:
@@ -154,14 +173,19 @@ class IndexedSource(Source):
         requested = order.requested(steps, self.fetcher.takes_tensors)
         return order, self.fetcher.fetch(BatchRequest(key, indices) for indices in requested)
 
-    def _requests(self, key: int, order: Order, steps: range, any_sample: int) -> Iterator[BatchRequest]:
+    def _requests(
+        self, key: int, order: Order, steps: range, any_sample: int
+    ) -> Iterator[BatchRequest]:
         """Yield the requests for steps one by one, with their shards.
 
-        An empty part still needs the shapes of samples: one sample is loaded, and removed by `narrow`.
+        An empty part still needs the shapes of samples: one sample is loaded, and removed by
+        `narrow`.
         """
         for step in steps:
             indices, global_size = order.part(step)
-            yield BatchRequest(key, self.plan.by_shard(indices, global_size) or indices.tolist() or [any_sample])
+            yield BatchRequest(
+                key, self.plan.by_shard(indices, global_size) or indices.tolist() or [any_sample]
+            )
 
     def stand_in(self) -> Any:
         """See `Source`."""
@@ -173,8 +197,9 @@ class IndexedSource(Source):
     def _compare_data(self, epoch: int) -> None:
         """Check that all workers have the same data set in this epoch.
 
-        Not in the constructor: a loader that is made on one worker alone, and not read there, is none of the others'
-        business. A worker that joins an elastic job compares with the others once it is in their group.
+        Not in the constructor: a loader that is made on one worker alone, and not read there, is
+        none of the others' business. A worker that joins an elastic job compares with the others
+        once it is in their group.
 
         Raises:
             MismatchError: on every worker, if they differ.
@@ -188,9 +213,15 @@ class IndexedSource(Source):
         if self._same_data is None or self._compared() is not group:
             collates = plan.collate_fn is not None and not plan.virtual_workers
             described = plan.described(self._dataset)
-            self._same_data = SameData(plan.comm, described, self.fetcher.load, self._in_blocks, collates)
+            self._same_data = SameData(
+                plan.comm, described, self.fetcher.load, self._in_blocks, collates
+            )
             self._compared = weakref.ref(group)
-        settings = {"global_batch_size": plan.global_batch_size, "shuffle": plan.shuffle, "drop_last": plan.drop_last}
+        settings = {
+            "global_batch_size": plan.global_batch_size,
+            "shuffle": plan.shuffle,
+            "drop_last": plan.drop_last,
+        }
         if plan.shuffle:  # without, the seed is that of random draws alone
             settings["seed"] = plan.seed
         self._same_data.check(settings, length, plan.key_of_samples(epoch))
@@ -199,11 +230,16 @@ class IndexedSource(Source):
         """Check that all workers have the same files, if the data set has some."""
 
     def _length_now(self) -> int:
-        """Return the length of the data set; say so if it is another one than when the loader was made."""
+        """Return the length of the data set; say so if it is another one than when the loader was
+        made.
+        """
         length = length_of(self._dataset)
         if length != self.samples and self.plan.comm.rank == 0 and not self._is_other_length_said:
             self._is_other_length_said = True
-            what = "%s has %d samples now, and had %d when its loader was made: so many are used. Make another loader"
+            what = (
+                "%s has %d samples now, and had %d when its loader was made: so many are used. "
+                "Make another loader"
+            )
             _log.warning(what, self.plan.described(self._dataset), length, self.samples)
         return length
 
@@ -220,7 +256,9 @@ class SampledSource(IndexedSource):
         ConfigError: for an invalid batch sampler.
     """
 
-    def __init__(self, dataset: Any, plan: BatchPlan, batch_sampler: Iterable[Sequence[int]]) -> None:
+    def __init__(
+        self, dataset: Any, plan: BatchPlan, batch_sampler: Iterable[Sequence[int]]
+    ) -> None:
         self._sampler: Any = batch_sampler
         self._digest = 0  # of the current epoch's batches
         super().__init__(dataset, plan)
@@ -231,9 +269,17 @@ class SampledSource(IndexedSource):
         if plan.drop_last or not plan.shuffle:
             hint = "The batch sampler alone determines the order and the last batch."
             found = "drop_last=True" if plan.drop_last else "shuffle=False"
-            raise ConfigError("batch_sampler", "neither drop_last nor shuffle=False beside it", found=found, hint=hint)
+            raise ConfigError(
+                "batch_sampler",
+                "neither drop_last nor shuffle=False beside it",
+                found=found,
+                hint=hint,
+            )
         if not hasattr(sampler, "__iter__") or not hasattr(sampler, "__len__"):
-            expected = "an iterable of lists of indices with len(), such as lockstep.data.LengthBatchSampler"
+            expected = (
+                "an iterable of lists of indices with len(), such as "
+                "lockstep.data.LengthBatchSampler"
+            )
             raise ConfigError("batch_sampler", expected, found=type(sampler).__name__)
         if len(sampler) < 1:
             raise ConfigError("batch_sampler", "at least one batch in an epoch", found="none")
@@ -266,8 +312,8 @@ class SampledSource(IndexedSource):
         """Read the global batches of `epoch` from the batch sampler.
 
         Raises:
-            ConfigError: for another number of batches than its length, or a batch that is empty, too large, or has
-                something other than indices of the data set.
+            ConfigError: for another number of batches than its length, or a batch that is empty,
+                too large, or has something other than indices of the data set.
         """
         sampler = self._sampler
         most = self.plan.global_batch_size
@@ -277,9 +323,13 @@ class SampledSource(IndexedSource):
                 sampler.set_epoch(epoch)
             # lists of millions of numbers would take seconds
             is_own = type(sampler) in (LengthBatchSampler, TokenBatchSampler)
-            batches = _Batches.of(sampler.tensors() if is_own else [_indices(batch) for batch in sampler])
+            batches = _Batches.of(
+                sampler.tensors() if is_own else [_indices(batch) for batch in sampler]
+            )
         if len(batches.sizes) != len(self):
-            raise ConfigError("batch_sampler", f"{len(self)} batches, its len()", found=f"{len(batches.sizes)}")
+            raise ConfigError(
+                "batch_sampler", f"{len(self)} batches, its len()", found=f"{len(batches.sizes)}"
+            )
         wrong = (batches.sizes < 1) | (batches.sizes > most)
         if wrong.any():
             number = int(wrong.int().argmax())
@@ -303,7 +353,8 @@ class SampledSource(IndexedSource):
             is_resumed: whether some of its batches were used before a resume.
 
         Raises:
-            MismatchError: on every worker, if they differ, or differ from those before a resume in the epoch.
+            MismatchError: on every worker, if they differ, or differ from those before a resume in
+                the epoch.
         """
         comm = self.plan.comm
         batches = self._read(epoch)
@@ -315,23 +366,26 @@ class SampledSource(IndexedSource):
                     self._raise_differing_batches(epoch, batches)
         if is_resumed and self._digest not in (0, digest):
             raise MismatchError(
-                f"batch_sampler: the batches of epoch {epoch} are others than before the run was resumed. Let its "
-                "order depend on the epoch alone (set_epoch), or draw from the global generators of torch, Python or "
-                "NumPy, which are seeded by the epoch."
+                f"batch_sampler: the batches of epoch {epoch} are others than before the run was "
+                "resumed. Let its order depend on the epoch alone (set_epoch), or draw from the "
+                "global generators of torch, Python or NumPy, which are seeded by the epoch."
             )
         self._digest = digest
         return batches
 
     def _raise_differing_batches(self, epoch: int, batches: _Batches) -> NoReturn:
-        by_rank = self.plan.comm.allgather_object([mix(batch.tolist()) for batch in batches.tensors()])
+        by_rank = self.plan.comm.allgather_object(
+            [mix(batch.tolist()) for batch in batches.tensors()]
+        )
         for rank, other in enumerate(by_rank):
             pairs = enumerate(zip_longest(by_rank[0], other))
             number = next((number for number, (first, second) in pairs if first != second), None)
             if number is not None:
                 raise MismatchError(
-                    f"batch_sampler: batch {number} of epoch {epoch} differs on ranks 0 and {rank}. Let its order "
-                    "depend on the epoch alone (set_epoch), or draw from the global generators of torch, Python or "
-                    "NumPy, which are seeded alike on all workers."
+                    f"batch_sampler: batch {number} of epoch {epoch} differs on ranks 0 and "
+                    f"{rank}. Let its order depend on the epoch alone (set_epoch), or draw from "
+                    "the global generators of torch, Python or NumPy, which are seeded alike on "
+                    "all workers."
                 )
         raise AssertionError("equal batches have equal digests")
 
@@ -339,7 +393,8 @@ class SampledSource(IndexedSource):
 class _WorkerOrder:
     """This worker's part of an epoch's order, from which the samples of each step are sliced.
 
-    It takes 4 bytes per sample, divided by the number of workers; Python lists for an epoch would take some 40.
+    It takes 4 bytes per sample, divided by the number of workers; Python lists for an epoch would
+    take some 40.
 
     Args:
         plan: of the batches.
@@ -362,9 +417,13 @@ class _WorkerOrder:
         low, high = plan.local_range(self._last_size)
         self._last = order[start + low : start + high].clone()
         self.any_sample = int(order[0])
-        self._at_once = max(1, min(_STEPS_AT_ONCE, _SAMPLES_AT_ONCE // max(1, self._rows.shape[-1])))
+        self._at_once = max(
+            1, min(_STEPS_AT_ONCE, _SAMPLES_AT_ONCE // max(1, self._rows.shape[-1]))
+        )
         self._first = 0
-        self._block: tuple[torch.Tensor, ...] = ()  # the rows of some steps from the first one on, int64
+        self._block: tuple[
+            torch.Tensor, ...
+        ] = ()  # the rows of some steps from the first one on, int64
 
     def part(self, step: int) -> tuple[torch.Tensor, int]:
         """See `Order`."""
@@ -378,7 +437,8 @@ class _WorkerOrder:
         return self._block[at], self._global_batch_size
 
     def requested(self, steps: range, as_tensors: bool) -> Iterator[list[int] | torch.Tensor]:
-        """Yield this worker's samples of each of `steps`; some sample where it has none, for the shapes.
+        """Yield this worker's samples of each of `steps`; some sample where it has none, for the
+        shapes.
 
         They are asked for ahead of `part`, by the batches that are loaded ahead.
         """
@@ -419,7 +479,9 @@ class _Batches:
         sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.int64)
         if batches and isinstance(batches[0], torch.Tensor):
             return cls(torch.cat(list(batches)), sizes)
-        return cls(torch.tensor([index for batch in batches for index in batch], dtype=torch.int64), sizes)
+        return cls(
+            torch.tensor([index for batch in batches for index in batch], dtype=torch.int64), sizes
+        )
 
     def tensors(self) -> Sequence[torch.Tensor]:
         """Return the indices of each batch."""
@@ -454,7 +516,9 @@ def _indices(batch: Any) -> list[int]:
         return [operator.index(index) for index in batch]
     except TypeError:
         expected = "lists of indices, one for each global batch"
-        raise ConfigError("batch_sampler", expected, found=f"{type(batch).__name__}: {batch!r:.60}") from None
+        raise ConfigError(
+            "batch_sampler", expected, found=f"{type(batch).__name__}: {batch!r:.60}"
+        ) from None
 
 
 def length_of(dataset: Any) -> int:

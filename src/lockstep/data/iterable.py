@@ -22,24 +22,34 @@ from .digest import Digest, digest_of
 from .fetching import Samples, describe_exception
 from .sample_draws import seed_draws
 
-__all__ = ["PartPosition", "ReadRequest", "SamplesRead", "Substreams", "is_iterable", "substreams_of"]
+__all__ = [
+    "PartPosition",
+    "ReadRequest",
+    "SamplesRead",
+    "Substreams",
+    "is_iterable",
+    "substreams_of",
+]
 
 
 class Substreams(IterableDataset[Any]):
-    """An iterable data set in a fixed number of parts, so that workers read it together and not each the whole.
+    """An iterable data set in a fixed number of parts, so that workers read it together and not
+    each the whole.
 
-    The parts are those that as many loader processes of torch's `DataLoader` would read: while part `s` is read,
-    ``torch.utils.data.get_worker_info()`` says that this is loader process `s` of `parts`, whatever processes there
-    are. Data sets of `datasets` and webdataset divide their files by that; one of your own should as well, or else
-    each part has all samples.
+    The parts are those that as many loader processes of torch's `DataLoader` would read: while part
+    `s` is read, ``torch.utils.data.get_worker_info()`` says that this is loader process `s` of
+    `parts`, whatever processes there are. Data sets of `datasets` and webdataset divide their files
+    by that; one of your own should as well, or else each part has all samples.
 
-    Each global batch has equally many samples of each part, in the order of the parts. The samples that are left when
-    the first part ends are read by the workers that have been reading their parts, and sent to the others.
+    Each global batch has equally many samples of each part, in the order of the parts. The samples
+    that are left when the first part ends are read by the workers that have been reading their
+    parts, and sent to the others.
 
     Args:
         dataset: the iterable data set.
-        parts: number of parts. The order of the samples depends on it, so it is a property of the data and not of the
-            cluster: choose one that many numbers of workers divide, such as 8 or 24.
+        parts: number of parts. The order of the samples depends on it, so it is a property of the
+            data and not of the cluster: choose one that many numbers of workers divide, such as 8
+            or 24.
 
     Raises:
         ConfigError: `parts` is invalid, or the data set has fewer files than that.
@@ -51,13 +61,22 @@ class Substreams(IterableDataset[Any]):
             raise ConfigError("dataset", "an iterable data set", found=type(dataset).__name__)
         if iter_is_itself(dataset):
             hint = "Each epoch reads it anew: give an object whose __iter__ makes a new iterator."
-            raise ConfigError("dataset", "an iterable data set", found=f"a {type(dataset).__name__}", hint=hint)
+            raise ConfigError(
+                "dataset", "an iterable data set", found=f"a {type(dataset).__name__}", hint=hint
+            )
         files = getattr(dataset, "num_shards", None)
         if isinstance(files, int) and parts > max(1, files):
-            raise ConfigError("parts", f"at most {files}, the number of files of the data set", parts)
+            raise ConfigError(
+                "parts", f"at most {files}, the number of files of the data set", parts
+            )
         if getattr(dataset, "_distributed", None) is not None:
-            hint = "Leave split_dataset_by_node out: Lockstep divides each global batch among the workers."
-            raise ConfigError("dataset", "the whole data set on every worker", found="a part of it", hint=hint)
+            hint = (
+                "Leave split_dataset_by_node out: Lockstep divides each global batch among the "
+                "workers."
+            )
+            raise ConfigError(
+                "dataset", "the whole data set on every worker", found="a part of it", hint=hint
+            )
         self.dataset = dataset
         self.parts = parts
 
@@ -87,7 +106,9 @@ def iter_is_itself(dataset: Any) -> bool:
 
 
 def substreams_of(dataset: Any) -> Substreams | None:
-    """Return an iterable data set as `Substreams`, in one part unless it says more; None for any other data set."""
+    """Return an iterable data set as `Substreams`, in one part unless it says more; None for any
+    other data set.
+    """
     if isinstance(dataset, Substreams):
         return dataset
     return Substreams(dataset, 1) if is_iterable(dataset) else None
@@ -120,7 +141,8 @@ class SamplesRead:
         samples: those to be returned; one of them, for its shapes, if none is.
         state: the data set's own `state_dict` after them; None without one.
         first: a digest of the part's first sample; None if that was not read.
-        digests: those of the samples that are compared, by number; empty but for the first that are read.
+        digests: those of the samples that are compared, by number; empty but for the first that are
+            read.
     """
 
     part: int
@@ -140,8 +162,10 @@ class ReadRequest:
         epoch: the epoch.
         key: key of its random draws.
         parts: for each part, where to begin if it is not open, and the number of samples to read.
-        keep: returns for the number of samples read the range of those to return; None to return all.
-        compared: which of the samples that are read first are compared among the workers, by number.
+        keep: returns for the number of samples read the range of those to return; None to return
+            all.
+        compared: which of the samples that are read first are compared among the workers, by
+            number.
     """
 
     run: int
@@ -205,8 +229,9 @@ class _OpenPart:
         skipped = len(self._read(start.samples - self._samples, lambda _: None))
         if self._samples < start.samples:
             what = (
-                f"{self._name}: {self._samples} samples, where {start.samples} had been read before the run was "
-                f"resumed ({skipped} of them again). It must yield the same samples whenever an epoch of it is read"
+                f"{self._name}: {self._samples} samples, where {start.samples} had been read "
+                f"before the run was resumed ({skipped} of them again). It must yield the same "
+                "samples whenever an epoch of it is read"
             )
             raise DataError(what)
 
@@ -226,14 +251,23 @@ class _OpenPart:
             self._iterator = self._guarded(lambda: iter(self._dataset))
 
     def take(
-        self, count: int, keep: Callable[[int], tuple[int, int]] | None, compared: frozenset[int] = frozenset()
+        self,
+        count: int,
+        keep: Callable[[int], tuple[int, int]] | None,
+        compared: frozenset[int] = frozenset(),
     ) -> SamplesRead:
-        """Read the next `count` samples, fewer at the end, and return the range that `keep` gives for their number."""
+        """Read the next `count` samples, fewer at the end, and return the range that `keep` gives
+        for their number.
+        """
         before = self._samples
         digests = {}
         samples = self._read(count, lambda sample: sample)
         if not self._was_read:
-            digests = {before + number: digest_of(samples[number]) for number in compared if number < len(samples)}
+            digests = {
+                before + number: digest_of(samples[number])
+                for number in compared
+                if number < len(samples)
+            }
         self._was_read = True
         low, high = keep(len(samples)) if keep is not None else (0, len(samples))
         shown = samples[low:high] or samples[:1]  # one for its shapes, though none is asked for
@@ -271,7 +305,9 @@ class _OpenPart:
         info = None
         if parts > 1:
             seed = self._key & 0x7FFFFFFF
-            info = torch_worker.WorkerInfo(id=number, num_workers=parts, seed=seed, dataset=self._dataset)
+            info = torch_worker.WorkerInfo(
+                id=number, num_workers=parts, seed=seed, dataset=self._dataset
+            )
         before = torch_worker._worker_info
         torch_worker._worker_info = info
         try:
@@ -290,12 +326,16 @@ def _own_copy(source: Substreams) -> Any:
     """Return the data set, or a copy where it would keep the position of what is read in itself."""
     if source.parts > 1:
         return copy.deepcopy(source.dataset)
-    return copy.copy(source.dataset) if hasattr(source.dataset, "load_state_dict") else source.dataset
+    return (
+        copy.copy(source.dataset) if hasattr(source.dataset, "load_state_dict") else source.dataset
+    )
 
 
 @contextmanager
 def _webdataset_sees(part: int, parts: int) -> Iterator[None]:
-    """Let webdataset, where it is used, see one worker: its `split_by_node` would leave files out."""
+    """Let webdataset, where it is used, see one worker: its `split_by_node` would leave files
+    out.
+    """
     module = sys.modules.get("webdataset.utils")
     if module is None:
         yield
@@ -311,7 +351,8 @@ def _webdataset_sees(part: int, parts: int) -> Iterator[None]:
 def _keeps_position(dataset: Any) -> bool:
     """Return whether the data set's own `state_dict` leads back to exactly the next sample.
 
-    That of `datasets` leaves out what is in a shuffle buffer; such a data set is read again from its beginning.
+    That of `datasets` leaves out what is in a shuffle buffer; such a data set is read again from
+    its beginning.
     """
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         return False
@@ -321,7 +362,10 @@ def _keeps_position(dataset: Any) -> bool:
         if type(inner).__name__.startswith("BufferShuffled"):
             return False
         if inner is not None:
-            pending += [getattr(inner, "ex_iterable", None), *(getattr(inner, "ex_iterables", None) or ())]
+            pending += [
+                getattr(inner, "ex_iterable", None),
+                *(getattr(inner, "ex_iterables", None) or ()),
+            ]
     return True
 
 
@@ -333,12 +377,18 @@ def _digest(sample: Any) -> int:
             value = value.detach().cpu()
             return str(value.dtype), tuple(value.shape), zlib.crc32(value.float().numpy().tobytes())
         if isinstance(value, np.ndarray):
-            numbers = zlib.crc32(np.ascontiguousarray(value).tobytes()) if value.dtype != object else 0
+            numbers = (
+                zlib.crc32(np.ascontiguousarray(value).tobytes()) if value.dtype != object else 0
+            )
             return str(value.dtype), value.shape, numbers
         if isinstance(value, Mapping):
             return [(str(key), text(each)) for key, each in value.items()]
         if isinstance(value, (tuple, list)):
             return [text(each) for each in value]
-        return value if isinstance(value, (str, bytes, int, float, bool, type(None))) else type(value).__name__
+        return (
+            value
+            if isinstance(value, (str, bytes, int, float, bool, type(None)))
+            else type(value).__name__
+        )
 
     return zlib.crc32(repr(text(sample)).encode(errors="replace"))

@@ -1,4 +1,6 @@
-"""The global batches of an epoch of an iterable data set: which samples are in each, and each worker's part of them."""
+"""The global batches of an epoch of an iterable data set: which samples are in each, and each
+worker's part of them.
+"""
 
 from __future__ import annotations
 
@@ -78,10 +80,11 @@ def no_samples(name: str, role: str) -> DataError:
 class EpochOfStream:
     """This worker's parts of the global batches of an epoch of an iterable data set.
 
-    With one part, every worker reads all samples and uses its own; workers compare samples of the first batch, and the
-    number of them. With several parts, a worker reads those that its samples come from; workers that read the same part
-    compare what they read first. The workers agree on the number of batches to come of which each part has its share.
-    When a part has ended, whoever reads a part sends what is left.
+    With one part, every worker reads all samples and uses its own; workers compare samples of the
+    first batch, and the number of them. With several parts, a worker reads those that its samples
+    come from; workers that read the same part compare what they read first. The workers agree on
+    the number of batches to come of which each part has its share. When a part has ended, whoever
+    reads a part sends what is left.
 
     Args:
         plan: of the batches.
@@ -110,25 +113,37 @@ class EpochOfStream:
         self._source = source
         self._epoch = epoch
         self._start = start
-        self._range = partial(local_range, workers=self._comm.size, virtual_workers=plan.virtual_workers)
+        self._range = partial(
+            local_range, workers=self._comm.size, virtual_workers=plan.virtual_workers
+        )
         self._cuts = [bounds(self._size, source.parts, part) for part in range(source.parts)]
         self._mine = self._parts_of(self._comm.rank)
         earlier = {part for rank in range(self._comm.rank) for part in self._parts_of(rank)}
-        self._sent = [part for part in self._mine if part not in earlier]  # by this worker, at the end
+        self._sent = [
+            part for part in self._mine if part not in earlier
+        ]  # by this worker, at the end
         self._buffers: dict[int, deque[SamplesRead]] = {part: deque() for part in self._mine}
         self._open = set(self._mine)  # the parts that have not ended
         self._states: dict[int, Any] = {}  # of the parts, behind the last batch
         self._ended = False
         self._first = start.first
         self._any: list[Any] = []  # a sample, once there was one
-        self._digests: dict[int, dict[int, Digest]] = {}  # of the samples that were read first, by part
+        self._digests: dict[
+            int, dict[int, Digest]
+        ] = {}  # of the samples that were read first, by part
         self._processes = fetcher.parts
-        self._reads = fetcher.fetch(self._requests(EpochOfStream._runs, epoch, key), are_batches=False)
+        self._reads = fetcher.fetch(
+            self._requests(EpochOfStream._runs, epoch, key), are_batches=False
+        )
 
     def _parts_of(self, rank: int) -> list[int]:
         """Return the parts from which the samples of a worker come."""
         low, high = self._range(self._size, rank=rank)
-        return [part for part, (start, stop) in enumerate(self._cuts) if max(low, start) < min(high, stop)]
+        return [
+            part
+            for part, (start, stop) in enumerate(self._cuts)
+            if max(low, start) < min(high, stop)
+        ]
 
     def __iter__(self) -> Iterator[SamplesOfPart]:
         held: SamplesOfPart | None = None
@@ -157,14 +172,20 @@ class EpochOfStream:
         if batch.global_size == self._size:
             return False
         if batch.position.step == 1 and (self._plan.drop_last or self._plan.shuffle):
-            what = f"{self._source.name}: {batch.global_size} samples, less than one global batch of {self._size}"
+            what = (
+                f"{self._source.name}: {batch.global_size} samples, less than one global batch of "
+                f"{self._size}"
+            )
             raise DataError(what)
         return self._plan.drop_last
 
-    # --- reading ------------------------------------------------------------------------------------------------------
+    # --- reading
+    # ----------------------------------------------------------------------------------------------
 
     def _requests(self, run: int, epoch: int, key: int) -> Iterator[ReadRequest]:
-        """Yield requests without end, for each process in turn the next share of each of its parts."""
+        """Yield requests without end, for each process in turn the next share of each of its
+        parts.
+        """
         keep = partial(self._range, rank=self._comm.rank) if self._source.parts == 1 else None
         requests = []
         for process in range(self._processes):
@@ -211,8 +232,9 @@ class EpochOfStream:
             self._first = first
         elif self._first != first:
             what = (
-                f"{self._source.name}: its first sample is another one than before the run was resumed. It must yield "
-                "the same samples whenever an epoch of it is read: give what is shuffled a seed"
+                f"{self._source.name}: its first sample is another one than before the run was "
+                "resumed. It must yield the same samples whenever an epoch of it is read: give "
+                "what is shuffled a seed"
             )
             raise DataError(what)
 
@@ -223,7 +245,8 @@ class EpochOfStream:
         with named(what):
             return self._comm.allgather_object(value)
 
-    # --- one part -----------------------------------------------------------------------------------------------------
+    # --- one part
+    # ----------------------------------------------------------------------------------------------
 
     def _of_one_part(self) -> Iterator[SamplesOfPart]:
         step = self._start.step
@@ -255,9 +278,9 @@ class EpochOfStream:
 
     def _differs(self, what: str, one: int, other: int) -> MismatchError:
         return MismatchError(
-            f"{self._source.name}: {what} differs on ranks {one} and {other}. Each worker reads the whole data set, "
-            "and uses its part of each global batch: it must not be divided by rank, and what is shuffled needs a seed "
-            "that is the same on all workers."
+            f"{self._source.name}: {what} differs on ranks {one} and {other}. Each worker reads "
+            "the whole data set, and uses its part of each global batch: it must not be divided "
+            "by rank, and what is shuffled needs a seed that is the same on all workers."
         )
 
     def _compare_first(self, read: SamplesRead) -> None:
@@ -298,7 +321,8 @@ class EpochOfStream:
                 if not difference.only_rounded and self._comm.rank == 0:
                     say_difference(self._source.name, number, one, other, difference)
 
-    # --- several parts ------------------------------------------------------------------------------------------------
+    # --- several parts
+    # ----------------------------------------------------------------------------------------------
 
     def _of_several_parts(self) -> Iterator[SamplesOfPart]:
         position = self._start
@@ -312,11 +336,15 @@ class EpochOfStream:
         yield from self._tail(position)
 
     def _agree(self, position: StreamPosition) -> tuple[int, StreamPosition]:
-        """Return the number of batches, at most `_AHEAD`, of which every part has its share, and the position now."""
+        """Return the number of batches, at most `_AHEAD`, of which every part has its share, and
+        the position now.
+        """
         self._read_ahead(_AHEAD)
         ready = min((self._whole_shares(part) for part in self._mine), default=_AHEAD)
         shared = {part: each for part, each in self._digests.items() if self._is_shared(part)}
-        gathered = self._gather((ready, self._states, self._first, shared), "agreement on the next samples")
+        gathered = self._gather(
+            (ready, self._states, self._first, shared), "agreement on the next samples"
+        )
         self._compare_digests([digests for *_, digests in gathered])
         self._digests = {}
         by_part: dict[int, Any] = {}
@@ -357,7 +385,9 @@ class EpochOfStream:
         return SamplesOfPart(samples, low, high, self._size, position)
 
     def _tail(self, position: StreamPosition) -> Iterator[SamplesOfPart]:
-        """Yield the batches after the first part has ended, from samples that the workers send each other."""
+        """Yield the batches after the first part has ended, from samples that the workers send each
+        other.
+        """
         assert position.tail is not None
         samples: list[Any] = []
         skipped = (position.step - position.tail) * self._size
@@ -376,15 +406,26 @@ class EpochOfStream:
                 position = position._replace(step=position.step + 1)
                 yield SamplesOfPart(batch[low:high] or batch[:1], low, high, len(batch), position)
         if skipped:
-            what = f"fewer than the {position.step} batches that had been read before the run was resumed"
-            raise DataError(f"{self._source.name}: {what}. It must yield the same samples whenever it is read")
+            what = (
+                f"fewer than the {position.step} batches that had been read before the run was "
+                "resumed"
+            )
+            raise DataError(
+                f"{self._source.name}: {what}. It must yield the same samples whenever it is read"
+            )
         if not position.step:
             raise no_samples(self._source.name, self._plan.role)
 
     def _exchange(self) -> list[Any]:
-        """Return the next share of each part, from the worker that reads it, in the order of the parts."""
+        """Return the next share of each part, from the worker that reads it, in the order of the
+        parts.
+        """
         self._read_ahead(1)
-        own = [(part, self._buffers[part].popleft().samples) for part in self._sent if self._buffers[part]]
+        own = [
+            (part, self._buffers[part].popleft().samples)
+            for part in self._sent
+            if self._buffers[part]
+        ]
         for part in set(self._mine) - set(self._sent):
             if self._buffers[part]:
                 self._buffers[part].popleft()  # another worker reads and sends it

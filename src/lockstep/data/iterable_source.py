@@ -1,4 +1,6 @@
-"""Iterable data sets as a source of batches: they have their own order, and their length is known when they end."""
+"""Iterable data sets as a source of batches: they have their own order, and their length is known
+when they end.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ class IterableSource(Source):
         self._steps: int | None = None  # of the epoch that was read last
         least = max(plan.comm.size, dataset.parts)
         if least > plan.global_batch_size:
-            what = f"{dataset.parts} parts of the data set" if least == dataset.parts else f"{least} workers"
+            what = (
+                f"{dataset.parts} parts of the data set"
+                if least == dataset.parts
+                else f"{least} workers"
+            )
             expected = f"at least one sample for each of {what}"
             raise ConfigError("global_batch_size", expected, plan.global_batch_size)
 
@@ -57,7 +63,10 @@ class IterableSource(Source):
     def __len__(self) -> int:
         if self._steps is None:
             name = self._substreams.name
-            raise TypeError(f"the number of steps in an epoch of {name} is not known before its end: it is iterable")
+            raise TypeError(
+                f"the number of steps in an epoch of {name} is not known before its end: it is "
+                "iterable"
+            )
         return self._steps
 
     def has_ended(self, step: int) -> bool:
@@ -90,7 +99,11 @@ class IterableSource(Source):
         Raises:
             ConfigError: in any case.
         """
-        raise ConfigError("dataset", "a map-style data set, whose samples have indices", found=self._substreams.name)
+        raise ConfigError(
+            "dataset",
+            "a map-style data set, whose samples have indices",
+            found=self._substreams.name,
+        )
 
     def loop(self, epoch: int, first: int) -> tuple[int, int]:
         """See `Source`: each reading of an epoch is a loop of its own."""
@@ -121,7 +134,9 @@ class IterableSource(Source):
 
         def collated(low: int, high: int) -> Any:
             numbers = list(range(first + low, first + high))
-            return self.fetcher.collated(key, part.samples[low - part.low : high - part.low], numbers)
+            return self.fetcher.collated(
+                key, part.samples[low - part.low : high - part.low], numbers
+            )
 
         if self.plan.virtual_workers:
             ranges = self.plan.shard_ranges(part.global_size)

@@ -1,4 +1,6 @@
-"""`Loader`: this worker's part of each global batch of a data set, epoch by epoch, and the position in it."""
+"""`Loader`: this worker's part of each global batch of a data set, epoch by epoch, and the position
+in it.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,19 @@ class Batch:
     """This worker's part of one global batch.
 
     Attributes:
-        data: the collated samples on the worker's device, usually (inputs, targets). If the part is empty, because the
-            last batch has fewer samples than there are workers, its tensors have 0 samples.
+        data: the collated samples on the worker's device, usually (inputs, targets). If the part is
+            empty, because the last batch has fewer samples than there are workers, its tensors have
+            0 samples.
         indices: int64 tensor of shape (size,), the samples' indices in the data set.
         size: number of samples in this part.
         global_size: number of samples in the global batch.
         epoch: the epoch.
         step: the batch's number in the epoch, from 0.
-        virtual_workers: the number of shards of the global batch, see `Loader`; `data` is then a list of the collated
-            shards of this worker, with None for one without samples.
-        collated: with a collate function of the user's, the number of samples that it has made of this part, or of each
-            shard: it may leave some out. None if all samples are in the batch.
+        virtual_workers: the number of shards of the global batch, see `Loader`; `data` is then a
+            list of the collated shards of this worker, with None for one without samples.
+        collated: with a collate function of the user's, the number of samples that it has made of
+            this part, or of each shard: it may leave some out. None if all samples are in the
+            batch.
     """
 
     data: Any
@@ -63,55 +67,72 @@ class Batch:
         """Iterate over the elements of `data`: ``inputs, targets = batch``.
 
         Raises:
-            TypeError: if `data` is not a tuple or list, or is divided into the shards of virtual workers.
+            TypeError: if `data` is not a tuple or list, or is divided into the shards of virtual
+                workers.
         """
         if self.virtual_workers is not None:
-            raise TypeError("with virtual_workers, Batch.data is a list of shards: use lockstep.TrainStep for them")
+            raise TypeError(
+                "with virtual_workers, Batch.data is a list of shards: use lockstep.TrainStep for "
+                "them"
+            )
         if not isinstance(self.data, (tuple, list)):
-            raise TypeError(f"Batch.data is a {type(self.data).__name__}, not a tuple: use batch.data")
+            raise TypeError(
+                f"Batch.data is a {type(self.data).__name__}, not a tuple: use batch.data"
+            )
         return iter(self.data)
 
 
 class Loader:
     """Loads this worker's part of each global batch of a data set, epoch by epoch.
 
-    Every sample of an epoch is used exactly once at any number of workers: no sample is repeated to make parts equal.
-    The order depends only on (seed, epoch). Parts are contiguous and differ by at most one sample.
+    Every sample of an epoch is used exactly once at any number of workers: no sample is repeated to
+    make parts equal. The order depends only on (seed, epoch). Parts are contiguous and differ by at
+    most one sample.
 
-    Before each ``dataset[index]`` the global generators of torch (CPU), Python and NumPy are seeded by (seed, epoch,
-    index), so that augmentation is the same at any number of workers and loader processes, and after resuming in the
-    middle of an epoch. Draws in `collate_fn` are reproducible too, but depend on how the batch is divided.
+    Before each ``dataset[index]`` the global generators of torch (CPU), Python and NumPy are seeded
+    by (seed, epoch, index), so that augmentation is the same at any number of workers and loader
+    processes, and after resuming in the middle of an epoch. Draws in `collate_fn` are reproducible
+    too, but depend on how the batch is divided.
 
-    An iterable data set has its own order, which must be the same whenever an epoch is read, and on every worker. Its
-    method ``set_epoch(epoch)``, if there is one, is called first. Every worker reads all of it, and collates its part
-    of each global batch, unless it is given as `lockstep.data.Substreams`. The global generators are seeded by (seed,
-    epoch, number of the sample) before each sample. After a resume, it is read from its beginning and what was used is
-    dropped, unless it has ``state_dict()`` and ``load_state_dict()``. `len()` is not known before the end of an epoch.
+    An iterable data set has its own order, which must be the same whenever an epoch is read, and on
+    every worker. Its method ``set_epoch(epoch)``, if there is one, is called first. Every worker
+    reads all of it, and collates its part of each global batch, unless it is given as
+    `lockstep.data.Substreams`. The global generators are seeded by (seed, epoch, number of the
+    sample) before each sample. After a resume, it is read from its beginning and what was used is
+    dropped, unless it has ``state_dict()`` and ``load_state_dict()``. `len()` is not known before
+    the end of an epoch.
 
     Args:
         dataset: a map-style data set: ``len(dataset)`` and ``dataset[index]``. If it has a method
-            ``collated_batch(indices)``, that is called for each part, and returns it collated; no generator is seeded
-            then, and the data set itself must key its random draws. Or an iterable data set, see above.
+            ``collated_batch(indices)``, that is called for each part, and returns it collated; no
+            generator is seeded then, and the data set itself must key its random draws. Or an
+            iterable data set, see above.
         global_batch_size: samples in one optimizer step, over all workers.
         seed: seed of the order and of the data set's random draws.
-        shuffle: False keeps the data set's order in every epoch. An iterable data set has its own order in any case;
-            with True, as for training, less than one whole batch of it is an error.
+        shuffle: False keeps the data set's order in every epoch. An iterable data set has its own
+            order in any case; with True, as for training, less than one whole batch of it is an
+            error.
         drop_last: skip a last batch that is smaller than `global_batch_size`.
-        num_workers: number of loader processes of each worker; 0 loads in this process. Of an iterable data set, each
-            part is read by one of them.
-        prefetch: maximum number of batches that the loader processes of a worker load ahead of the current one; at
-            least `num_workers`; twice that if None. On a GPU, one more is being copied to the device.
+        num_workers: number of loader processes of each worker; 0 loads in this process. Of an
+            iterable data set, each part is read by one of them.
+        prefetch: maximum number of batches that the loader processes of a worker load ahead of the
+            current one; at least `num_workers`; twice that if None. On a GPU, one more is being
+            copied to the device.
         comm: communicator over the workers; that of `lockstep.init()` if None.
-        collate_fn: makes one batch of a list of samples; `torch.utils.data.default_collate` if None.
-        virtual_workers: divide each global batch into this many ordered shards. Each worker gets consecutive shards,
-            and each shard is collated separately, so that the result does not depend on the number of workers.
-        batch_sampler: yields the indices of each *global* batch of an epoch, at most `global_batch_size` of them, and
-            has ``len()``; such as a `LengthBatchSampler`. Its method ``set_epoch(epoch)``, if there is one, is called
-            first. It is read as a whole at the beginning of each epoch, on every worker, with the global generators of
-            torch, Python and NumPy seeded by (seed, epoch); the workers compare what they have read.
+        collate_fn: makes one batch of a list of samples; `torch.utils.data.default_collate` if
+            None.
+        virtual_workers: divide each global batch into this many ordered shards. Each worker gets
+            consecutive shards, and each shard is collated separately, so that the result does not
+            depend on the number of workers.
+        batch_sampler: yields the indices of each *global* batch of an epoch, at most
+            `global_batch_size` of them, and has ``len()``; such as a `LengthBatchSampler`. Its
+            method ``set_epoch(epoch)``, if there is one, is called first. It is read as a whole at
+            the beginning of each epoch, on every worker, with the global generators of torch,
+            Python and NumPy seeded by (seed, epoch); the workers compare what they have read.
 
     Raises:
-        ConfigError: an argument is invalid, or there are fewer samples or virtual workers than workers.
+        ConfigError: an argument is invalid, or there are fewer samples or virtual workers than
+            workers.
         TypeError: for an argument of another name; the error says what it is here.
     """
 
@@ -133,15 +154,24 @@ class Loader:
     ) -> None:
         if unknown:
             name = next(iter(unknown))
-            raise unexpected_argument("Loader", name, in_loader(name), arguments.keyword_names(Loader))
+            raise unexpected_argument(
+                "Loader", name, in_loader(name), arguments.keyword_names(Loader)
+            )
         self.shuffle = bool(arguments.flag("shuffle", shuffle))
         self.drop_last = bool(arguments.flag("drop_last", drop_last))
         self.global_batch_size = arguments.whole("global_batch_size", global_batch_size, least=1)
         self.seed = arguments.whole("seed", seed, least=0)
         num_workers = arguments.whole("num_workers", num_workers, least=0)
         if collate_fn is not None:
-            arguments.function("collate_fn", collate_fn, "a function that makes a batch of a list of samples", takes=1)
-        if comm is not None and (isinstance(comm, type) or not all(hasattr(comm, name) for name in ("rank", "size"))):
+            arguments.function(
+                "collate_fn",
+                collate_fn,
+                "a function that makes a batch of a list of samples",
+                takes=1,
+            )
+        if comm is not None and (
+            isinstance(comm, type) or not all(hasattr(comm, name) for name in ("rank", "size"))
+        ):
             raise ConfigError("comm", "the communicator that lockstep.init() returns", comm)
         self.comm = comm or communicator.init()
         if virtual_workers is not None:
@@ -167,13 +197,21 @@ class Loader:
         if prefetch is None:
             prefetch = 2 * num_workers
         elif arguments.whole("prefetch", prefetch, least=1) < num_workers:
-            raise ConfigError("prefetch", f"at least {num_workers}, one for each of the loader processes", prefetch)
+            raise ConfigError(
+                "prefetch",
+                f"at least {num_workers}, one for each of the loader processes",
+                prefetch,
+            )
         self.num_workers = num_workers
         self._source.open(num_workers, prefetch)
         self._epoch = 0
         self._step = 0
-        self._resume_at: tuple[int, int] | None = None  # the loaded position, until its epoch starts
-        self._settings_now: dict[str, Any] | None = None  # within an epoch, where a state is taken at each step
+        self._resume_at: tuple[int, int] | None = (
+            None  # the loaded position, until its epoch starts
+        )
+        self._settings_now: dict[str, Any] | None = (
+            None  # within an epoch, where a state is taken at each step
+        )
         self._has_said_parts = False
 
     def __len__(self) -> int:
@@ -185,18 +223,23 @@ class Loader:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate over the next epoch: epoch 0, then 1, and so on, from the loaded position in the first."""
+        """Iterate over the next epoch: epoch 0, then 1, and so on, from the loaded position in the
+        first.
+        """
         if not torch.is_grad_enabled():
             self._say_that_parts_are_seen()
         return self.epoch(self._epoch)
 
     def _say_that_parts_are_seen(self) -> None:
-        """Say once that a loop without gradients sees this worker's part alone: sums over it are no results."""
+        """Say once that a loop without gradients sees this worker's part alone: sums over it are no
+        results.
+        """
         if not self._has_said_parts and self.comm.size > 1 and self.comm.rank == 0:
             _log.warning(
-                "%d workers: in a loop without gradients each of them gets a part of the data, so that a sum, a mean "
-                "or a count over the loop is that of a part. lockstep.evaluate(model, loader, metrics=...) and "
-                "lockstep.predict return results of all samples; comm.allreduce sums up what the loop has counted",
+                "%d workers: in a loop without gradients each of them gets a part of the data, so "
+                "that a sum, a mean or a count over the loop is that of a part. "
+                "lockstep.evaluate(model, loader, metrics=...) and lockstep.predict return "
+                "results of all samples; comm.allreduce sums up what the loop has counted",
                 self.comm.size,
             )
         self._has_said_parts = True
@@ -208,11 +251,14 @@ class Loader:
 
     @property
     def steps(self) -> int | None:
-        """Steps in an epoch; None for an iterable data set of which no whole epoch has been read yet."""
+        """Steps in an epoch; None for an iterable data set of which no whole epoch has been read
+        yet.
+        """
         return self._source.steps
 
     def order(self, epoch: int) -> torch.Tensor:
-        """Return the samples of an epoch in the order in which they form global batches: int64, shape (samples,).
+        """Return the samples of an epoch in the order in which they form global batches: int64,
+        shape (samples,).
 
         Raises:
             ConfigError: for an iterable data set.
@@ -222,13 +268,16 @@ class Loader:
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Iterate over this worker's part of each global batch of `epoch`.
 
-        It starts at the first batch; at the loaded position if `load_state_dict` has just loaded one of this epoch.
+        It starts at the first batch; at the loaded position if `load_state_dict` has just loaded
+        one of this epoch.
 
         Raises:
-            ConfigError: the iterator is used after `close`, or after another epoch has started with the same loader
-                processes.
+            ConfigError: the iterator is used after `close`, or after another epoch has started with
+                the same loader processes.
         """
-        first = self._resume_at[1] if self._resume_at is not None and self._resume_at[0] == epoch else 0
+        first = (
+            self._resume_at[1] if self._resume_at is not None and self._resume_at[0] == epoch else 0
+        )
         self._resume_at = None
         self._epoch = epoch
         self._step = first
@@ -237,7 +286,8 @@ class Loader:
             for part in self._source.batches(epoch, first):
                 if self._settings_now is None:
                     self._settings_now = self._settings()
-                # Before the yield, so that a state saved while the batch is used is the position after it.
+                # Before the yield, so that a state saved while the batch is used is the position
+                # after it.
                 self._epoch = epoch
                 self._step = part.step + 1
                 note_batch(before + part.step, loop=loop)
@@ -269,7 +319,9 @@ class Loader:
         return self._source.stand_in()
 
     def local_range(self, global_size: int) -> tuple[int, int]:
-        """Return this worker's half-open range of the samples of a global batch of `global_size`."""
+        """Return this worker's half-open range of the samples of a global batch of
+        `global_size`.
+        """
         return self.plan.local_range(global_size)
 
     @property
@@ -283,7 +335,9 @@ class Loader:
         return self._source.has_ended(self._step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch yielded, and the settings it depends on (not the worker count)."""
+        """Return the position after the last batch yielded, and the settings it depends on (not the
+        worker count).
+        """
         position = {"epoch": self._epoch, "step": self._step, "ended": self.ended}
         settings = self._settings_now or self._settings()
         return {**position, **settings, "numerics": NUMERICS, **self._source.state_dict()}
@@ -291,16 +345,19 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the position to a saved one, from a run with any number of workers.
 
-        If Lockstep deals out or draws otherwise than the one that saved it, a line in rank 0's log says so.
+        If Lockstep deals out or draws otherwise than the one that saved it, a line in rank 0's log
+        says so.
 
         Raises:
-            CheckpointError: it was saved with another data set size, global batch size, seed or order.
+            CheckpointError: it was saved with another data set size, global batch size, seed or
+                order.
         """
         for key, current in self._settings().items():
             if state.get(key) != current:
                 saved = state.get(key)
                 raise CheckpointError(
-                    f"the saved position does not fit this loader: {key} was {saved!r}, here it is {current!r}"
+                    f"the saved position does not fit this loader: {key} was {saved!r}, here it "
+                    f"is {current!r}"
                 )
         if (changes := changes_since(int(state.get("numerics", 0)))) and self.comm.rank == 0:
             _log.warning("%s", changes)
@@ -310,7 +367,9 @@ class Loader:
         self._source.load_state_dict(state)
 
     def _settings(self) -> dict[str, Any]:
-        """Return what a position depends on; None for what a data set of this kind does not have."""
+        """Return what a position depends on; None for what a data set of this kind does not
+        have.
+        """
         return {
             **dict.fromkeys(("files", "shuffle_window", "lanes", "parts", "samples")),
             "global_batch_size": self.global_batch_size,
@@ -332,7 +391,9 @@ class Loader:
         self.close()
 
 
-def _source_of(dataset: Any, plan: BatchPlan, batch_sampler: Iterable[Sequence[int]] | None) -> Source:
+def _source_of(
+    dataset: Any, plan: BatchPlan, batch_sampler: Iterable[Sequence[int]] | None
+) -> Source:
     """Return a data set as a source of batches, by its kind.
 
     Raises:
@@ -342,18 +403,26 @@ def _source_of(dataset: Any, plan: BatchPlan, batch_sampler: Iterable[Sequence[i
     if substreams is not None:
         if batch_sampler is not None:
             hint = "An iterable data set has its own order."
-            raise ConfigError("batch_sampler", "None", found=type(batch_sampler).__name__, hint=hint)
+            raise ConfigError(
+                "batch_sampler", "None", found=type(batch_sampler).__name__, hint=hint
+            )
         return IterableSource(substreams, plan)
     if batch_sampler is not None:
         return SampledSource(dataset, plan, batch_sampler)
-    return BlockSource(dataset, plan) if hasattr(dataset, "epoch_order") else IndexedSource(dataset, plan)
+    return (
+        BlockSource(dataset, plan)
+        if hasattr(dataset, "epoch_order")
+        else IndexedSource(dataset, plan)
+    )
 
 
 def _check_device(dataset: Any, num_workers: int) -> None:
     where = getattr(dataset, "device", None)
     if num_workers and isinstance(where, torch.device) and where.type != "cpu":
         hint = "Batches are made on that device."
-        raise ConfigError("num_workers", f"0 for a data set in the memory of {where}", num_workers, hint)
+        raise ConfigError(
+            "num_workers", f"0 for a data set in the memory of {where}", num_workers, hint
+        )
 
 
 def check_dataset(dataset: Any, argument: str, collates: bool = False) -> None:
@@ -389,14 +458,24 @@ def check_dataset(dataset: Any, argument: str, collates: bool = False) -> None:
 
 
 def _several(given: Sequence[Any]) -> tuple[str, str]:
-    """Return what was found and what to do if this is no data set, but columns of one, or several data sets."""
+    """Return what was found and what to do if this is no data set, but columns of one, or several
+    data sets.
+    """
     kind = type(given).__name__
     if all(isinstance(each, (Dataset, Loader, DataLoader)) for each in given):
-        return f"a {kind} of {len(given)} data sets", "fit(train, validate=test) takes them one by one."
+        return (
+            f"a {kind} of {len(given)} data sets",
+            "fit(train, validate=test) takes them one by one.",
+        )
     arrays = all(isinstance(each, (torch.Tensor, np.ndarray)) and each.ndim for each in given)
     forms = {(each.shape, str(each.dtype)) for each in given} if arrays else set()
-    columns = isinstance(given, tuple) or (len(forms) > 1 and len({shape[0] for shape, _ in forms}) == 1)
+    columns = isinstance(given, tuple) or (
+        len(forms) > 1 and len({shape[0] for shape, _ in forms}) == 1
+    )
     if not arrays or not columns:
         return "", ""
     make = "torch.utils.data.TensorDataset(inputs, targets)"
-    return f"a {kind} of {len(given)} arrays", f"{make} makes a data set of tensors with a row for each sample."
+    return (
+        f"a {kind} of {len(given)} arrays",
+        f"{make} makes a data set of tensors with a row for each sample.",
+    )

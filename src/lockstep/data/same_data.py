@@ -1,4 +1,6 @@
-"""Whether all ranks have the same data set: its length and some of its samples are compared at every epoch."""
+"""Whether all ranks have the same data set: its length and some of its samples are compared at
+every epoch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _BUDGET_S = 0.5  # after which no further sample is read
 # the time for a later comparison, and its share of the time since the last one
 _LATER_S = 0.001
 _LATER_SHARE = 0.005
-_READ_TWICE = 4  # samples that are read twice in any case, to find out whether they are random by themselves
+_READ_TWICE = (
+    4  # samples that are read twice in any case, to find out whether they are random by themselves
+)
 # readings of a sample that differs among ranks, and the time for all of them
 _AGAIN = 8
 _AGAIN_BUDGET_S = 2.0
@@ -46,8 +50,8 @@ def places(length: int, count: int, number: int = 0) -> tuple[int, ...]:
     Args:
         length: samples in the data set.
         count: of how many to compare.
-        number: that of the comparison. In the first, the first and the last sample are among them; in another one they
-            are others.
+        number: that of the comparison. In the first, the first and the last sample are among them;
+            in another one they are others.
     """
     if count >= length:
         return tuple(range(length))
@@ -63,20 +67,23 @@ def places(length: int, count: int, number: int = 0) -> tuple[int, ...]:
 class SameData:
     """Compares the data sets of the ranks of a communicator, at the beginning of each epoch.
 
-    The first comparison reads many samples. What a data set has may change later, by a program that draws anew between
-    epochs, or with what each rank has read of it until then: so each later epoch reads a few others. They are read with
-    the random draws of the epoch, as the training reads them. A data set that keeps what it has drawn for a sample at
-    first differs then from one that has not read that sample yet.
+    The first comparison reads many samples. What a data set has may change later, by a program that
+    draws anew between epochs, or with what each rank has read of it until then: so each later epoch
+    reads a few others. They are read with the random draws of the epoch, as the training reads
+    them. A data set that keeps what it has drawn for a sample at first differs then from one that
+    has not read that sample yet.
 
-    A sample that is another one when it is read again is random by itself: rank 0 says so, and what is random in it is
-    not compared. What differs by rounding only is said, and what may differ, see `differences`.
+    A sample that is another one when it is read again is random by itself: rank 0 says so, and what
+    is random in it is not compared. What differs by rounding only is said, and what may differ, see
+    `differences`.
 
     Args:
         comm: of the ranks; with a process group.
         what: the data set, for messages.
         read: reads samples where the training reads them.
         in_blocks: whether a sample may cost a block of samples.
-        collates: whether a collate function makes batches of parts whose number depends on that of the ranks.
+        collates: whether a collate function makes batches of parts whose number depends on that of
+            the ranks.
     """
 
     def __init__(
@@ -93,10 +100,13 @@ class SameData:
         self._in_blocks = in_blocks
         self._collates = collates
         self._number = 0
-        self._passed_over: set[str] = set()  # leaves that are random by themselves, and those of which it is said once
+        self._passed_over: set[str] = (
+            set()
+        )  # leaves that are random by themselves, and those of which it is said once
         self._rounding_is_said = False
-        # The time that later comparisons may take by now, that of a sample, and that of a request beside it, such as to
-        # a loader process: the same on all ranks, so that they read the same samples.
+        # The time that later comparisons may take by now, that of a sample, and that of a request
+        # beside it, such as to a loader process: the same on all ranks, so that they read the same
+        # samples.
         self._credit_s = 0.0
         self._sample_s = math.inf
         self._request_s = math.inf
@@ -115,7 +125,11 @@ class SameData:
         """
         since_s = time.monotonic() - self._ended_at if self._number else 0.0
         chosen, request = self._request(length, key)
-        activity = Activity(f"lockstep: comparing {self._what} of the workers") if not self._number else nullcontext()
+        activity = (
+            Activity(f"lockstep: comparing {self._what} of the workers")
+            if not self._number
+            else nullcontext()
+        )
         with activity:
             began = time.monotonic()
             own = self._read(request) if chosen else SampleDigests({}, 0.0, math.inf)
@@ -124,7 +138,9 @@ class SameData:
             comparison = _Comparison(self._comm, self._what, own, self._passed_over, hint)
             with named("comparison of the data"):
                 times = own.typical_s, request_s, since_s
-                heads = self._comm.allgather_object((length, dict(settings), comparison.total, times))
+                heads = self._comm.allgather_object(
+                    (length, dict(settings), comparison.total, times)
+                )
             self._check_heads([head[:2] for head in heads])
             if len({head[2] for head in heads}) > 1:
                 comparison.compare(key, self._read)
@@ -140,11 +156,14 @@ class SameData:
         # the least that was measured: a loaded host may take its time over a few
         self._sample_s = min(self._sample_s, max(samples))
         self._request_s = min(self._request_s, max(requests))
-        # how long an epoch takes is not known yet in the second one: then all are read for which the budget is enough
+        # how long an epoch takes is not known yet in the second one: then all are read for which
+        # the budget is enough
         self._credit_s += max(_LATER_S, _LATER_SHARE * min(since)) if self._number else math.inf
 
     def _affordable(self, most: int) -> int:
-        """Return how many samples are read now, and take their time from what comparisons may take."""
+        """Return how many samples are read now, and take their time from what comparisons may
+        take.
+        """
         self._credit_s = min(self._credit_s, self._request_s + most * self._sample_s)
         count = most
         while count and self._request_s + count * self._sample_s > self._credit_s:
@@ -158,7 +177,10 @@ class SameData:
         most = _IN_BLOCKS if self._in_blocks else _PLACES
         if self._number == 0:
             chosen = places(length, most)
-            times = tuple(2 if number < _READ_TWICE and not self._in_blocks else 1 for number in range(len(chosen)))
+            times = tuple(
+                2 if number < _READ_TWICE and not self._in_blocks else 1
+                for number in range(len(chosen))
+            )
             return chosen, DigestRequest(key, chosen, times, _BUDGET_S, collates)
         chosen = places(length, self._affordable(min(most, _PLACES_LATER)), self._number)
         return chosen, DigestRequest(key, chosen, (1,) * len(chosen), _BUDGET_S, collates)
@@ -168,13 +190,16 @@ class SameData:
         for rank, (theirs, _) in enumerate(heads):
             if theirs != length:
                 lengths = f"rank 0 has {length} samples, rank {rank} has {theirs}"
-                raise MismatchError(f"{self._what} differs among the workers: {lengths}. {_HINT_LENGTH}")
+                raise MismatchError(
+                    f"{self._what} differs among the workers: {lengths}. {_HINT_LENGTH}"
+                )
         for rank, (_, others) in enumerate(heads):
             for name, value in settings.items():
                 if others.get(name) != value:
                     raise MismatchError(
-                        f"{name} of the loader of {self._what} is {value!r} on rank 0 and {others.get(name)!r} on rank "
-                        f"{rank}: all workers need the same one, as they divide each global batch"
+                        f"{name} of the loader of {self._what} is {value!r} on rank 0 and "
+                        f"{others.get(name)!r} on rank {rank}: all workers need the same one, as "
+                        "they divide each global batch"
                     )
 
     def _say(self, comparison: _Comparison, own: SampleDigests, chosen: int) -> None:
@@ -186,29 +211,31 @@ class SameData:
             self._rounding_is_said = True
             index, rank = comparison.rounded
             _say_once(
-                f"{self._what}: sample {index} on rank {rank} differs from that of rank 0 by rounding, as other "
-                "processors or versions of libraries cause it."
+                f"{self._what}: sample {index} on rank {rank} differs from that of rank 0 by "
+                "rounding, as other processors or versions of libraries cause it."
             )
         if own.collated:
             _say_once(f"{self._what}: {own.collated}")
         if self._number == 0 and len(own.samples) < min(_FEW, chosen):
             _log.warning(
-                "%s: only %d of %d samples were compared among the workers, because reading them took %.1f s",
+                "%s: only %d of %d samples were compared among the workers, because reading them "
+                "took %.1f s",
                 *(self._what, len(own.samples), chosen, own.seconds),
             )
 
 
 _HINT_LENGTH = (
-    "Each worker makes the whole data set, and Lockstep divides each global batch: leave out what divides it by rank, "
-    "give what splits or shuffles it a seed, and sort what lists files"
+    "Each worker makes the whole data set, and Lockstep divides each global batch: leave out what "
+    "divides it by rank, give what splits or shuffles it a seed, and sort what lists files"
 )
 _HINT_SAMPLES = (
-    "The data set must be the same on every worker: give what splits, shuffles or draws it a seed, and sort what lists "
-    "files"
+    "The data set must be the same on every worker: give what splits, shuffles or draws it a "
+    "seed, and sort what lists files"
 )
 _HINT_LATER = (
-    "The data set must be the same on every worker, at every epoch: draw what changes between epochs with a seed that "
-    "is made of the epoch, and keep no random draw of a sample, as a worker keeps those of its own samples only"
+    "The data set must be the same on every worker, at every epoch: draw what changes between "
+    "epochs with a seed that is made of the epoch, and keep no random draw of a sample, as a "
+    "worker keeps those of its own samples only"
 )
 
 
@@ -227,13 +254,17 @@ class _Comparison:
         rounded: a sample that differs by rounding, and the rank; None if none does.
     """
 
-    def __init__(self, comm: Communicator, what: str, own: SampleDigests, passed_over: set[str], hint: str) -> None:
+    def __init__(
+        self, comm: Communicator, what: str, own: SampleDigests, passed_over: set[str], hint: str
+    ) -> None:
         self._comm = comm
         self._what = what
         self._hint = hint
         self._own = {index: digests[0] for index, digests in own.samples.items() if digests}
         self._random = _random_leaves(own.samples, self._own) - passed_over
-        self._allowed: dict[str, tuple[int, int, Difference]] = {}  # (sample, rank, difference) by leaf
+        self._allowed: dict[
+            str, tuple[int, int, Difference]
+        ] = {}  # (sample, rank, difference) by leaf
         self.passed_over = passed_over | self._random
         self.rounded: tuple[int, int] | None = None
 
@@ -299,9 +330,10 @@ class _Comparison:
         """Log what is random by itself, and what differs and may."""
         if self._random:
             _say_once(
-                f"{self._what}: samples are random by themselves{_listed(self._random)}: read again with the same "
-                "seeds, they are others. They are not compared among the workers, and depend on which worker reads "
-                "them. Draw from the global generators of torch, Python or NumPy, which are seeded for each sample."
+                f"{self._what}: samples are random by themselves{_listed(self._random)}: read "
+                "again with the same seeds, they are others. They are not compared among the "
+                "workers, and depend on which worker reads them. Draw from the global generators "
+                "of torch, Python or NumPy, which are seeded for each sample."
             )
         for index, rank, difference in self._allowed.values():
             say_difference(self._what, index, 0, rank, difference)
@@ -309,14 +341,19 @@ class _Comparison:
 
 def say_difference(what: str, index: int, one: int, other: int, difference: Difference) -> None:
     """Log a difference between two ranks that may be none of the data."""
-    kind = "the path of a file" if difference.one is not None and difference.one.is_path else "an attribute"
+    kind = (
+        "the path of a file"
+        if difference.one is not None and difference.one.is_path
+        else "an attribute"
+    )
     first, second = difference.values
     place = (what, difference.path)
     if place not in _said:
         _said.add(place)
         _log.warning(
-            "%s: sample %d has in %s %s that differs: %s on rank %d, %s on rank %d. That is no error where the "
-            "training does not use it; else results depend on which worker reads a sample",
+            "%s: sample %d has in %s %s that differs: %s on rank %d, %s on rank %d. That is no "
+            "error where the training does not use it; else results depend on which worker reads "
+            "a sample",
             *(what, index, difference.path or "itself", kind, first, one, second, other),
         )
 
@@ -335,7 +372,9 @@ def _say_once(text: str) -> None:
         _log.warning("%s", text)
 
 
-def _random_leaves(samples: Mapping[int, Sequence[Digest]], first: Mapping[int, Digest]) -> set[str]:
+def _random_leaves(
+    samples: Mapping[int, Sequence[Digest]], first: Mapping[int, Digest]
+) -> set[str]:
     """Return the leaves that differ when a sample is read again."""
     found: set[str] = set()
     for index, digests in samples.items():
@@ -343,7 +382,9 @@ def _random_leaves(samples: Mapping[int, Sequence[Digest]], first: Mapping[int, 
             for digest in digests:
                 again = differences(first[index], digest)
                 # a clock moves on by less than the rounding of its value
-                found |= {each.path for each in again if not each.only_rounded or each.of_single_values}
+                found |= {
+                    each.path for each in again if not each.only_rounded or each.of_single_values
+                }
     return found
 
 

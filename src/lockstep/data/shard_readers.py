@@ -1,4 +1,6 @@
-"""What reads a format of files with samples, the formats that are known, and what their readers have in common."""
+"""What reads a format of files with samples, the formats that are known, and what their readers
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from ..registry import Registry
 __all__ = ["READERS", "Blocks", "Decoded", "Runs", "ShardReader", "read_range"]
 
 Blocks = tuple[Sequence[int] | NDArray[np.int64], Sequence[Any] | NDArray[np.int64]]
-"""(the number of samples in each block of a file, the place of each block: a whole number, or a tuple of them)."""
+"""(the number of samples in each block of a file, the place of each block: a whole number, or a
+tuple of them).
+"""
 
 READERS = Registry(
     "read",
@@ -28,23 +32,29 @@ READERS = Registry(
     },
 )
 
-_BLOCK_BYTES = 4 << 20  # a run of records ends after this many bytes, or after its number of records
+_BLOCK_BYTES = (
+    4 << 20
+)  # a run of records ends after this many bytes, or after its number of records
 
 
 class ShardReader(Protocol):
     """Reads the samples of a file in blocks: samples that lie together and are read together.
 
-    An exception of a method ends the run with one line that names the file and the block. A reader is pickled for
-    loader processes. It may have an attribute `index_name`, a text that says in which way `blocks` divides a file: then
-    the result of `blocks` is kept in a file, and used again as long as size, modification time and that text are the
-    same.
+    An exception of a method ends the run with one line that names the file and the block. A reader
+    is pickled for loader processes. It may have an attribute `index_name`, a text that says in
+    which way `blocks` divides a file: then the result of `blocks` is kept in a file, and used again
+    as long as size, modification time and that text are the same.
     """
 
     def blocks(self, path: Path) -> Blocks:
-        """Return the sizes of the blocks of a file, in samples, and their places: what `read` needs to find them."""
+        """Return the sizes of the blocks of a file, in samples, and their places: what `read` needs
+        to find them.
+        """
 
     def read(self, path: Path, place: tuple[int, ...]) -> Sequence[Any]:
-        """Return the samples of the block at `place`; they may be decoded when they are taken from the sequence."""
+        """Return the samples of the block at `place`; they may be decoded when they are taken from
+        the sequence.
+        """
 
 
 class Decoded(Sequence[Any]):

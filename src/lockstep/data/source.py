@@ -1,4 +1,6 @@
-"""What every kind of data set is to a `Loader`: a source of this worker's part of each global batch of an epoch."""
+"""What every kind of data set is to a `Loader`: a source of this worker's part of each global batch
+of an epoch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class Source(ABC):
 
     fetcher: Fetcher
 
-    # Whether a batch takes a request to each loader process, and this process makes it of the samples.
+    # Whether a batch takes a request to each loader process, and this process makes it of the
+    # samples.
     in_parts = False
 
     def __init__(self, dataset: Any, plan: BatchPlan) -> None:
@@ -44,7 +47,9 @@ class Source(ABC):
         """Prepare to load with so many processes, which load so many batches ahead."""
         plan = self.plan
         pin = devices.pins_memory(plan.comm.device)
-        self.fetcher = Fetcher(self._dataset, plan.collate_fn, processes, prefetch, pin, self.in_parts)
+        self.fetcher = Fetcher(
+            self._dataset, plan.collate_fn, processes, prefetch, pin, self.in_parts
+        )
 
     @property
     @abstractmethod
@@ -61,7 +66,9 @@ class Source(ABC):
 
     @abstractmethod
     def order(self, epoch: int) -> torch.Tensor:
-        """Return the samples of an epoch in the order in which they form global batches, see `Loader.order`."""
+        """Return the samples of an epoch in the order in which they form global batches, see
+        `Loader.order`.
+        """
 
     @abstractmethod
     def batches(self, epoch: int, first: int) -> Iterator[PartOfBatch]:
@@ -69,7 +76,8 @@ class Source(ABC):
 
     @abstractmethod
     def loop(self, epoch: int, first: int) -> tuple[int, int]:
-        """Return a number of the loop over these batches, and that of the epoch's first batch in it.
+        """Return a number of the loop over these batches, and that of the epoch's first batch in
+        it.
 
         The watchdog compares which batch of which loop the workers are at.
         """

@@ -28,35 +28,45 @@ from .stream_order import Integers, OrderSettings, StreamOrder
 
 __all__ = ["BlockReader", "Stream"]
 
-_SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".bin": "bin"}
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".tar": "tar",
+    ".bin": "bin",
+}
 
 
 class Stream(Dataset[Any]):
     """A map-style data set whose samples lie in files, in blocks that are read together.
 
-    A `Loader`, and so `Trainer.fit`, reads it in an order that keeps to few blocks at a time: see `StreamOrder`. The
-    order depends on seed, epoch, global batch size, `shuffle_window`, `lanes` and the files, not on the number of
-    workers or loader processes; each worker reads little more than its own part of the files. A position of the order
-    is found without reading what lies before it.
+    A `Loader`, and so `Trainer.fit`, reads it in an order that keeps to few blocks at a time: see
+    `StreamOrder`. The order depends on seed, epoch, global batch size, `shuffle_window`, `lanes`
+    and the files, not on the number of workers or loader processes; each worker reads little more
+    than its own part of the files. A position of the order is found without reading what lies
+    before it.
 
-    Samples are counted when it is made: for Parquet, Arrow and MDS from what the files say, for tokens from the size of
-    the file. JSON lines and tar files are read once as a whole; the result is kept in a hidden file beside each of
-    them, or one in the folder of more than 16, or in ``~/.cache/lockstep/index`` if that folder cannot be written.
+    Samples are counted when it is made: for Parquet, Arrow and MDS from what the files say, for
+    tokens from the size of the file. JSON lines and tar files are read once as a whole; the result
+    is kept in a hidden file beside each of them, or one in the folder of more than 16, or in
+    ``~/.cache/lockstep/index`` if that folder cannot be written.
 
     Indexing it by hand reads the block of the sample, and keeps the last 4 blocks.
 
     Args:
-        files: a path, a pattern such as ``"data/*.parquet"`` (in the order of the names), or a sequence of them; a
-            folder with an ``index.json`` is one of MosaicML Streaming (MDS).
-        read: the format: "jsonl", "parquet", "arrow", "tar", "bin" (tokens) or "mds"; by the ending of each file if
-            None. Or a reader of your own, see `ShardReader`.
-        map: makes of a sample of the file what the data set returns; on the processes that load, after the random
-            generators were seeded for that sample.
-        shuffle_window: number of samples, over all lanes, among which the order is random; blocks are shuffled in any
-            case. More samples need more memory if blocks are smaller than ``shuffle_window / lanes`` samples.
-        lanes: number of places in the shuffled sequence of blocks from which each batch takes samples. All workers
-            together hold at least this many blocks in memory.
-        **options: of the reader of that name: `block_size` and `dtype` of "bin", `columns` of "parquet" and "arrow".
+        files: a path, a pattern such as ``"data/*.parquet"`` (in the order of the names), or a
+            sequence of them; a folder with an ``index.json`` is one of MosaicML Streaming (MDS).
+        read: the format: "jsonl", "parquet", "arrow", "tar", "bin" (tokens) or "mds"; by the ending
+            of each file if None. Or a reader of your own, see `ShardReader`.
+        map: makes of a sample of the file what the data set returns; on the processes that load,
+            after the random generators were seeded for that sample.
+        shuffle_window: number of samples, over all lanes, among which the order is random; blocks
+            are shuffled in any case. More samples need more memory if blocks are smaller than
+            ``shuffle_window / lanes`` samples.
+        lanes: number of places in the shuffled sequence of blocks from which each batch takes
+            samples. All workers together hold at least this many blocks in memory.
+        **options: of the reader of that name: `block_size` and `dtype` of "bin", `columns` of
+            "parquet" and "arrow".
 
     Raises:
         ConfigError: an argument is invalid, a file does not exist, or a pattern matches none.
@@ -77,7 +87,9 @@ class Stream(Dataset[Any]):
         self.lanes = arguments.whole("lanes", lanes, least=1)
         self._map = map
         self._files = _open_files(_find_files(files), read, options)
-        self._file_blocks = np.cumsum([len(file.sizes) for file in self._files])  # behind the last block of each file
+        self._file_blocks = np.cumsum(
+            [len(file.sizes) for file in self._files]
+        )  # behind the last block of each file
         self.block_sizes: Integers = np.concatenate([file.sizes for file in self._files])
         if not len(self.block_sizes):
             raise DataError(f"{self.name}: no samples")
@@ -89,7 +101,10 @@ class Stream(Dataset[Any]):
     def _digest_of_files(self) -> str:
         digest = hashlib.sha256()
         for file in self._files:
-            digest.update(f"{file.path.name}\0{len(file.sizes)}\0".encode() + file.sizes.astype("<i8").tobytes())
+            digest.update(
+                f"{file.path.name}\0{len(file.sizes)}\0".encode()
+                + file.sizes.astype("<i8").tobytes()
+            )
         return f"{len(self._files)} from {self._files[0].path.name}, {digest.hexdigest()[:16]}"
 
     @property
@@ -117,25 +132,37 @@ class Stream(Dataset[Any]):
             raise IndexError(f"sample {index} of {len(self)}")
         return self._reader[index % len(self)]
 
-    # --- What a Loader asks for ---------------------------------------------------------------------------------------
+    # --- What a Loader asks for
+    # ---------------------------------------------------------------------------------------
 
-    def epoch_order(self, global_batch_size: int, seed: int, epoch: int, shuffle: bool) -> StreamOrder:
+    def epoch_order(
+        self, global_batch_size: int, seed: int, epoch: int, shuffle: bool
+    ) -> StreamOrder:
         """Return the order of an epoch."""
-        settings = OrderSettings(global_batch_size, seed, epoch, shuffle, self.shuffle_window, self.lanes)
+        settings = OrderSettings(
+            global_batch_size, seed, epoch, shuffle, self.shuffle_window, self.lanes
+        )
         return StreamOrder(self.block_sizes, settings)
 
     def order_settings(self) -> dict[str, Any]:
-        """Return what the order depends on, beside the arguments of `epoch_order`, for a checkpoint.
+        """Return what the order depends on, beside the arguments of `epoch_order`, for a
+        checkpoint.
 
-        Of the files these are names without folders, and a digest of names and sizes of blocks: files can be moved.
+        Of the files these are names without folders, and a digest of names and sizes of blocks:
+        files can be moved.
         """
-        return {"shuffle_window": self.shuffle_window, "lanes": self.lanes, "files": self._files_digest}
+        return {
+            "shuffle_window": self.shuffle_window,
+            "lanes": self.lanes,
+            "files": self._files_digest,
+        }
 
     def reader(self) -> BlockReader:
         """Return a reader with a cache of its own, which keeps the blocks that it is told to."""
         return BlockReader(self, 1)
 
-    # --- Blocks -------------------------------------------------------------------------------------------------------
+    # --- Blocks
+    # ----------------------------------------------------------------------------------------------
 
     def find(self, index: int) -> tuple[int, int]:
         """Return the block of a sample, and its number in the block."""
@@ -146,7 +173,8 @@ class Stream(Dataset[Any]):
         """Read a block.
 
         Raises:
-            DataError: it cannot be read, or its file has changed since the data set was made; names both.
+            DataError: it cannot be read, or its file has changed since the data set was made; names
+                both.
         """
         file, number = self._file_of(block)
         try:
@@ -168,14 +196,17 @@ class Stream(Dataset[Any]):
         """Return a sample of a block that was read.
 
         Raises:
-            DataError: it cannot be decoded, or `map` raised an exception; names file, record and sample.
+            DataError: it cannot be decoded, or `map` raised an exception; names file, record and
+                sample.
         """
         try:
             sample = samples[offset]
         except LockstepError:
             raise
         except Exception as error:
-            raise self._sample_error(block, offset, _text(error)) from error if environment.debugging() else None
+            raise self._sample_error(block, offset, _text(error)) from (
+                error if environment.debugging() else None
+            )
         if self._map is None:
             return sample
         try:
@@ -184,7 +215,9 @@ class Stream(Dataset[Any]):
             raise
         except Exception as error:
             what = describe_exception(error)
-            raise self._sample_error(block, offset, what) from error if environment.debugging() else None
+            raise self._sample_error(block, offset, what) from (
+                error if environment.debugging() else None
+            )
 
     def _sample_error(self, block: int, offset: int, what: str) -> DataError:
         file, number = self._file_of(block)
@@ -195,7 +228,9 @@ class Stream(Dataset[Any]):
     def _file_of(self, block: int) -> tuple[_File, int]:
         """Return the file of a block, and the number of the block in it."""
         number = int(np.searchsorted(self._file_blocks, block, side="right"))
-        return self._files[number], block - int(self._file_blocks[number]) + len(self._files[number].sizes)
+        return self._files[number], block - int(self._file_blocks[number]) + len(
+            self._files[number].sizes
+        )
 
 
 class BlockReader:
@@ -215,7 +250,9 @@ class BlockReader:
     def keep(self, blocks: Iterable[int]) -> None:
         """Keep these blocks from now on, once they are read, and drop others."""
         self._kept = frozenset(blocks)
-        self._blocks = OrderedDict((block, data) for block, data in self._blocks.items() if block in self._kept)
+        self._blocks = OrderedDict(
+            (block, data) for block, data in self._blocks.items() if block in self._kept
+        )
 
     def __getitem__(self, index: int) -> Any:
         block, offset = self._stream.find(index)
@@ -234,14 +271,17 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-# --- Files and their blocks -------------------------------------------------------------------------------------------
+# --- Files and their blocks
+# -------------------------------------------------------------------------------------------
 
 
 class _File(NamedTuple):
     """A file, and its blocks."""
 
     path: Path
-    state: tuple[int, int]  # size in bytes and modification time in nanoseconds when the blocks were found
+    state: tuple[
+        int, int
+    ]  # size in bytes and modification time in nanoseconds when the blocks were found
     reader: ShardReader
     sizes: Integers  # of the blocks, in samples
     places: Integers  # of the blocks, shape (blocks, numbers that a place has)
@@ -283,18 +323,27 @@ def _existing(path: Path) -> Path:
         index = path / INDEX
         if not index.is_file():
             hint = f'For the files in it, give a pattern such as "{path}/*.parquet".'
-            raise ConfigError("files", "files, or folders with an index.json", found=f"the folder {path}", hint=hint)
+            raise ConfigError(
+                "files",
+                "files, or folders with an index.json",
+                found=f"the folder {path}",
+                hint=hint,
+            )
         return index
     if not stat.S_ISREG(mode):
         raise ConfigError("files", "files that exist", got=str(path))
     return path
 
 
-def _open_files(paths: Sequence[Path], read: str | ShardReader | None, options: dict[str, Any]) -> list[_File]:
+def _open_files(
+    paths: Sequence[Path], read: str | ShardReader | None, options: dict[str, Any]
+) -> list[_File]:
     """Find the blocks of files; of many files in one folder, from one index of the folder."""
     readers: dict[str, ShardReader] = {}
     chosen: list[ShardReader] = []
-    by_folder: dict[tuple[Path, str], list[int]] = {}  # the numbers of files with indices, by folder and reader
+    by_folder: dict[
+        tuple[Path, str], list[int]
+    ] = {}  # the numbers of files with indices, by folder and reader
     for number, path in enumerate(paths):
         if read is None or isinstance(read, str):
             name = read or _format_of(path)
@@ -310,8 +359,12 @@ def _open_files(paths: Sequence[Path], read: str | ShardReader | None, options: 
     with Activity("lockstep: opening the files of a stream") as activity:
         for (folder, index), numbers in by_folder.items():
             if len(numbers) > _MANY:
-                activity.text = f"lockstep: counting the samples of {len(numbers)} files in {folder}"
-                found = _open_folder(folder, index, [paths[number] for number in numbers], chosen[numbers[0]])
+                activity.text = (
+                    f"lockstep: counting the samples of {len(numbers)} files in {folder}"
+                )
+                found = _open_folder(
+                    folder, index, [paths[number] for number in numbers], chosen[numbers[0]]
+                )
                 for number, file in zip(numbers, found, strict=True):
                     files[number] = file
         for number, path in enumerate(paths):
@@ -326,8 +379,13 @@ def _format_of(path: Path) -> str:
         return "mds"
     name = _SUFFIXES.get(path.suffix.lower())
     if name is None:
-        hint = f"Or give the format: read= one of {', '.join(READERS.names())}, or a reader of your own."
-        raise ConfigError("files", f"names that end with {', '.join(_SUFFIXES)}", got=path.name, hint=hint)
+        hint = (
+            f"Or give the format: read= one of {', '.join(READERS.names())}, or a reader of your "
+            "own."
+        )
+        raise ConfigError(
+            "files", f"names that end with {', '.join(_SUFFIXES)}", got=path.name, hint=hint
+        )
     return name
 
 
@@ -336,7 +394,9 @@ def _make_reader(name: str, options: dict[str, Any]) -> ShardReader:
     try:
         reader = READERS.load(name)(**options)
     except TypeError as error:
-        raise ConfigError("Stream()", f'options of the format "{name}"', found=f"{options}: {error}") from None
+        raise ConfigError(
+            "Stream()", f'options of the format "{name}"', found=f"{options}: {error}"
+        ) from None
     return reader
 
 
@@ -361,12 +421,20 @@ def _open_file(path: Path, reader: ShardReader, keep: bool = True) -> _File:
         raise
     except Exception as error:
         kind = type(reader).__name__
-        raise DataError(f"{path}: {_text(error)} ({kind})") from error if environment.debugging() else None
+        raise DataError(f"{path}: {_text(error)} ({kind})") from (
+            error if environment.debugging() else None
+        )
 
 
-def _checked(path: Path, state: tuple[int, int], reader: ShardReader, sizes: Any, places: Any) -> _File:
+def _checked(
+    path: Path, state: tuple[int, int], reader: ShardReader, sizes: Any, places: Any
+) -> _File:
     counts = np.asarray(sizes, dtype=np.int64).reshape(-1)
-    table = np.asarray(places, dtype=np.int64).reshape(len(counts), -1) if len(counts) else np.zeros((0, 1), np.int64)
+    table = (
+        np.asarray(places, dtype=np.int64).reshape(len(counts), -1)
+        if len(counts)
+        else np.zeros((0, 1), np.int64)
+    )
     if (counts < 0).any():
         raise ValueError(f"a block of {counts.min()} samples")
     return _File(path, state, reader, counts[counts > 0], table[counts > 0])
@@ -378,7 +446,9 @@ def _state_of(path: Path) -> tuple[int, int]:
 
 
 def _blocks(path: Path, reader: ShardReader, state: tuple[int, int]) -> Any:
-    """Return sizes and places of the blocks: from a kept index if the reader has a name for it, else from the file."""
+    """Return sizes and places of the blocks: from a kept index if the reader has a name for it,
+    else from the file.
+    """
     name = getattr(reader, "index_name", "")
     if not name:
         return reader.blocks(path)
@@ -392,12 +462,14 @@ def _blocks(path: Path, reader: ShardReader, state: tuple[int, int]) -> Any:
     return index.sizes, index.places
 
 
-# Of more files in a folder than this there is one index: 20,000 indices of a file each took 21 s to write, and 5 s to
-# read again; that of a folder takes a tenth of it.
+# Of more files in a folder than this there is one index: 20,000 indices of a file each took 21 s to
+# write, and 5 s to read again; that of a folder takes a tenth of it.
 _MANY = 16
 
 
-def _open_folder(folder: Path, name: str, paths: Sequence[Path], reader: ShardReader) -> list[_File]:
+def _open_folder(
+    folder: Path, name: str, paths: Sequence[Path], reader: ShardReader
+) -> list[_File]:
     """Find the blocks of many files of a folder, and keep them in one index.
 
     Raises:
@@ -476,7 +548,11 @@ def _load_index(path: Path, name: str, state: tuple[int, int]) -> _Index | None:
 
 def _fits(index: _Index) -> bool:
     widths = set(map(len, index.places))
-    return len(index.sizes) == len(index.places) and len(widths) <= 1 and min(index.sizes, default=1) > 0
+    return (
+        len(index.sizes) == len(index.places)
+        and len(widths) <= 1
+        and min(index.sizes, default=1) > 0
+    )
 
 
 def _save_index(path: Path, index: _Index) -> None:
@@ -490,10 +566,13 @@ def _save_index(path: Path, index: _Index) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a file, so that of several workers one counts its samples and the others wait, and then read its index."""
+    """Lock a file, so that of several workers one counts its samples and the others wait, and then
+    read its index.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
-        # Some network file systems lock no file that is open for reading; on these each worker counts.
+        # Some network file systems lock no file that is open for reading; on these each worker
+        # counts.
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -30,7 +30,8 @@ class OrderSettings:
         epoch: the epoch.
         shuffle: False for the order of the blocks as they are.
         shuffle_window: samples among which the order is random, over all lanes.
-        lanes: number of places in the shuffled sequence of blocks from which each batch takes samples.
+        lanes: number of places in the shuffled sequence of blocks from which each batch takes
+            samples.
     """
 
     global_batch_size: int
@@ -42,15 +43,17 @@ class OrderSettings:
 
 
 class StreamOrder:
-    """The order of an epoch over samples that lie in blocks, in which each part of a batch needs few blocks at a time.
+    """The order of an epoch over samples that lie in blocks, in which each part of a batch needs
+    few blocks at a time.
 
-    The blocks are shuffled, and the sequence of their samples is cut into contiguous *lanes*. Each global batch takes
-    the same number of samples from each lane (as nearly as the batch size allows), lane after lane. So a contiguous
-    part of every batch, such as that of one worker, comes from the same lanes throughout the epoch: workers read
-    different blocks. A *window* is a fixed number of steps; within it, the samples of each lane are shuffled.
+    The blocks are shuffled, and the sequence of their samples is cut into contiguous *lanes*. Each
+    global batch takes the same number of samples from each lane (as nearly as the batch size
+    allows), lane after lane. So a contiguous part of every batch, such as that of one worker, comes
+    from the same lanes throughout the epoch: workers read different blocks. A *window* is a fixed
+    number of steps; within it, the samples of each lane are shuffled.
 
-    Every sample occurs once. The order depends on the settings and the sizes of the blocks alone. It takes memory for
-    the blocks and for the current window, and none for the samples.
+    Every sample occurs once. The order depends on the settings and the sizes of the blocks alone.
+    It takes memory for the blocks and for the current window, and none for the samples.
 
     Args:
         sizes: number of samples in each block, int64 of shape (blocks,), all at least 1.
@@ -68,16 +71,22 @@ class StreamOrder:
         self._batch = settings.global_batch_size
         self._full_steps, self._rest = divmod(self.samples, self._batch)
         self.lanes = min(settings.lanes, self._batch) if settings.shuffle else 1
-        self.window_steps = max(1, settings.shuffle_window // self._batch) if settings.shuffle else 1
+        self.window_steps = (
+            max(1, settings.shuffle_window // self._batch) if settings.shuffle else 1
+        )
         self._blocks = np.arange(len(sizes), dtype=np.int64)
         if settings.shuffle:
             self._blocks = _permutation(mix((settings.seed, _BLOCKS, settings.epoch)), len(sizes))
         self._ends = np.cumsum(sizes[self._blocks])  # in the shuffled sequence of samples
         firsts = np.cumsum(sizes) - sizes  # the number of the first sample of each block
         self._shifts = firsts[self._blocks] - (self._ends - sizes[self._blocks])
-        self._lane_starts = [self._full_steps * _edge(self._batch, self.lanes, lane) for lane in range(self.lanes + 1)]
         self._lane_starts = [
-            start + _edge(self._rest, self.lanes, lane) for lane, start in enumerate(self._lane_starts)
+            self._full_steps * _edge(self._batch, self.lanes, lane)
+            for lane in range(self.lanes + 1)
+        ]
+        self._lane_starts = [
+            start + _edge(self._rest, self.lanes, lane)
+            for lane, start in enumerate(self._lane_starts)
         ]
         self._permutations: dict[int, tuple[int, Integers]] = {}
 
@@ -90,13 +99,19 @@ class StreamOrder:
         return step // self.window_steps
 
     def part(self, step: int, low: int, high: int) -> Integers:
-        """Return the samples [low, high) of the global batch of `step`: int64, shape (high - low,)."""
+        """Return the samples [low, high) of the global batch of `step`: int64, shape (high -
+        low,).
+        """
         size = self.batch_size(step)
-        places = [self._lane_part(step, lane, low, high, size) for lane in self._lanes_of(size, low, high)]
+        places = [
+            self._lane_part(step, lane, low, high, size) for lane in self._lanes_of(size, low, high)
+        ]
         return self._samples_at(np.concatenate(places) if places else self._ends[:0])
 
     def blocks(self, step: int, low: int, high: int) -> Integers:
-        """Return the blocks, each once, of which [low, high) of a batch has samples in the window of `step`."""
+        """Return the blocks, each once, of which [low, high) of a batch has samples in the window
+        of `step`.
+        """
         size = self.batch_size(step)
         found = []
         for lane in self._lanes_of(size, low, high):
@@ -108,18 +123,25 @@ class StreamOrder:
         return np.unique(np.concatenate(found)) if found else self._blocks[:0]
 
     def cuts(self, step: int, low: int, high: int, parts: int) -> list[tuple[int, int]]:
-        """Divide [low, high) of a batch into contiguous `parts`, between lanes if there are enough of them."""
+        """Divide [low, high) of a batch into contiguous `parts`, between lanes if there are enough
+        of them.
+        """
         size = self.batch_size(step)
         lanes = self._lanes_of(size, low, high)
         if len(lanes) < parts:
             return [
-                (low + start, low + stop) for start, stop in (bounds(high - low, parts, part) for part in range(parts))
+                (low + start, low + stop)
+                for start, stop in (bounds(high - low, parts, part) for part in range(parts))
             ]
-        inner = [_edge(size, self.lanes, lanes[bounds(len(lanes), parts, part)[0]]) for part in range(1, parts)]
+        inner = [
+            _edge(size, self.lanes, lanes[bounds(len(lanes), parts, part)[0]])
+            for part in range(1, parts)
+        ]
         edges = [low, *inner, high]
         return list(pairwise(edges))
 
-    # --- Lanes --------------------------------------------------------------------------------------------------------
+    # --- Lanes
+    # ----------------------------------------------------------------------------------------------
 
     def _lanes_of(self, size: int, low: int, high: int) -> range:
         """Return the lanes of samples [low, high) of a batch of `size`."""
@@ -129,11 +151,15 @@ class StreamOrder:
         return range(_lane_at(size, self.lanes, low), _lane_at(size, self.lanes, high - 1) + 1)
 
     def _lane_part(self, step: int, lane: int, low: int, high: int, size: int) -> Integers:
-        """Return the places in the shuffled sequence of the samples in [low, high) that `lane` gives to a batch."""
+        """Return the places in the shuffled sequence of the samples in [low, high) that `lane`
+        gives to a batch.
+        """
         first = _edge(size, self.lanes, lane)
         last = _edge(size, self.lanes, lane + 1)
         start, stop = self._window_range(lane, self.window(step))
-        taken = self._taken(lane, step) + self._lane_starts[lane] - start  # by earlier steps of the window
+        taken = (
+            self._taken(lane, step) + self._lane_starts[lane] - start
+        )  # by earlier steps of the window
         begin = taken + max(low, first) - first
         end = taken + min(high, last) - first
         if not self._settings.shuffle:
@@ -144,7 +170,9 @@ class StreamOrder:
         """Return the half-open range of places in the shuffled sequence of a window of `lane`."""
         start = self._lane_starts[lane]
         first = window * self.window_steps
-        return start + self._taken(lane, first), start + self._taken(lane, first + self.window_steps)
+        return start + self._taken(lane, first), start + self._taken(
+            lane, first + self.window_steps
+        )
 
     def _taken(self, lane: int, step: int) -> int:
         """Return the number of samples that batches before `step` have taken from `lane`."""
@@ -171,7 +199,9 @@ def _edge(size: int, lanes: int, lane: int) -> int:
 
 
 def _lane_at(size: int, lanes: int, place: int) -> int:
-    """Return the lane of a sample of a batch of `size`: the last lane that begins at or before it."""
+    """Return the lane of a sample of a batch of `size`: the last lane that begins at or before
+    it.
+    """
     return ((place + 1) * lanes - 1) // size
 
 

@@ -1,4 +1,6 @@
-"""Text files as data for language models: blocks of tokens, which are bytes or those of a tokenizer."""
+"""Text files as data for language models: blocks of tokens, which are bytes or those of a
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,12 @@ def text(
 ) -> tuple[TextBlocks, TextBlocks | None]:
     """Load a text file as blocks of tokens, to train a language model on and to validate it.
 
-    Without a tokenizer each byte is a token, so that any file can be read, in any language. The file is mapped into
-    memory, not read as a whole. It must not change while it is in use.
+    Without a tokenizer each byte is a token, so that any file can be read, in any language. The
+    file is mapped into memory, not read as a whole. It must not change while it is in use.
 
-    With a tokenizer the text, in UTF-8, is tokenised once, and the tokens are kept in a file. Its name contains a
-    digest of the text and of the tokenizer; it is made anew if either has changed, or if it is damaged.
+    With a tokenizer the text, in UTF-8, is tokenised once, and the tokens are kept in a file. Its
+    name contains a digest of the text and of the tokenizer; it is made anew if either has changed,
+    or if it is damaged.
 
     Args:
         file: the text file.
@@ -50,17 +53,23 @@ def text(
         (train, test); test is None if `validation` is 0.
 
     Raises:
-        ConfigError: `context` or `validation` is out of range, the package `tokenizers` is not installed, or
-            `data_dir` is given without a tokenizer.
-        DataError: a file is missing or empty, the text is shorter than one block for each part, it is not UTF-8, or the
-            tokenizer's file is none; names the file.
+        ConfigError: `context` or `validation` is out of range, the package `tokenizers` is not
+            installed, or `data_dir` is given without a tokenizer.
+        DataError: a file is missing or empty, the text is shorter than one block for each part, it
+            is not UTF-8, or the tokenizer's file is none; names the file.
     """
     context = arguments.whole("context", context, least=1)
-    arguments.number("validation", validation, least=0, below=1, expected="a share of the text from 0 to below 1")
+    arguments.number(
+        "validation", validation, least=0, below=1, expected="a share of the text from 0 to below 1"
+    )
     path = _check_file(file, "a text file")
     if tokenizer is None:
         if data_dir is not None:
-            raise ConfigError("data_dir", "nothing, as text without a tokenizer needs no other files", str(data_dir))
+            raise ConfigError(
+                "data_dir",
+                "nothing, as text without a tokenizer needs no other files",
+                str(data_dir),
+            )
         codec: Codec = _Bytes()
         tokens = _Tokens(path, "uint8", path.stat().st_size)
     else:
@@ -71,15 +80,17 @@ def text(
     for part, size in (("training", cut), *((("validation", held_out),) if validation else ())):
         if size <= context:
             raise DataError(
-                f"{path}: expected at least {context + 1} tokens for {part}, one block and the token after it, got "
-                f"{size} of {len(tokens)} tokens. Use a longer text or a smaller context"
+                f"{path}: expected at least {context + 1} tokens for {part}, one block and the "
+                f"token after it, got {size} of {len(tokens)} tokens. Use a longer text or a "
+                "smaller context"
             )
     train = TextBlocks(tokens, codec, context, 0, cut)
     return train, TextBlocks(tokens, codec, context, cut, len(tokens)) if validation else None
 
 
 class TextBlocks(Dataset[tuple[Tensor, Tensor]]):
-    """A part of a text as consecutive blocks of tokens: items are (tokens, the tokens that follow each of them).
+    """A part of a text as consecutive blocks of tokens: items are (tokens, the tokens that follow
+    each of them).
 
     What is left at the end and does not fill a block is not used. Made by `text`.
 
@@ -116,7 +127,8 @@ class TextBlocks(Dataset[tuple[Tensor, Tensor]]):
         return inputs[0], targets[0]
 
     def collated_batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """Return the m blocks at `indices`, in that order, and the tokens that follow: int64 (m, context) each.
+        """Return the m blocks at `indices`, in that order, and the tokens that follow: int64 (m,
+        context) each.
 
         Raises:
             IndexError: an index is below 0 or beyond the last block.
@@ -140,7 +152,10 @@ class TextBlocks(Dataset[tuple[Tensor, Tensor]]):
     def __repr__(self) -> str:
         name = self._tokens.path.name
         vocabulary = self.vocabulary
-        return f"TextBlocks({name!r}, {len(self)} blocks of {self.context} tokens, vocabulary of {vocabulary})"
+        return (
+            f"TextBlocks({name!r}, {len(self)} blocks of {self.context} tokens, vocabulary of "
+            f"{vocabulary})"
+        )
 
 
 def _check_file(file: str | os.PathLike[str], expected: str) -> Path:
@@ -154,7 +169,9 @@ def _check_file(file: str | os.PathLike[str], expected: str) -> Path:
         else:
             found = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
     except OSError as error:
-        found = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error)
+        found = (
+            "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error)
+        )
     if found:
         raise DataError(f"{path}: expected {expected}, got {found}")
     return path
@@ -171,7 +188,8 @@ def _folder(data_dir: str | os.PathLike[str] | None) -> Path:
         ) from None
 
 
-# --- What a token is --------------------------------------------------------------------------------------------------
+# --- What a token is
+# --------------------------------------------------------------------------------------------------
 
 
 class Codec(Protocol):
@@ -217,14 +235,21 @@ class _TokenizerFile:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no other class
             reason = " ".join(str(error).split())
-            raise DataError(f"{path}: expected a tokenizer.json of the package tokenizers, got {reason}") from None
-        # Settings for batches of sentences: they would shorten a text, or add to it, without a word.
+            raise DataError(
+                f"{path}: expected a tokenizer.json of the package tokenizers, got {reason}"
+            ) from None
+        # Settings for batches of sentences: they would shorten a text, or add to it, without a
+        # word.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocabulary = 1 + max(
+            self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1
+        )
         if not self.vocabulary:
             raise DataError(f"{path}: expected a tokenizer with tokens, got one without any")
-        self.digest = hashlib.sha256(tokenizers.__version__.encode() + path.read_bytes()).hexdigest()
+        self.digest = hashlib.sha256(
+            tokenizers.__version__.encode() + path.read_bytes()
+        ).hexdigest()
 
     def encode(self, words: str) -> list[int]:
         return list(self._tokenizer.encode(words, add_special_tokens=False).ids)
@@ -233,7 +258,8 @@ class _TokenizerFile:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
-# --- Files of tokens --------------------------------------------------------------------------------------------------
+# --- Files of tokens
+# --------------------------------------------------------------------------------------------------
 
 
 class _Tokens:
@@ -263,23 +289,31 @@ _PIECE = 1 << 20  # bytes of text that are tokenised at once
 
 
 def _tokenised(path: Path, codec: _TokenizerFile, folder: Path) -> _Tokens:
-    """Return the tokens of the text in `path`, from a file in `folder`, which is made if none there is valid."""
+    """Return the tokens of the text in `path`, from a file in `folder`, which is made if none there
+    is valid.
+    """
     key = hashlib.sha256(f"{_FORMAT} {_digest(path)} {codec.digest}".encode()).hexdigest()
-    tokens, record = (folder / f"{path.stem[:100]}-{key[:16]}{ending}" for ending in (".bin", ".json"))
+    tokens, record = (
+        folder / f"{path.stem[:100]}-{key[:16]}{ending}" for ending in (".bin", ".json")
+    )
     dtype = "uint16" if codec.vocabulary <= 1 << 16 else "uint32"
     # One process tokenises, others of this host wait for it.
     with locked(folder, "for the file of tokens"):
         count = _valid_count(tokens, record, key, dtype)
         if count is None:
             count = _tokenise(path, codec, tokens, dtype)
-            atomic_files.write_json(record, {"key": key, "tokens": count, "sha256": _digest(tokens)})
+            atomic_files.write_json(
+                record, {"key": key, "tokens": count, "sha256": _digest(tokens)}
+            )
     if count == 0:
         raise DataError(f"{path}: expected a text with tokens, got none from the tokenizer")
     return _Tokens(tokens, dtype, count)
 
 
 def _valid_count(tokens: Path, record: Path, key: str, dtype: str) -> int | None:
-    """Return the number of tokens in a file; None if it does not exist, or differs from its record."""
+    """Return the number of tokens in a file; None if it does not exist, or differs from its
+    record.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(record.read_text(encoding="utf-8"))
         count = int(found["tokens"])
@@ -293,18 +327,26 @@ def _tokenise(path: Path, codec: _TokenizerFile, tokens: Path, dtype: str) -> in
     """Write the tokens of the text in `path` to the file `tokens`, and return their number."""
     count = 0
     try:
-        with path.open("rb") as source, atomic_files.file(tokens) as temporary, temporary.open("wb") as target:
+        with (
+            path.open("rb") as source,
+            atomic_files.file(tokens) as temporary,
+            temporary.open("wb") as target,
+        ):
             for piece in _pieces(source, path):
                 ids = np.asarray(codec.encode(piece), dtype=np.dtype(dtype).newbyteorder("<"))
                 target.write(ids.tobytes())
                 count += len(ids)
     except OSError as error:
-        raise DataError(f"{tokens}: the tokens of {path} could not be written: {error.strerror or error}") from None
+        raise DataError(
+            f"{tokens}: the tokens of {path} could not be written: {error.strerror or error}"
+        ) from None
     return count
 
 
 def _pieces(source: BinaryIO, path: Path) -> Iterator[str]:
-    """Yield the text in pieces that end with a line, or where there is none for a megabyte, with a character."""
+    """Yield the text in pieces that end with a line, or where there is none for a megabyte, with a
+    character.
+    """
     position = 0
     rest = b""
     while data := source.read(_PIECE):
@@ -320,7 +362,9 @@ def _pieces(source: BinaryIO, path: Path) -> Iterator[str]:
 def _character_end(data: bytes) -> int:
     """Return the position after the last whole character of `data` in UTF-8."""
     start = len(data)
-    while start > max(0, len(data) - 4) and data[start - 1] & 0xC0 == 0x80:  # a byte within a character
+    while (
+        start > max(0, len(data) - 4) and data[start - 1] & 0xC0 == 0x80
+    ):  # a byte within a character
         start -= 1
     return max(0, start - 1)
 
@@ -331,8 +375,9 @@ def _decoded(data: bytes, position: int, path: Path) -> str:
     except UnicodeDecodeError as error:
         where = position + error.start
         raise DataError(
-            f"{path}: expected a text in UTF-8 for the tokenizer, got the byte 0x{data[error.start]:02x} at position "
-            f"{where}. Without a tokenizer, bytes are tokens, and any file can be read"
+            f"{path}: expected a text in UTF-8 for the tokenizer, got the byte "
+            f"0x{data[error.start]:02x} at position {where}. Without a tokenizer, bytes are "
+            "tokens, and any file can be read"
         ) from None
 
 

@@ -1,4 +1,6 @@
-"""The backends of torch.distributed: which are available, and whether an all-reduce of two ranks works."""
+"""The backends of torch.distributed: which are available, and whether an all-reduce of two ranks
+works.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def examine_backends(limit: float) -> Section:
     if not _is_compiled():
         source = "--force-reinstall --no-deps --no-binary lockstep-train lockstep-train"
         fix = f"Install a C compiler, then Lockstep from its source: pip install {source}"
-        section.problems.append(Problem("the compiled part of shm is missing; it works, but is slower", fix))
+        section.problems.append(
+            Problem("the compiled part of shm is missing; it works, but is slower", fix)
+        )
     return section
 
 
@@ -61,7 +65,9 @@ def _available_backends() -> dict[str, tuple[bool, str]]:
         remark = "not tested: it needs two GPUs, and this host has one" if gpus == 1 else ""
         backends["nccl"] = (torch.distributed.is_nccl_available() and gpus > 1, remark)
     if importlib.util.find_spec("mpi4py") is not None:
-        remark = "" if _mpiexec() else "not tested: there is no mpiexec (pip install mpich installs one)"
+        remark = (
+            "" if _mpiexec() else "not tested: there is no mpiexec (pip install mpich installs one)"
+        )
         backends["mpi4py"] = (_mpiexec() is not None, remark)
     return backends
 
@@ -84,7 +90,8 @@ def describe(name: str, remark: str, result: Result | None) -> tuple[str, Proble
         fix = _FIXES.get(name, "Run a small program on it with LOCKSTEP_DEBUG=1 to see more.")
         if "run as root" in error:
             fix = (
-                "Run it as another user: Open MPI starts nothing for root, unless mpiexec is given --allow-run-as-root."
+                "Run it as another user: Open MPI starts nothing for root, unless mpiexec is "
+                "given --allow-run-as-root."
             )
         return f"failed: {error}", Problem(f"two ranks cannot sum over {name}: {error}", fix)
     times = f"4 B in {_time(result['small']):>7}, 4 MiB in {_time(result['large']):>7}"
@@ -92,10 +99,16 @@ def describe(name: str, remark: str, result: Result | None) -> tuple[str, Proble
 
 
 _FIXES = {
-    "shm": "See memfd and /dev/shm above; init() needs shm, or else create the process group with gloo yourself.",
-    "gloo": "Set GLOO_SOCKET_IFNAME to one of the interfaces above, and let local connections through the firewall.",
-    "nccl": "Run with NCCL_DEBUG=INFO to see which connection fails; NCCL_P2P_DISABLE=1 disables direct access.",
-    "mpi4py": "Use the mpiexec of the MPI that mpi4py was built for: `python -m mpi4py --mpi-library` names it.",
+    "shm": "See memfd and /dev/shm above; init() needs shm, or else create the process group with "
+    "gloo yourself.",
+    "gloo": "Set GLOO_SOCKET_IFNAME to one of the interfaces above, and let local connections "
+    "through "
+    "the firewall.",
+    "nccl": "Run with NCCL_DEBUG=INFO to see which connection fails; NCCL_P2P_DISABLE=1 disables "
+    "direct access.",
+    "mpi4py": "Use the mpiexec of the MPI that mpi4py was built for: `python -m mpi4py "
+    "--mpi-library` "
+    "names it.",
 }
 
 
@@ -104,13 +117,19 @@ def _time(seconds: float) -> str:
 
 
 def _test_launched(names: list[str], folder: str, limit: float) -> dict[str, Result]:
-    """Test the backends, and return their results; one that hangs is aborted, and the remaining ones are tested."""
+    """Test the backends, and return their results; one that hangs is aborted, and the remaining
+    ones are tested.
+    """
     path = Path(folder, "launched")
     remaining = list(names)
     results = dict[str, Result]()
     while remaining:
         path.write_text("")
-        problem = _run([sys.executable, "-c", _START.format("run_launched"), str(path), *remaining], folder, limit)
+        problem = _run(
+            [sys.executable, "-c", _START.format("run_launched"), str(path), *remaining],
+            folder,
+            limit,
+        )
         results |= _read(path)
         failed = [name for name in remaining if name not in results][:1]
         results |= {name: {"error": problem or "no output"} for name in failed}
@@ -121,7 +140,15 @@ def _test_launched(names: list[str], folder: str, limit: float) -> dict[str, Res
 def _test_under_mpiexec(folder: str, limit: float) -> Result:
     path = Path(folder, "mpiexec")
     path.write_text("")
-    command = [str(_mpiexec()), "-n", "2", sys.executable, "-c", _START.format("run_under_mpiexec"), str(path)]
+    command = [
+        str(_mpiexec()),
+        "-n",
+        "2",
+        sys.executable,
+        "-c",
+        _START.format("run_under_mpiexec"),
+        str(path),
+    ]
     problem = _run(command, folder, limit)
     return _read(path).get("mpi4py", {"error": problem or "no output"})
 
@@ -159,8 +186,8 @@ def _run(command: list[str], folder: str, limit: float) -> str:
 def error_line(text: str) -> str:
     """Return the line of an error output that says what went wrong; "" if it is empty.
 
-    It is the last one, as of a traceback; but Open MPI puts its messages into a frame of two lines of dashes, of which
-    the first line inside says it.
+    It is the last one, as of a traceback; but Open MPI puts its messages into a frame of two lines
+    of dashes, of which the first line inside says it.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     frames = [number for number, line in enumerate(lines) if set(line) == {"-"}]

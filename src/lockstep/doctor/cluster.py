@@ -1,4 +1,6 @@
-"""The scheduler: which one has given this node, and whether the nodes of the job reach each other."""
+"""The scheduler: which one has given this node, and whether the nodes of the job reach each
+other.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["compare_nodes", "examine_cluster"]
 
-_NODES_S = 30.0  # in which the nodes of a job begin their examinations: their images are pulled, Python has started
+# in which the nodes of a job begin their examinations: their images are pulled, Python has started
+_NODES_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,11 @@ class _Place:
 
 
 def examine_cluster(limit: float = _NODES_S) -> Section:
-    """Examine the scheduler's variables, the address of the first node, its port, and the versions of all nodes.
+    """Examine the scheduler's variables, the address of the first node, its port, and the versions
+    of all nodes.
 
-    The last two need the other nodes: they are examined if `lockstep doctor` runs on all of them at the same time.
+    The last two need the other nodes: they are examined if `lockstep doctor` runs on all of them at
+    the same time.
 
     Args:
         limit: seconds to wait for the other nodes.
@@ -59,7 +64,11 @@ def examine_cluster(limit: float = _NODES_S) -> Section:
     try:
         place = _find_place()
     except ConfigError as error:
-        section.add("scheduler", "its variables are incomplete", Problem(str(error), error.hint or "Correct it."))
+        section.add(
+            "scheduler",
+            "its variables are incomplete",
+            Problem(str(error), error.hint or "Correct it."),
+        )
         return section
     if place is None:  # nobody has started this process
         return section
@@ -96,25 +105,40 @@ def _find_place() -> _Place | None:
 
 def _describe(place: _Place) -> str:
     where = f", which meet at {place.address}:{place.port}" if place.port is not None else ""
-    start = "; on each node: lockstep run --nodes auto" if place.what == "node" and place.count > 1 else ""
+    start = (
+        "; on each node: lockstep run --nodes auto"
+        if place.what == "node" and place.count > 1
+        else ""
+    )
     return f"{place.scheduler}: {place.what} {place.number} of {place.count}{where}{start}"
 
 
 def _add_address(section: Section, place: _Place) -> bool:
     """Examine the name of the first node, and return whether it can be resolved."""
-    fix = "Set MASTER_ADDR and MASTER_PORT for all nodes: an address of the first node, and a free port there."
+    fix = (
+        "Set MASTER_ADDR and MASTER_PORT for all nodes: an address of the first node, and a free "
+        "port there."
+    )
     try:
         address = str(socket.getaddrinfo(place.address, None)[0][4][0])
     except (OSError, UnicodeError):
         if place.what == "node":
-            fix = "On Kubernetes the pods need a headless service as their subdomain; else give --master-addr."
-        section.add("first node", "unknown here", Problem(f"the first node, {place.address}, has no address here", fix))
+            fix = (
+                "On Kubernetes the pods need a headless service as their subdomain; else give "
+                "--master-addr."
+            )
+        section.add(
+            "first node",
+            "unknown here",
+            Problem(f"the first node, {place.address}, has no address here", fix),
+        )
         return False
     section.add("first node", f"{place.address} is {address}", good=True)
     return True
 
 
-# --- The other nodes --------------------------------------------------------------------------------------------------
+# --- The other nodes
+# --------------------------------------------------------------------------------------------------
 
 
 class _Node(msgspec.Struct, frozen=True):
@@ -139,8 +163,14 @@ def _add_nodes(section: Section, place: _Place, limit: float) -> None:
     late = [number for number in range(place.count) if number not in found]
     if late and place.number == 0:
         numbers = ", ".join(map(str, late))
-        fix = f"Run `lockstep doctor` on all nodes at the same time; if it does, let connections to {where} through."
-        problem = Problem(f"{place.what} {numbers} of {place.count} did not come to {where} within {limit:g} s", fix)
+        fix = (
+            "Run `lockstep doctor` on all nodes at the same time; if it does, let connections to "
+            f"{where} through."
+        )
+        problem = Problem(
+            f"{place.what} {numbers} of {place.count} did not come to {where} within {limit:g} s",
+            fix,
+        )
         section.add("port", f"{where}: this is where it listens", problem)
     else:
         reached = "all others have come" if place.number == 0 else "reached from here"
@@ -164,13 +194,21 @@ def _open_store(place: _Place, limit: float) -> Store:
 def _unreachable(place: _Place, where: str, reason: str) -> Problem:
     if place.number == 0:
         port = "MASTER_ADDR and MASTER_PORT" if place.what == "rank" else "--master-port"
-        return Problem(f"{where} cannot be listened at: {reason}", f"Another program uses it: set {port} on all nodes.")
-    fix = "Run `lockstep doctor` on all nodes at the same time; if it does, let connections to that port through."
+        return Problem(
+            f"{where} cannot be listened at: {reason}",
+            f"Another program uses it: set {port} on all nodes.",
+        )
+    fix = (
+        "Run `lockstep doctor` on all nodes at the same time; if it does, let connections to that "
+        "port through."
+    )
     return Problem(f"{where}, on the first node, is not reached from here: {reason}", fix)
 
 
 def _exchange(store: Store, place: _Place, mine: _Node, limit: float) -> dict[int, _Node]:
-    """Return what the nodes say that have come in time: the first one knows all, the others it and themselves."""
+    """Return what the nodes say that have come in time: the first one knows all, the others it and
+    themselves.
+    """
     deadline = time.monotonic() + limit
     others = range(1, place.count) if place.number == 0 else [0]
     store.set(f"doctor/{place.number}", messages.encode(mine))
@@ -199,7 +237,8 @@ def _wait(store: Store, key: str, deadline: float) -> bytes | None:
 
 
 def compare_nodes(found: Mapping[int, _Node], what: str) -> tuple[str, list[Problem]]:
-    """Return the line about the versions of the nodes, and a problem for each one that differs from the first (pure).
+    """Return the line about the versions of the nodes, and a problem for each one that differs from
+    the first (pure).
 
     Args:
         found: what the nodes say, by their numbers.
@@ -212,7 +251,8 @@ def compare_nodes(found: Mapping[int, _Node], what: str) -> tuple[str, list[Prob
         Problem(
             f"{what} {node.number} ({node.host}) has {name} {node.versions.get(name, 'missing')}, "
             f"{what} 0 ({first.host}) {version}",
-            f"Install {name} {version} on {node.host}, or let the job use one Python that all nodes see.",
+            f"Install {name} {version} on {node.host}, or let the job use one Python that all "
+            "nodes see.",
         )
         for node in found.values()
         for name, version in first.versions.items()

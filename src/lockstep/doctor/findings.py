@@ -44,7 +44,9 @@ class Section:
     facts: list[Fact] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
-    def add(self, name: str, text: str, problem: Problem | None = None, good: bool | None = None) -> None:
+    def add(
+        self, name: str, text: str, problem: Problem | None = None, good: bool | None = None
+    ) -> None:
         """Add a fact; one with a problem is marked as bad."""
         self.facts.append(Fact(name, text, False if problem is not None else good))
         if problem is not None:
@@ -57,5 +59,9 @@ def as_json(sections: list[Section]) -> dict[str, Any]:
         section.title: {fact.name: {"text": fact.text, "good": fact.good} for fact in section.facts}
         for section in sections
     }
-    problems = [{"what": problem.what, "fix": problem.fix} for section in sections for problem in section.problems]
+    problems = [
+        {"what": problem.what, "fix": problem.fix}
+        for section in sections
+        for problem in section.problems
+    ]
     return {"sections": facts, "problems": problems}

@@ -43,9 +43,11 @@ _FIXES = {
     "Connection refused": "Start sshd there, or name its port with --ssh-port.",
     "Connection timed out": "Check that the host is up and that no firewall is in between.",
     "No route to host": "Check that the host is up and in the same network.",
-    "Permission denied": "Put your public key there (ssh-copy-id {login}), or name the key with --identity.",
+    "Permission denied": "Put your public key there (ssh-copy-id {login}), or name the key with "
+    "--identity.",
     "Host key verification failed": "Log in once by hand (ssh {login}) to accept its key.",
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": "Find out why its key has changed, then: ssh-keygen -R {name}.",
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": "Find out why its key has changed, then: "
+    "ssh-keygen -R {name}.",
 }
 
 
@@ -89,14 +91,18 @@ def _examine(job: JobOptions, host: Host, limit: float) -> tuple[str, list[Probl
             timeout=2 * limit,
         )
     except FileNotFoundError:
-        return "not reached", [Problem("there is no ssh on this host", "Install it (Debian: openssh-client).")]
+        return "not reached", [
+            Problem("there is no ssh on this host", "Install it (Debian: openssh-client).")
+        ]
     except subprocess.TimeoutExpired:
         return "not reached", [_unreachable(host, f"no answer within {2 * limit:g} s")]
     answers = [line for line in done.stdout.splitlines() if line.startswith("lockstep-doctor ")]
     if answers:
         return _read_answer(host, answers[-1].partition(" ")[2])
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    return "not reached", [_unreachable(host, lines[-1] if lines else f"exit code {done.returncode}", done.stderr)]
+    return "not reached", [
+        _unreachable(host, lines[-1] if lines else f"exit code {done.returncode}", done.stderr)
+    ]
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -123,12 +129,15 @@ def _unreachable(host: Host, reason: str, stderr: str = "") -> Problem:
 
 
 def compare(host: Host, remote: dict[str, Any], local: dict[str, str]) -> tuple[str, list[Problem]]:
-    """Return the line about a host that answered, and a problem for each version that differs from this host's."""
+    """Return the line about a host that answered, and a problem for each version that differs from
+    this host's.
+    """
     versions = {name: remote.get(name) for name in this_host.NAMES}
     text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     problems = [
         Problem(
-            f"{host.name} has {f'{name} {version}' if version else f'no {name}'}, this host {local.get(name, 'none')}",
+            f"{host.name} has {f'{name} {version}' if version else f'no {name}'}, this host "
+            f"{local.get(name, 'none')}",
             f"Install {name} {local.get(name, '')} there, in the Python at {sys.executable}.",
         )
         for name, version in versions.items()

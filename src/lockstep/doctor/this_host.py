@@ -1,4 +1,6 @@
-"""This host: devices, cores, memory, limits, network, versions, and what `lockstep.init()` would do here."""
+"""This host: devices, cores, memory, limits, network, versions, and what `lockstep.init()` would do
+here.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,14 @@ __all__ = [
 ]
 
 
-# --- Host -------------------------------------------------------------------------------------------------------------
+# --- Host
+# --------------------------------------------------------------------------------------------------
 
 INFINIBAND = Path("/sys/class/infiniband")
 _SHM = Path("/dev/shm")
 _MIN_SHM = 256 << 20  # containers get 64 MiB, which a few batches of loader processes fill
-_MIN_FILES = 1024  # the usual limit: the launcher needs two for each worker in every worker, and loaders some more
+# the usual limit: the launcher needs two for each worker in every worker, and loaders some more
+_MIN_FILES = 1024
 
 
 def examine_host() -> Section:
@@ -56,7 +60,11 @@ def size(count: float) -> str:
     """Return a number of bytes as text: "63.9 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}".replace(".0 ", " ")
+            return (
+                f"{count:.0f} {unit}"
+                if unit == "B" or count >= 100
+                else f"{count:.1f} {unit}".replace(".0 ", " ")
+            )
         count /= 1024
     return f"{count:.1f} TiB"
 
@@ -64,7 +72,11 @@ def size(count: float) -> str:
 def _add_cores(section: Section) -> None:
     usable = environment.usable_cores()
     present = os.cpu_count() or 1
-    text = str(present) if usable == present else f"{usable} usable of {present} (affinity, or the container's quota)"
+    text = (
+        str(present)
+        if usable == present
+        else f"{usable} usable of {present} (affinity, or the container's quota)"
+    )
     threads = environment.variables().get("OMP_NUM_THREADS")
     section.add("cores", f"{text}; OMP_NUM_THREADS={threads} is set" if threads else text)
 
@@ -83,16 +95,26 @@ def _add_shared_memory(section: Section) -> None:
         section.add("memfd", "does not work: shm uses files in /dev/shm instead")
     if _SHM.is_dir():
         usage = shutil.disk_usage(_SHM)
-        section.add("/dev/shm", f"{size(usage.free)} free of {size(usage.total)}", _small_shm(usage.total, usage.free))
+        section.add(
+            "/dev/shm",
+            f"{size(usage.free)} free of {size(usage.total)}",
+            _small_shm(usage.total, usage.free),
+        )
 
 
 def _small_shm(total: int, free: int) -> Problem | None:
     if total < _MIN_SHM:
-        fix = "Start the container with --ipc=host, or with a larger --shm-size, such as --shm-size=2g."
-        return Problem(f"/dev/shm has {size(total)} only; loader processes pass batches through it", fix)
+        fix = (
+            "Start the container with --ipc=host, or with a larger --shm-size, such as "
+            "--shm-size=2g."
+        )
+        return Problem(
+            f"/dev/shm has {size(total)} only; loader processes pass batches through it", fix
+        )
     if free < _MIN_SHM // 4:
         return Problem(
-            f"/dev/shm is nearly full ({size(free)} free)", "Remove the files that crashed programs have left in it."
+            f"/dev/shm is nearly full ({size(free)} free)",
+            "Remove the files that crashed programs have left in it.",
         )
     return None
 
@@ -121,7 +143,8 @@ def _add_limits(section: Section) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY and INFINIBAND.is_dir():
         fix = (
-            "Raise memlock to unlimited in /etc/security/limits.conf, or start the container with --ulimit memlock=-1."
+            "Raise memlock to unlimited in /etc/security/limits.conf, or start the container with "
+            "--ulimit memlock=-1."
         )
         problem = Problem(f"InfiniBand needs locked memory, of which {size(soft)} is allowed", fix)
         section.add("locked memory", size(soft), problem)
@@ -134,7 +157,8 @@ def _read(path: str) -> str:
         return ""
 
 
-# --- Devices ----------------------------------------------------------------------------------------------------------
+# --- Devices
+# --------------------------------------------------------------------------------------------------
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -170,13 +194,21 @@ def _gpu(torch: Any, index: int) -> tuple[str, Problem | None]:
         free, total = torch.cuda.mem_get_info(index)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        fix = "Look for other programs on it with nvidia-smi, or exclude it with CUDA_VISIBLE_DEVICES."
-        return f"{properties.name}, {reason}", Problem(f"cuda:{index} cannot be used: {reason}", fix)
+        fix = (
+            "Look for other programs on it with nvidia-smi, or exclude it with "
+            "CUDA_VISIBLE_DEVICES."
+        )
+        return f"{properties.name}, {reason}", Problem(
+            f"cuda:{index} cannot be used: {reason}", fix
+        )
     load = ""
     with suppress(Exception):  # it needs NVIDIA's own Python package
         load = f", {torch.cuda.utilization(index)} % busy"
     used = f"{size(total - free)} used of {size(total)}"
-    return f"{properties.name}, {used}{load}, capability {properties.major}.{properties.minor}", None
+    return (
+        f"{properties.name}, {used}{load}, capability {properties.major}.{properties.minor}",
+        None,
+    )
 
 
 def _driver() -> str:
@@ -190,12 +222,20 @@ def _driver() -> str:
 def _unused(torch: Any, driver: str) -> Problem:
     if torch.version.cuda is None:
         fix = "Install a build of torch with CUDA: https://pytorch.org/get-started/locally/"
-        return Problem(f"there is a GPU ({driver}), but torch {torch.__version__} is built without CUDA", fix)
-    fix = "Check CUDA_VISIBLE_DEVICES, that nvidia-smi works, and that the driver is new enough for this CUDA."
-    return Problem(f"there is a GPU ({driver}), but torch (CUDA {torch.version.cuda}) cannot use it", fix)
+        return Problem(
+            f"there is a GPU ({driver}), but torch {torch.__version__} is built without CUDA", fix
+        )
+    fix = (
+        "Check CUDA_VISIBLE_DEVICES, that nvidia-smi works, and that the driver is new enough for "
+        "this CUDA."
+    )
+    return Problem(
+        f"there is a GPU ({driver}), but torch (CUDA {torch.version.cuda}) cannot use it", fix
+    )
 
 
-# --- Versions ---------------------------------------------------------------------------------------------------------
+# --- Versions
+# --------------------------------------------------------------------------------------------------
 
 _OLDEST = {"python": (3, 10), "torch": OLDEST_TORCH}
 _PACKAGES = {"torch": "torch", "lockstep": "lockstep-train"}
@@ -216,7 +256,9 @@ def versions() -> dict[str, str]:
 
 
 def examine_versions() -> Section:
-    """List the versions of Python, torch and Lockstep, and of the libraries that torch is built with."""
+    """List the versions of Python, torch and Lockstep, and of the libraries that torch is built
+    with.
+    """
     section = Section("versions")
     for name, text in versions().items():
         section.add(name, text, _too_old(name, text))
@@ -244,16 +286,20 @@ def _built_with() -> dict[str, str]:
     return libraries
 
 
-# --- Network ----------------------------------------------------------------------------------------------------------
+# --- Network
+# --------------------------------------------------------------------------------------------------
 
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
-_SLOW_S = 1.0  # a name in /etc/hosts is resolved in a millisecond; a lost answer of a name server costs 5 s
+# a name in /etc/hosts is resolved in a millisecond; a lost answer of a name server costs 5 s
+_SLOW_S = 1.0
 
 _MAX_INTERFACES = 8  # a host with many containers has an interface for each
 
 
 def examine_network() -> Section:
-    """Examine the interfaces that are up, with address and speed, and the host's name, which Gloo resolves."""
+    """Examine the interfaces that are up, with address and speed, and the host's name, which Gloo
+    resolves.
+    """
     section = Section("network")
     interfaces = [(name, _describe(name)) for _, name in socket.if_nameindex() if name != "lo"]
     for name, text in [(name, text) for name, text in interfaces if text][:_MAX_INTERFACES]:
@@ -287,14 +333,25 @@ def _address(name: str) -> str:
 def _add_name(section: Section) -> None:
     name = socket.gethostname()
     begin = time.monotonic()
-    fix = f"Add a line with this host's address and {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface."
+    fix = (
+        f"Add a line with this host's address and {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME "
+        "to an interface."
+    )
     try:
         address = str(socket.getaddrinfo(name, None)[0][4][0])
     except (OSError, UnicodeError):
-        section.add("name", f"{name} (unknown here)", Problem(f"this host cannot resolve its own name, {name}", fix))
+        section.add(
+            "name",
+            f"{name} (unknown here)",
+            Problem(f"this host cannot resolve its own name, {name}", fix),
+        )
         return
     seconds = time.monotonic() - begin
-    slow = Problem(f"resolving this host's own name, {name}, takes {seconds:.1f} s", fix) if seconds > _SLOW_S else None
+    slow = (
+        Problem(f"resolving this host's own name, {name}, takes {seconds:.1f} s", fix)
+        if seconds > _SLOW_S
+        else None
+    )
     section.add("name", f"{name} is {address}", slow)
 
 
@@ -305,11 +362,14 @@ def _first_line(path: Path) -> str:
         return ""
 
 
-# --- Job --------------------------------------------------------------------------------------------------------------
+# --- Job
+# --------------------------------------------------------------------------------------------------
 
 
 def examine_job() -> Section:
-    """Examine the launcher in the environment, this process's position in the job, and the workers' rendezvous."""
+    """Examine the launcher in the environment, this process's position in the job, and the workers'
+    rendezvous.
+    """
     section = Section("job")
     try:
         world = environment.find_world()
@@ -317,11 +377,18 @@ def examine_job() -> Section:
             section.add("launcher", "none: init() creates a job of one worker")
             return section
         section.add("launcher", world.source)
-        ranks = f"rank {world.rank} of {world.world_size}, local rank {world.local_rank} of {world.local_world_size}"
+        ranks = (
+            f"rank {world.rank} of {world.world_size}, local rank {world.local_rank} of "
+            f"{world.local_world_size}"
+        )
         section.add("position", f"{ranks}, node {world.node} of {world.nodes}")
         section.add("rendezvous", _rendezvous())
     except ConfigError as error:
-        section.add("launcher", "init() would raise an error", Problem(str(error), error.hint or "Correct it."))
+        section.add(
+            "launcher",
+            "init() would raise an error",
+            Problem(str(error), error.hint or "Correct it."),
+        )
     return section
 
 
@@ -331,7 +398,9 @@ def _rendezvous() -> str:
     variables = environment.variables()
     rendezvous = bootstrap.find_rendezvous(environment.find_world(variables), variables)
     if rendezvous.kind == "address":
-        return f"at MASTER_ADDR and MASTER_PORT: {variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
+        return (
+            f"at MASTER_ADDR and MASTER_PORT: {variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
+        )
     return {
         "tcp": f"at {rendezvous.host}:{rendezvous.port}, the first node of the step",
         "local": "on this host, at a port that rank 0 publishes",

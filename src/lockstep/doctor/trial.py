@@ -1,4 +1,6 @@
-"""Tests a backend by a small all-reduce of two ranks, in a process that can be aborted if it hangs."""
+"""Tests a backend by a small all-reduce of two ranks, in a process that can be aborted if it
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,16 @@ __all__ = ["RANKS", "run_launched", "run_under_mpiexec"]
 
 RANKS = 2
 _WAIT = timedelta(seconds=60)
-_SIZES = {"small": (1, 30), "large": (1 << 20, 8)}  # float32 elements (4 B, 4 MiB), number of repetitions
+_SIZES = {
+    "small": (1, 30),
+    "large": (1 << 20, 8),
+}  # float32 elements (4 B, 4 MiB), number of repetitions
 
 
 def run_launched(path: str, *backends: str) -> None:
-    """Test each of `backends` with processes of Lockstep's launcher, and append a line of JSON to the file `path`."""
+    """Test each of `backends` with processes of Lockstep's launcher, and append a line of JSON to
+    the file `path`.
+    """
     for backend in backends:
         try:
             seconds = launcher.launch(_init_and_measure, backend, workers=RANKS, threads=1)
@@ -37,7 +44,10 @@ def run_under_mpiexec(path: str) -> None:
     """Test "mpi4py" in the processes that mpiexec has started, each of which calls this."""
     dist.init_process_group("mpi4py", init_method="mpi4py://", timeout=_WAIT)
     if dist.get_world_size() != RANKS:
-        sys.exit(f"mpi4py sees {dist.get_world_size()} rank, not {RANKS}: it belongs to another MPI than this mpiexec")
+        sys.exit(
+            f"mpi4py sees {dist.get_world_size()} rank, not {RANKS}: it belongs to another MPI "
+            "than this mpiexec"
+        )
     seconds = _measure("cpu")
     first = dist.get_rank() == 0
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Workers that are lost, leave and join while a job runs: the membership, each side of it, and loops of one's own."""
+"""Workers that are lost, leave and join while a job runs: the membership, each side of it, and
+loops of one's own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from ..registry import import_object
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    steps: Callable[..., Any]  # a module on this layer may not import it, see `lockstep.training.elastic_steps`
+    steps: Callable[
+        ..., Any
+    ]  # a module on this layer may not import it, see `lockstep.training.elastic_steps`
 
 __all__ = ["steps"]
 

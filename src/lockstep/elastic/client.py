@@ -1,4 +1,6 @@
-"""A worker's side of the membership: what it has been told, and the store in which a generation's members meet."""
+"""A worker's side of the membership: what it has been told, and the store in which a generation's
+members meet.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ class WorkerLeft(SystemExit):
 
 
 class MembershipClient:
-    """What this worker knows of the membership; the coordinator's messages come in the thread of the connection.
+    """What this worker knows of the membership; the coordinator's messages come in the thread of
+    the connection.
 
     Args:
         job: the connection to the launcher, which passes messages on to the coordinator.
@@ -77,7 +80,9 @@ class MembershipClient:
         self.published: list[bytes] = []
         self.on_change = on_change
         self._changed = threading.Condition()
-        self._due = self._next = 0  # the newest generation to enter at once, and the newest that is open
+        self._due = self._next = (
+            0  # the newest generation to enter at once, and the newest that is open
+        )
         self._wished = -1
         self._signal = 0
         self._leased_until = math.inf  # in a job on one host there are no leases
@@ -129,7 +134,8 @@ class MembershipClient:
             case Bye():
                 self._bye = message
 
-    # --- what this worker has been told -------------------------------------------------------------------------------
+    # --- what this worker has been told
+    # -------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -163,12 +169,15 @@ class MembershipClient:
         with self._changed:
             self._changed.wait_for(lambda: time.monotonic() < self._leased_until or self.is_over)
 
-    # --- what this worker tells ---------------------------------------------------------------------------------------
+    # --- what this worker tells
+    # ---------------------------------------------------------------------------------------
 
     def enter(self, fit: int, most: int, folder: str = "") -> None:
-        """Say that the training number `fit` of the program begins, with at most so many workers and this folder.
+        """Say that the training number `fit` of the program begins, with at most so many workers
+        and this folder.
 
-        With -1 the program is outside of a training from here on, where the loss of a worker is not survived.
+        With -1 the program is outside of a training from here on, where the loss of a worker is not
+        survived.
         """
         self.send(Enter(fit, most, folder))
 
@@ -178,19 +187,24 @@ class MembershipClient:
         self.send(Leave())
 
     def publish(self, value: bytes) -> None:
-        """Keep a value that rank 0 sends to all, for workers that join later; waits until all hosts have it."""
+        """Keep a value that rank 0 sends to all, for workers that join later; waits until all hosts
+        have it.
+        """
         self.request(self.generation, lambda number: Publish(value, number))
 
     def published_value(self, number: int) -> bytes:
         """Return the value that rank 0 sent as number `number`, from 0; waits for it."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self.published) > number or self._is_lost or self._bye is not None)
+            self._changed.wait_for(
+                lambda: len(self.published) > number or self._is_lost or self._bye is not None
+            )
             if len(self.published) <= number:
                 self._end_if_told()
             return self.published[number]
 
     def note_events(self, commit: Commit, states: bytes | None) -> None:
-        """Say that rank 0's callbacks have seen all up to this commit, and their states if these have changed.
+        """Say that rank 0's callbacks have seen all up to this commit, and their states if these
+        have changed.
 
         Waits until all hosts have the states.
 
@@ -202,7 +216,8 @@ class MembershipClient:
         else:
             self.request(self.generation, lambda number: Events(commit, states, number))
 
-    # --- the group ----------------------------------------------------------------------------------------------------
+    # --- the group
+    # ----------------------------------------------------------------------------------------------
 
     def join(self) -> View:
         """Ask to become a member, and wait for the first view.
@@ -212,14 +227,17 @@ class MembershipClient:
         """
         self.send(Ready())
         with self._changed:
-            self._changed.wait_for(lambda: self._view is not None or self._bye is not None or self._is_lost)
+            self._changed.wait_for(
+                lambda: self._view is not None or self._bye is not None or self._is_lost
+            )
             self._end_if_told()
             assert self._view is not None
             self.generation = self._view.generation
             return self._view
 
     def joins_before(self, number: int) -> bool:
-        """Ask to become a member; returns whether there is a view before rank 0 has sent its value `number`, from 0.
+        """Ask to become a member; returns whether there is a view before rank 0 has sent its value
+        `number`, from 0.
 
         Raises:
             WorkerLeft: the job ends before.
@@ -227,7 +245,10 @@ class MembershipClient:
         self.send(Ready())
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self.published) > number or self._view is not None or self._bye is not None or self._is_lost
+                lambda: len(self.published) > number
+                or self._view is not None
+                or self._bye is not None
+                or self._is_lost
             )
             if len(self.published) > number:
                 return False
@@ -247,23 +268,31 @@ class MembershipClient:
         """
         while True:
             if self._next <= self.generation:
-                self.send(Boundary(self.generation) if at_boundary else Broken(self.generation, reason))
+                self.send(
+                    Boundary(self.generation) if at_boundary else Broken(self.generation, reason)
+                )
             with self._changed:
                 self._changed.wait_for(lambda: self._next > self.generation or self._is_lost)
                 generation = self.generation = self._next
             self._end_if_told()
             self.send(Arrived(generation, commit, self.leaving))
             with self._changed:
-                self._changed.wait_for(lambda: self._is_viewed or self._bye is not None or self._is_lost)
+                self._changed.wait_for(
+                    lambda: self._is_viewed or self._bye is not None or self._is_lost
+                )
                 self._end_if_told()
                 if self._next == generation and self._view is not None:
                     return self._view
 
     @property
     def _is_viewed(self) -> bool:
-        """Whether the view of this worker's generation has come, or the next one is open already."""
+        """Whether the view of this worker's generation has come, or the next one is open
+        already.
+        """
         view = self._view
-        return self._next > self.generation or (view is not None and view.generation == self.generation)
+        return self._next > self.generation or (
+            view is not None and view.generation == self.generation
+        )
 
     def _end_if_told(self) -> None:
         if self._is_lost:
@@ -272,10 +301,14 @@ class MembershipClient:
             raise WorkerLeft
 
     def complete(self) -> bool:
-        """Wait until the training is complete on all members; False if they have to regroup before."""
+        """Wait until the training is complete on all members; False if they have to regroup
+        before.
+        """
         self.send(Done(self.generation))
         with self._changed:
-            self._changed.wait_for(lambda: self._bye is not None or self._next > self.generation or self._is_lost)
+            self._changed.wait_for(
+                lambda: self._bye is not None or self._next > self.generation or self._is_lost
+            )
             if self._is_lost:
                 raise LockstepError("the launcher of this elastic job is gone")
             bye = self._bye
@@ -284,7 +317,8 @@ class MembershipClient:
                 raise WorkerLeft
             return bye is not None
 
-    # --- keys ---------------------------------------------------------------------------------------------------------
+    # --- keys
+    # ----------------------------------------------------------------------------------------------
 
     def request(self, generation: int, make: Callable[[int], Up], waits: bool = False) -> Answer:
         """Return the coordinator's answer about keys of `generation`.
@@ -313,7 +347,8 @@ class MembershipClient:
 
 
 class GenerationStore(Store):
-    """The c10d store of one generation: its waits have no time limit and end when the generation is over.
+    """The c10d store of one generation: its waits have no time limit and end when the generation is
+    over.
 
     c10d itself keeps no reference to a store in Python: whoever makes a group with it does.
 
@@ -339,7 +374,11 @@ class GenerationStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait until all `keys` exist, and return their values."""
         generation = self._generation
-        return list(self._client.request(generation, lambda n: Get(n, generation, tuple(keys)), waits=True).values)
+        return list(
+            self._client.request(
+                generation, lambda n: Get(n, generation, tuple(keys)), waits=True
+            ).values
+        )
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all `keys` exist, however long."""
@@ -358,14 +397,20 @@ class GenerationStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all `keys` exist."""
         generation = self._generation
-        return bool(self._client.request(generation, lambda n: Check(n, generation, tuple(keys))).number)
+        return bool(
+            self._client.request(generation, lambda n: Check(n, generation, tuple(keys))).number
+        )
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Set `key` if its value is `expected`, or "" and it does not exist; return its value then."""
+        """Set `key` if its value is `expected`, or "" and it does not exist; return its value
+        then.
+        """
         generation = self._generation
         old = _as_bytes(expected)
         new = _as_bytes(value)
-        return self._client.request(generation, lambda n: CompareSet(n, generation, key, old, new)).values[0]
+        return self._client.request(
+            generation, lambda n: CompareSet(n, generation, key, old, new)
+        ).values[0]
 
     def delete_key(self, key: str) -> bool:
         """Do nothing: the keys of a generation end with it."""

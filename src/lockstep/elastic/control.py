@@ -1,4 +1,6 @@
-"""Requests to a launcher of a running elastic job: how many workers it shall have, and which host shall leave."""
+"""Requests to a launcher of a running elastic job: how many workers it shall have, and which host
+shall leave.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _MOST_BYTES = 1 << 16
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """`what` is "resize" to a number, "remove" of a host, or "address" for how another host can join."""
+    """`what` is "resize" to a number, "remove" of a host, or "address" for how another host can
+    join.
+    """
 
     what: str
     number: Integer = 0
@@ -42,7 +46,9 @@ class _Reply(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class _Asker:
-    """A connection on which a request comes. Attributes: received, of the request so far; has_asked, all of it."""
+    """A connection on which a request comes. Attributes: received, of the request so far;
+    has_asked, all of it.
+    """
 
     socket: socket.socket
     received: bytearray = field(default_factory=bytearray)
@@ -50,16 +56,21 @@ class _Asker:
 
 
 class ControlSocket:
-    """The launcher's end: a Unix socket in a private folder of this user. Nothing here waits for who asks.
+    """The launcher's end: a Unix socket in a private folder of this user. Nothing here waits for
+    who asks.
 
     Args:
         path: of the socket.
         ask: called with the request, and what to call with the answer, which may come later.
-        selector: of the launcher's loop; the data of each key is a function to call when it is ready.
+        selector: of the launcher's loop; the data of each key is a function to call when it is
+            ready.
     """
 
     def __init__(
-        self, path: str, ask: Callable[[str, int, str, Answer], None], selector: selectors.BaseSelector
+        self,
+        path: str,
+        ask: Callable[[str, int, str, Answer], None],
+        selector: selectors.BaseSelector,
     ) -> None:
         self._ask = ask
         self._selector = selector
@@ -90,7 +101,9 @@ class ControlSocket:
             return
         except OSError:
             data = b""
-        if asker.has_asked:  # it does not wait for the answer, or has not understood that one request is all
+        if (
+            asker.has_asked
+        ):  # it does not wait for the answer, or has not understood that one request is all
             self._asked.discard(asker)
             self._close(asker)
             return

@@ -1,16 +1,19 @@
-"""The membership of an elastic job as a state machine: who is in the group, and what each worker is told (pure).
+"""The membership of an elastic job as a state machine: who is in the group, and what each worker is
+told (pure).
 
-A **generation** is a group of workers that train together. The coordinator, in the launcher, opens the next generation
-when the membership changes: at once after a loss, and between two steps when a worker joins or leaves. Each member then
-leaves its process group and *arrives* with its **commit**, the position of its last complete step. When all have
-arrived, the coordinator sends the **view**: the members in order of seniority, which is the order of ranks, and who has
-the most advanced state. With that the members form a process group. A loss meanwhile opens the next generation.
+A **generation** is a group of workers that train together. The coordinator, in the launcher, opens
+the next generation when the membership changes: at once after a loss, and between two steps when a
+worker joins or leaves. Each member then leaves its process group and *arrives* with its **commit**,
+the position of its last complete step. When all have arrived, the coordinator sends the **view**:
+the members in order of seniority, which is the order of ranks, and who has the most advanced state.
+With that the members form a process group. A loss meanwhile opens the next generation.
 
-Workers join at **boundaries** only, where the program of no member is within a step: a view after a loss consists of
-those that are left, which agree, with its first step, to let others join after it. Below the minimum number of workers
-the members wait at a boundary as well.
+Workers join at **boundaries** only, where the program of no member is within a step: a view after a
+loss consists of those that are left, which agree, with its first step, to let others join after it.
+Below the minimum number of workers the members wait at a boundary as well.
 
-There is no clock and no time limit here: a worker counts until its process has ended or it says that it leaves.
+There is no clock and no time limit here: a worker counts until its process has ended or it says
+that it leaves.
 """
 
 from __future__ import annotations
@@ -61,10 +64,13 @@ __all__ = [
 ]
 
 
-# --- Messages ---------------------------------------------------------------------------------------------------------
+# --- Messages
+# --------------------------------------------------------------------------------------------------
 
 Commit = List[Integer]
-"""The position of a worker's last complete step: (fit, steps done, rows of the history). A later one is greater."""
+"""The position of a worker's last complete step: (fit, steps done, rows of the history). A later
+one is greater.
+"""
 
 NO_STATE: Commit = ()
 """The commit of a worker that has not been given the training's state yet."""
@@ -114,7 +120,9 @@ class Leave(Tagged, frozen=True):
 
 
 class Done(Tagged, frozen=True):
-    """A member's training is complete; it stays until all others' are, because they may need its state."""
+    """A member's training is complete; it stays until all others' are, because they may need its
+    state.
+    """
 
     generation: Integer
 
@@ -230,9 +238,11 @@ LEASE_S = 4.0
 
 
 class Lease(Tagged, frozen=True):
-    """In a job on several hosts: complete no step after this time, of the monotonic clock of the worker's host.
+    """In a job on several hosts: complete no step after this time, of the monotonic clock of the
+    worker's host.
 
-    A launcher that is stopped, or that follows such a one, could not tell its workers that others have gone on.
+    A launcher that is stopped, or that follows such a one, could not tell its workers that others
+    have gone on.
     """
 
     until: float
@@ -260,14 +270,27 @@ class Bye(Tagged, frozen=True):
 
 KeyRequest = Set | Get | Add | Check | CompareSet
 
-Up = Hello | Ready | Enter | Arrived | Broken | Boundary | Leave | Done | Events | Publish | KeyRequest
+Up = (
+    Hello
+    | Ready
+    | Enter
+    | Arrived
+    | Broken
+    | Boundary
+    | Leave
+    | Done
+    | Events
+    | Publish
+    | KeyRequest
+)
 """From a worker to the coordinator."""
 
 Down = Change | Wish | Turn | View | Lease | Answer | Publish | Stop | Bye
 """From the coordinator to a worker."""
 
 
-# --- What a host knows of its workers, for the next coordinator -------------------------------------------------------
+# --- What a host knows of its workers, for the next coordinator
+# -------------------------------------------------------
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -313,7 +336,9 @@ class HostReport(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class HostMemory:
-    """Remembers what the messages from and to the workers of one host say of them; its methods are these messages."""
+    """Remembers what the messages from and to the workers of one host say of them; its methods are
+    these messages.
+    """
 
     host: int
     view: View | None = None
@@ -339,13 +364,19 @@ class HostMemory:
 
     @property
     def unanswered(self) -> list[tuple[int, Publish | Events]]:
-        """What workers wait for all hosts to keep, which a new coordinator has to be asked again."""
+        """What workers wait for all hosts to keep, which a new coordinator has to be asked
+        again.
+        """
         return list(self._unanswered.items())
 
     @property
     def members(self) -> list[int]:
         """The workers that are in a group."""
-        return [record.number for record in self._workers.values() if record.is_member and not record.is_over]
+        return [
+            record.number
+            for record in self._workers.values()
+            if record.is_member and not record.is_over
+        ]
 
     @property
     def members_in_training(self) -> list[int]:
@@ -356,7 +387,9 @@ class HostMemory:
         """Return what a new coordinator has to know."""
         workers = tuple(self._workers.values())
         finished = tuple(self._finished)
-        return HostReport(self.host, workers, self.view, self.generation, self.most, self._completed, finished)
+        return HostReport(
+            self.host, workers, self.view, self.generation, self.most, self._completed, finished
+        )
 
     def note_up(self, number: int, message: Up) -> None:
         """A worker has sent a message."""
@@ -384,12 +417,17 @@ class HostMemory:
             case View():
                 self.generation = max(self.generation, message.generation)
                 self.view = message
-                self._change(number, is_member=True, **({} if message.fit < 0 else {"fit": message.fit}))
+                self._change(
+                    number, is_member=True, **({} if message.fit < 0 else {"fit": message.fit})
+                )
             case Publish():
                 if number in self._workers:
                     self._change(number, published=self._workers[number].published + 1)
             case Answer():
-                if number in self._unanswered and self._unanswered[number].request == message.request:
+                if (
+                    number in self._unanswered
+                    and self._unanswered[number].request == message.request
+                ):
                     del self._unanswered[number]
             case Bye():
                 worker = self._workers.get(number)
@@ -403,7 +441,8 @@ class HostMemory:
             self._workers[number] = structs.replace(self._workers[number], **values)
 
 
-# --- The coordinator --------------------------------------------------------------------------------------------------
+# --- The coordinator
+# --------------------------------------------------------------------------------------------------
 
 
 class _Status(Enum):
@@ -431,12 +470,15 @@ class _Worker:
 
 
 _OUTSIDE = "a worker was lost outside of the training"
-_MOST_BROKEN = 5  # groups that fail one after another at the same step, without the loss of a worker
+_MOST_BROKEN = (
+    5  # groups that fail one after another at the same step, without the loss of a worker
+)
 
 
 @dataclass
 class Coordinator:
-    """Decides on the membership. Its methods are the events; `take_messages` returns what they have to tell.
+    """Decides on the membership. Its methods are the events; `take_messages` returns what they have
+    to tell.
 
     Args:
         expected: the number of workers that form the first group.
@@ -450,7 +492,8 @@ class Coordinator:
         failure: why the workers cannot go on from what they have in memory; "" as long as they can.
         complete: whether all members have completed the training that they were in.
         most: the largest number of workers that the training can have.
-        is_fenced: whether the first group must wait, as a host that was lost may have formed it with others.
+        is_fenced: whether the first group must wait, as a host that was lost may have formed it
+            with others.
         to_keep: what all hosts have to keep, each with the number of the worker that has sent it.
     """
 
@@ -494,7 +537,9 @@ class Coordinator:
 
     @property
     def leaving(self) -> list[int]:
-        """The members that have arrived in order to leave, and wait below the minimum for those that replace them."""
+        """The members that have arrived in order to leave, and wait below the minimum for those
+        that replace them.
+        """
         return [number for number in self.members if self.waiting and self._workers[number].leaving]
 
     @property
@@ -507,7 +552,8 @@ class Coordinator:
         """The greatest commit with which a member has arrived."""
         return max((worker.commit for worker in self._workers.values()), default=NO_STATE)
 
-    # --- events -------------------------------------------------------------------------------------------------------
+    # --- events
+    # ----------------------------------------------------------------------------------------------
 
     def started(self, number: int, host: int = 0) -> None:
         """A worker has been started on a host."""
@@ -521,14 +567,18 @@ class Coordinator:
         if worker is None or worker.status is not _Status.MEMBER:
             return
         fits = {self._workers[number].fit for number in self.members} | {worker.fit}
-        if len(fits) > 1 or worker.fit < 0:  # or it has not told yet what it had to tell at the end of its training
+        if (
+            len(fits) > 1 or worker.fit < 0
+        ):  # or it has not told yet what it had to tell at the end of its training
             self.failure = self.failure or _OUTSIDE
             return
         self._broken = NO_STATE, 0
         self._open_next()
 
     def left(self, number: int) -> None:
-        """A worker's process has ended in good order, after its training was complete or after it was told to leave."""
+        """A worker's process has ended in good order, after its training was complete or after it
+        was told to leave.
+        """
         worker = self._workers.get(number)
         if worker is not None and worker.status is _Status.MEMBER and worker.fit < 0:
             worker.status = _Status.OVER
@@ -614,14 +664,18 @@ class Coordinator:
         worker.fit = fit
         worker.done = False
         self.complete = False
-        if fit < 0 and self.generation != self.formed:  # it has not met those that were left by then
+        if (
+            fit < 0 and self.generation != self.formed
+        ):  # it has not met those that were left by then
             self.failure = self.failure or _OUTSIDE
         if any(each.status is _Status.READY for each in self._workers.values()):
             self._plan()
 
     def _arrived(self, worker: _Worker, message: Arrived) -> None:
         if message.generation > self.generation and worker.status is _Status.MEMBER:
-            self.generation = message.generation - 1  # its host has let it leave its group: all others have to follow
+            self.generation = (
+                message.generation - 1
+            )  # its host has let it leave its group: all others have to follow
             self._open_next()
         if message.generation == self.generation and worker.status is _Status.MEMBER:
             worker.arrived = message.generation
@@ -635,7 +689,9 @@ class Coordinator:
         commit, times = self._broken
         self._broken = worker.commit, times + 1 if worker.commit == commit else 1
         if self._broken[1] > _MOST_BROKEN:
-            self.failure = f"the workers' group failed {times} times at the same step: {message.reason}"
+            self.failure = (
+                f"the workers' group failed {times} times at the same step: {message.reason}"
+            )
         self._open_next()
 
     def _boundary(self, generation: int) -> None:
@@ -658,10 +714,12 @@ class Coordinator:
                 member.done = False
                 self._send(member, Bye())
 
-    # --- another coordinator ------------------------------------------------------------------------------------------
+    # --- another coordinator
+    # ------------------------------------------------------------------------------------------
 
     def resume(self, reports: Iterable[HostReport]) -> None:
-        """Take over from another coordinator, with what the hosts that are left know of their workers.
+        """Take over from another coordinator, with what the hosts that are left know of their
+        workers.
 
         The members of the newest view that are on none of these hosts are lost. All others regroup.
         """
@@ -687,7 +745,11 @@ class Coordinator:
         known = [record.completed for report in reports for record in report.workers]
         self._end_completed(max([*known, *(report.completed for report in reports)], default=-1))
         finished = {number for report in reports for number in report.finished}
-        lost = [number for number in newest.members if number not in self._workers and number not in finished]
+        lost = [
+            number
+            for number in newest.members
+            if number not in self._workers and number not in finished
+        ]
         if self.complete and not self.members and not lost:
             return  # the programs of all members have ended
         if self._in_training():
@@ -696,7 +758,9 @@ class Coordinator:
             self.failure = "a host was lost outside of the training"
 
     def _end_completed(self, completed: int) -> None:
-        """Tell the members that the last coordinator could not tell that their training is complete, or to leave."""
+        """Tell the members that the last coordinator could not tell that their training is
+        complete, or to leave.
+        """
         for worker in self._workers.values():
             if worker.status is _Status.MEMBER and 0 <= worker.fit <= completed:
                 worker.fit = -1
@@ -706,7 +770,8 @@ class Coordinator:
         fits = [worker.fit for worker in self._workers.values() if worker.status is _Status.MEMBER]
         self.complete = completed >= 0 and all(fit < 0 for fit in fits)
 
-    # --- generations --------------------------------------------------------------------------------------------------
+    # --- generations
+    # ----------------------------------------------------------------------------------------------
 
     def _in_training(self) -> bool:
         """Return whether all members are in the same training, and not outside of it."""
@@ -728,7 +793,12 @@ class Coordinator:
 
     def _plan(self) -> None:
         """Open the next generation after a step on which all members agree."""
-        if self._wished or self.formed != self.generation or not self._in_training() or self.complete:
+        if (
+            self._wished
+            or self.formed != self.generation
+            or not self._in_training()
+            or self.complete
+        ):
             return  # the next view is followed by another plan, if there is still something to do
         self._wished = True
         for number in self.members:
@@ -757,7 +827,9 @@ class Coordinator:
         if self.formed < 0:
             if len(ready) < self.expected or self.is_fenced:
                 return
-        elif self.generation == self.formed or any(member.arrived != self.generation for member in members):
+        elif self.generation == self.formed or any(
+            member.arrived != self.generation for member in members
+        ):
             return
         elif all(member.commit == NO_STATE for member in members):
             self.failure = self.failure or "all workers that had the training's state were lost"
@@ -782,14 +854,18 @@ class Coordinator:
         self._send_view(stay, ready)
 
     def _wait_for_boundary(self, worker: _Worker) -> None:
-        """Let a worker that has been given a view, and not the state, join at the next boundary: those that are left
-        may be within a step that only those who were lost had completed."""
+        """Let a worker that has been given a view, and not the state, join at the next boundary:
+        those that are left may be within a step that only those who were lost had completed."""
         worker.status = _Status.READY
         worker.fit = -1
         worker.seniority = -1
 
-    def _choose(self, members: list[_Worker], ready: list[_Worker]) -> tuple[list[_Worker], list[_Worker]]:
-        """Return the members that stay, and those that leave now; who alone has the newest state hands it over."""
+    def _choose(
+        self, members: list[_Worker], ready: list[_Worker]
+    ) -> tuple[list[_Worker], list[_Worker]]:
+        """Return the members that stay, and those that leave now; who alone has the newest state
+        hands it over.
+        """
         leave = [member for member in members if member.leaving and self._stop is None]
         stay = [member for member in members if member not in leave]
         if leave and not stay and not ready:
@@ -814,7 +890,9 @@ class Coordinator:
         self.formed = self.generation
         self.view = tuple(worker.number for worker in new)
         self.waiting = self._wished = False
-        self._keys = {number: keys for number, keys in self._keys.items() if number >= self.generation}
+        self._keys = {
+            number: keys for number, keys in self._keys.items() if number >= self.generation
+        }
         source = max(new, key=lambda worker: worker.commit)  # the first of them
         view = View(
             self.generation,
@@ -843,7 +921,8 @@ class Coordinator:
     def _send(self, worker: _Worker, message: Down) -> None:
         self._messages.append((worker.number, message))
 
-    # --- keys ---------------------------------------------------------------------------------------------------------
+    # --- keys
+    # ----------------------------------------------------------------------------------------------
 
     def _use_keys(self, worker: _Worker, message: KeyRequest) -> None:
         if message.generation < self.formed:
@@ -856,10 +935,18 @@ class Coordinator:
 def _restored(record: WorkerRecord, host: int, newest: View | None) -> _Worker:
     """Return a worker as the last coordinator knew it.
 
-    One that the newest view has not any more has left, or waits for a boundary since it had no state.
+    One that the newest view has not any more has left, or waits for a boundary since it had no
+    state.
     """
-    worker = _Worker(record.number, host, joins=record.joins, fit=record.fit, leaving=record.leaving)
-    if newest is not None and record.is_member and not record.is_over and record.number in newest.members:
+    worker = _Worker(
+        record.number, host, joins=record.joins, fit=record.fit, leaving=record.leaving
+    )
+    if (
+        newest is not None
+        and record.is_member
+        and not record.is_over
+        and record.number in newest.members
+    ):
         worker.status = _Status.MEMBER
         worker.seniority = newest.members.index(record.number)
     elif record.is_member and (record.is_over or record.leaving or not record.joins):
@@ -896,19 +983,31 @@ class _Keys:
                 self._values[message.key] = str(total).encode()
                 yield number, Answer(message.request, number=total)
             case Check():
-                yield number, Answer(message.request, number=int(all(key in self._values for key in message.keys)))
+                yield (
+                    number,
+                    Answer(
+                        message.request,
+                        number=int(all(key in self._values for key in message.keys)),
+                    ),
+                )
             case CompareSet():
                 value = self._values.get(message.key)
                 if message.expected == (value or b""):
                     value = self._values[message.key] = message.value
-                yield number, Answer(message.request, (message.expected if value is None else value,))
+                yield (
+                    number,
+                    Answer(message.request, (message.expected if value is None else value,)),
+                )
         yield from self._answer()
 
     def _answer(self) -> Iterator[tuple[int, Answer]]:
         still = []
         for number, message in self._waiting:
             if all(key in self._values for key in message.keys):
-                yield number, Answer(message.request, tuple(self._values[key] for key in message.keys))
+                yield (
+                    number,
+                    Answer(message.request, tuple(self._values[key] for key in message.keys)),
+                )
             else:
                 still.append((number, message))
         self._waiting = still

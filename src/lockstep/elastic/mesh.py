@@ -1,9 +1,11 @@
-"""Connections between the launchers of an elastic job on several hosts: each one has a connection to each other.
+"""Connections between the launchers of an elastic job on several hosts: each one has a connection
+to each other.
 
-A new host *knocks* at any host that it knows. Both sides prove that they know the job's key. The host with the greater
-number dials; when a connection ends, the other side looks whether the launcher still listens, so that an end that is
-certain can be told from a host that does not answer. All that a launcher has sent before its end is known only if its
-connection was read to the end: when a connection is reset, the kernel throws away what it had not sent.
+A new host *knocks* at any host that it knows. Both sides prove that they know the job's key. The
+host with the greater number dials; when a connection ends, the other side looks whether the
+launcher still listens, so that an end that is certain can be told from a host that does not answer.
+All that a launcher has sent before its end is known only if its connection was read to the end:
+when a connection is reset, the kernel throws away what it had not sent.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Link(Enum):
     """What a host knows of another one."""
 
     CONNECTED = "connected"
-    SILENT = "silent"  # it does not answer, or has ended after it did not: it may have gone on without this host
+    # it does not answer, or has ended after it did not: it may have gone on without this host
+    SILENT = "silent"
     ENDED = "ended"  # its launcher has ended, and all that it has sent was read
     LOST = "lost"  # its launcher has ended, and may have sent more
 
@@ -97,7 +100,9 @@ class Knock(Tagged, frozen=True):
 
 
 class Welcome(Tagged, frozen=True):
-    """The answer: the other half of the key; for a new host its number, who leads, all hosts, and what to run."""
+    """The answer: the other half of the key; for a new host its number, who leads, all hosts, and
+    what to run.
+    """
 
     key: str
     number: Integer = -1
@@ -117,10 +122,14 @@ Wire = Knock | Welcome | Refused
 """The messages of the mesh itself."""
 
 _PING_S = 0.5
-_RECENT_S = 2.0  # a launcher that was heard of so recently has ended, if it does not listen any more
-_LAST_ACK = 56  # where struct tcp_info of Linux (include/uapi/linux/tcp.h) has tcpi_last_ack_recv, in milliseconds
+_RECENT_S = (
+    2.0  # a launcher that was heard of so recently has ended, if it does not listen any more
+)
+# where struct tcp_info of Linux (include/uapi/linux/tcp.h) has tcpi_last_ack_recv, in milliseconds
+_LAST_ACK = 56
 _DIAL_S = 3.0
-_CLOSING_S = 1.0  # a process that ends closes its connections first, and a moment later the socket where it listens
+# a process that ends closes its connections first, and a moment later the socket where it listens
+_CLOSING_S = 1.0
 _REDIAL_S = 1.0
 _ASKED_AFTER = 4  # looks: a host that takes part has dialled by then
 _MOST_OF_ANSWER = 1 << 24  # to a new host, before it is known that this is a launcher of the job
@@ -133,7 +142,8 @@ class _Peer:
     Attributes:
         host: its number, -1 until it is known.
         heard: when something came last.
-        is_broken: whether the connection has failed, so that its end does not say that all has come.
+        is_broken: whether the connection has failed, so that its end does not say that all has
+            come.
     """
 
     connection: Connection[Any, Any]
@@ -143,10 +153,11 @@ class _Peer:
 
 
 def _seconds_unanswered(peer: _Peer) -> float:
-    """Return how long the other side's kernel has acknowledged nothing, though it is sent pings; 0 if not known.
+    """Return how long the other side's kernel has acknowledged nothing, though it is sent pings; 0
+    if not known.
 
-    TCP's own time limit does not end a connection whose packets do not even leave this host, as when the network device
-    is down.
+    TCP's own time limit does not end a connection whose packets do not even leave this host, as
+    when the network device is down.
     """
     try:
         info = peer.connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
@@ -157,7 +168,9 @@ def _seconds_unanswered(peer: _Peer) -> float:
 
 def _halves(key: str) -> tuple[str, str]:
     """Return what who dials shows of the key, and what who answers shows."""
-    return tuple(hmac.new(key.encode(), side, "sha256").hexdigest() for side in (b"dials", b"answers"))  # type: ignore[return-value]
+    return tuple(
+        hmac.new(key.encode(), side, "sha256").hexdigest() for side in (b"dials", b"answers")
+    )  # type: ignore[return-value]
 
 
 def _wait_until_refused(address: str, port: int) -> None:
@@ -169,9 +182,14 @@ def _wait_until_refused(address: str, port: int) -> None:
     """
     deadline = time.monotonic() + _CLOSING_S
     while time.monotonic() < deadline:
-        with socket.create_connection((address, port), _DIAL_S) as end, suppress(TimeoutError, ConnectionResetError):
+        with (
+            socket.create_connection((address, port), _DIAL_S) as end,
+            suppress(TimeoutError, ConnectionResetError),
+        ):
             end.settimeout(max(0.001, deadline - time.monotonic()))
-            end.recv(1)  # a launcher that runs says nothing to a stranger, and one that ends closes this
+            end.recv(
+                1
+            )  # a launcher that runs says nothing to a stranger, and one that ends closes this
 
 
 class Mesh:
@@ -183,7 +201,8 @@ class Mesh:
         own: this host; the number is -1 until it is known.
         key: the job's secret.
         listener: the socket at which this launcher listens.
-        selector: of the launcher's loop; the data of each key is a function to call when it is ready.
+        selector: of the launcher's loop; the data of each key is a function to call when it is
+            ready.
         kind: the type of all messages between launchers.
         limit_s: seconds within which the kernel of another host must answer.
         former: numbers that this host has had in the job, before it joined again.
@@ -193,11 +212,12 @@ class Mesh:
         hosts: the hosts that there are or have been, by number.
         on_message: called with the number of a host and each message from it.
         on_link: called when what is known of a host has changed.
-        on_knock: called for a new host; returns the answer, with which its connection becomes that of a new number.
-        on_silence: called when a launcher has not answered for that many seconds, though its host does: it is stopped,
-            or hangs.
-        warning_s, launcher_limit_s: seconds after which that is called, and after which the host does not count as
-            connected any more.
+        on_knock: called for a new host; returns the answer, with which its connection becomes that
+            of a new number.
+        on_silence: called when a launcher has not answered for that many seconds, though its host
+            does: it is stopped, or hangs.
+        warning_s, launcher_limit_s: seconds after which that is called, and after which the host
+            does not count as connected any more.
     """
 
     def __init__(
@@ -215,7 +235,9 @@ class Mesh:
         self.hosts: dict[int, HostEntry] = {}
         self.on_message: Callable[[int, Any], None] = lambda host, message: None
         self.on_link: Callable[[int, Link], None] = lambda host, link: None
-        self.on_knock: Callable[[Knock], Welcome | Refused] = lambda knock: Refused("this host is no job's")
+        self.on_knock: Callable[[Knock], Welcome | Refused] = lambda knock: Refused(
+            "this host is no job's"
+        )
         self.on_silence: Callable[[int, float], None] = lambda host, seconds: None
         self.warning_s = self.launcher_limit_s = math.inf
         self._said_silent: set[int] = set()
@@ -226,20 +248,27 @@ class Mesh:
         self._limit_s = limit_s
         self._peers: dict[int, _Peer] = {}
         self._strangers: Strangers[_Peer] = Strangers(self._close)  # who have not knocked yet
-        self._answering: dict[_Peer, float] = {}  # who were dialled and have not answered yet, and since when
+        self._answering: dict[
+            _Peer, float
+        ] = {}  # who were dialled and have not answered yet, and since when
         self._dialling: dict[int, float] = {}  # hosts that are dialled, or will be at this time
         self._results: SimpleQueue[tuple[int, socket.socket | None, bool, bool]] = SimpleQueue()
         self._wake, self._waker = socket.socketpair()
         self._refused: set[int] = set()
-        self._listens: dict[int, int] = {}  # how often a host has been found to listen that should dial itself
-        self._probing: dict[int, Link] = {}  # hosts whose connection has ended: what they are if they do not listen
+        self._listens: dict[
+            int, int
+        ] = {}  # how often a host has been found to listen that should dial itself
+        self._probing: dict[
+            int, Link
+        ] = {}  # hosts whose connection has ended: what they are if they do not listen
         self._next_ping = self._pings_since = 0.0
         listener.setblocking(False)
         self._wake.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self._accept)
         selector.register(self._wake, selectors.EVENT_READ, self._take_results)
 
-    # --- use ----------------------------------------------------------------------------------------------------------
+    # --- use
+    # ----------------------------------------------------------------------------------------------
 
     def send(self, host: int, message: object) -> None:
         """Send a message to another host; ignored if it is not connected."""
@@ -248,12 +277,16 @@ class Mesh:
             self._send(peer, message)
 
     def silent_s(self, host: int) -> float:
-        """Return for how many seconds nothing has come from a host; infinite if it is not connected."""
+        """Return for how many seconds nothing has come from a host; infinite if it is not
+        connected.
+        """
         peer = self._peers.get(host)
         return math.inf if peer is None else time.monotonic() - peer.heard
 
     def have_ended(self, hosts: Iterable[int]) -> bool:
-        """Return whether the launchers of hosts that do not answer do not listen any more; finds out by and by."""
+        """Return whether the launchers of hosts that do not answer do not listen any more; finds
+        out by and by.
+        """
         listening = set(hosts) - self._refused
         for host in listening - self._dialling.keys() - self._peers.keys():
             self._dial(host, probes=False)  # it would dial this host itself, if it ran
@@ -295,7 +328,10 @@ class Mesh:
             for peer in list(self._peers.values()):
                 if peer.is_broken:
                     self._drop(peer)  # if its end has not been read by now
-                elif now - self._pings_since > self._limit_s and _seconds_unanswered(peer) > self._limit_s:
+                elif (
+                    now - self._pings_since > self._limit_s
+                    and _seconds_unanswered(peer) > self._limit_s
+                ):
                     self._lose(peer)
                 elif not self._is_silent(peer, now - max(peer.heard, self._pings_since)):
                     self._ping(peer)
@@ -307,7 +343,9 @@ class Mesh:
             self._dial(host, probes=False)
 
     def _is_silent(self, peer: _Peer, seconds: float) -> bool:
-        """Say that a launcher has not answered for long; lose it, and return True, if that has lasted too long."""
+        """Say that a launcher has not answered for long; lose it, and return True, if that has
+        lasted too long.
+        """
         if seconds <= self.warning_s and seconds <= self.launcher_limit_s:
             self._said_silent.discard(peer.host)
             return False
@@ -347,7 +385,8 @@ class Mesh:
         self._strangers.close()
         self._waker.close()
 
-    # --- dialling -----------------------------------------------------------------------------------------------------
+    # --- dialling
+    # ----------------------------------------------------------------------------------------------
 
     def _dial(self, host: int, probes: bool) -> None:
         """Connect to a host in a thread; as a probe only to see whether it listens."""
@@ -377,7 +416,9 @@ class Mesh:
                 self._dialled(*self._results.get_nowait())
 
     def _dialled(self, host: int, end: socket.socket | None, refused: bool, probes: bool) -> None:
-        if end is not None and (host in self._peers or not (host in self._dialling or self._is_to_be_asked(host))):
+        if end is not None and (
+            host in self._peers or not (host in self._dialling or self._is_to_be_asked(host))
+        ):
             end.close()
         elif end is not None:
             peer = _Peer(self._connection(end), host)
@@ -396,14 +437,16 @@ class Mesh:
             self._dialling[host] = time.monotonic() + _REDIAL_S
 
     def _is_to_be_asked(self, host: int) -> bool:
-        """Return whether to ask a host who it is that listens, and should dial this one, but has not done so.
+        """Return whether to ask a host who it is that listens, and should dial this one, but has
+        not done so.
 
         It may have joined again under another number, or wait to do so.
         """
         self._listens[host] = self._listens.get(host, 0) + 1
         return self._listens[host] % _ASKED_AFTER == 0
 
-    # --- connections --------------------------------------------------------------------------------------------------
+    # --- connections
+    # ----------------------------------------------------------------------------------------------
 
     def _connection(self, end: socket.socket) -> Connection[Any, Any]:
         end.setblocking(False)
@@ -421,7 +464,9 @@ class Mesh:
         return peer
 
     def _listen(self, peer: _Peer) -> None:
-        self._selector.register(peer.connection.socket, selectors.EVENT_READ, lambda: self._receive(peer))
+        self._selector.register(
+            peer.connection.socket, selectors.EVENT_READ, lambda: self._receive(peer)
+        )
 
     def _send(self, peer: _Peer, message: object) -> None:
         try:
@@ -456,7 +501,9 @@ class Mesh:
 
     def _take_answer(self, peer: _Peer, message: object) -> None:
         """Take the answer of a host that was dialled."""
-        if isinstance(message, Welcome) and hmac.compare_digest(message.key.encode(), self._answers.encode()):
+        if isinstance(message, Welcome) and hmac.compare_digest(
+            message.key.encode(), self._answers.encode()
+        ):
             del self._answering[peer]
             self._connect(peer, peer.host)
         elif isinstance(message, Refused):
@@ -466,13 +513,17 @@ class Mesh:
             raise OSError("another program listens there")
 
     def _answer(self, peer: _Peer, knock: object) -> None:
-        if not isinstance(knock, Knock) or not hmac.compare_digest(knock.key.encode(), self._dials.encode()):
+        if not isinstance(knock, Knock) or not hmac.compare_digest(
+            knock.key.encode(), self._dials.encode()
+        ):
             raise OSError("a stranger")
         self._strangers.identified(peer)
         if knock.host.number >= 0 and knock.to != self.own.number:
             if knock.to in self._former or self.own.number >= 0:
                 self._send(peer, Refused(f"host {knock.to} has joined again, or wants to"))
-            self._close(peer)  # a host that is let in just now, and does not know its number yet, is dialled again
+            self._close(
+                peer
+            )  # a host that is let in just now, and does not know its number yet, is dialled again
             return
         if knock.host.number >= 0:
             self._send(peer, Welcome(self._answers))
@@ -486,13 +537,17 @@ class Mesh:
             return
         self._send(peer, msgspec.structs.replace(answer, key=self._answers))
         if answer.number >= 0:
-            self.hosts.setdefault(answer.number, msgspec.structs.replace(knock.host, number=answer.number))
+            self.hosts.setdefault(
+                answer.number, msgspec.structs.replace(knock.host, number=answer.number)
+            )
             self._connect(peer, answer.number)
         else:
             self._close(peer)
 
     def _connect(self, peer: _Peer, host: int) -> None:
-        """Use a connection as that to a host, instead of an earlier one, with which messages may have been lost."""
+        """Use a connection as that to a host, instead of an earlier one, with which messages may
+        have been lost.
+        """
         before = self._peers.pop(host, None)
         if before is not None:
             self._close(before)
@@ -531,7 +586,8 @@ class Mesh:
         peer.connection.close()
 
 
-# --- A new host -------------------------------------------------------------------------------------------------------
+# --- A new host
+# --------------------------------------------------------------------------------------------------
 
 
 NOBODY_LEADS = "no launcher of the job leads at the moment; try again"
@@ -539,7 +595,9 @@ NOBODY_LEADS = "no launcher of the job leads at the moment; try again"
 
 
 WAITS_TO_JOIN = "this host takes no part in the job, and waits for a launcher that leads it"
-"""The reason with which a host refuses that is in no job itself: it cannot let anybody in, now or later."""
+"""The reason with which a host refuses that is in no job itself: it cannot let anybody in, now or
+later.
+"""
 
 
 class NobodyLeadsError(LockstepError):
@@ -579,12 +637,16 @@ def knock(
             answer = connection.receive(time.monotonic() + seconds)
         except (OSError, msgspec.DecodeError):
             answer = None
-        if isinstance(answer, Welcome) and hmac.compare_digest(answer.key.encode(), answers.encode()):
+        if isinstance(answer, Welcome) and hmac.compare_digest(
+            answer.key.encode(), answers.encode()
+        ):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection, answer
         connection.close()
         if answer is None:
-            raise LockstepError(f"{address}:{port} is no elastic job, has another key, or has just ended")
+            raise LockstepError(
+                f"{address}:{port} is no elastic job, has another key, or has just ended"
+            )
         if not isinstance(answer, Refused):
             raise LockstepError(f"{address}:{port} has another key")
         if answer.ask is None:

@@ -1,4 +1,5 @@
-"""An emulated network: ranks of this host are put on virtual hosts, and messages between those take their time.
+"""An emulated network: ranks of this host are put on virtual hosts, and messages between those take
+their time.
 
 Experimental: may change in any release.
 """

@@ -1,4 +1,6 @@
-"""Process groups over Gloo whose operations end when they would on the emulated network, and their installation."""
+"""Process groups over Gloo whose operations end when they would on the emulated network, and their
+installation.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined,misc"
@@ -38,9 +40,11 @@ from .virtual_time import AwakeCore, OperationTime, VirtualTime, prefer_long_sli
 __all__ = ["Emulation", "install", "install_from_environment", "uninstall"]
 
 
-# --- Works ------------------------------------------------------------------------------------------------------------
+# --- Works
+# --------------------------------------------------------------------------------------------------
 
-_NEAR_S = 2e-3  # a poll sleeps for the rest of a wait that is shorter, as those who poll may sleep for 1 ms
+# a poll sleeps for the rest of a wait that is shorter, as those who poll may sleep for 1 ms
+_NEAR_S = 2e-3
 _POLL_S = 50e-6
 _CHECK_S = 0.05
 
@@ -50,13 +54,15 @@ class DelayedWork(dist.Work):
 
     Args:
         inner: of the real operation.
-        done_at: returns the virtual time at which the emulated one ends, None as long as it is not known; infinity if
-            it never ends.
+        done_at: returns the virtual time at which the emulated one ends, None as long as it is not
+            known; infinity if it never ends.
         clock: of the job.
         limit: seconds that a wait may take.
     """
 
-    def __init__(self, inner: Any, done_at: Callable[[], float | None], clock: LinkClock, limit: float) -> None:
+    def __init__(
+        self, inner: Any, done_at: Callable[[], float | None], clock: LinkClock, limit: float
+    ) -> None:
         super().__init__()
         self._inner = inner
         self._done_at = done_at
@@ -79,7 +85,9 @@ class DelayedWork(dist.Work):
         return answer
 
     def _wait(self, timeout: timedelta | None = None) -> tuple[bool, float]:
-        """Wait in real time; return what the real operation's `wait` has, and when the emulated one ended."""
+        """Wait in real time; return what the real operation's `wait` has, and when the emulated one
+        ended.
+        """
         limit = timeout.total_seconds() if timeout else self._limit
         answer = bool(self._inner.wait(timeout) if timeout else self._inner.wait())
         while (done := self._done_at()) is None or done - time.monotonic() > _NEAR_S:
@@ -89,7 +97,9 @@ class DelayedWork(dist.Work):
                     + ("a link is lost" if done is not None else "a rank has not called it")
                     + f": no message has arrived for {limit:.3g} s"
                 )
-            time.sleep(_POLL_S if done is None else min(_CHECK_S, done - time.monotonic() - _NEAR_S / 2))
+            time.sleep(
+                _POLL_S if done is None else min(_CHECK_S, done - time.monotonic() - _NEAR_S / 2)
+            )
         self._clock.virtual.sleep_until(done)
         return answer, done
 
@@ -115,7 +125,8 @@ class DelayedWork(dist.Work):
             self._clock.note_wait()
 
     def _has_failed(self) -> bool:
-        """Return whether the real operation, which has ended, has failed, so that the emulated one never ends.
+        """Return whether the real operation, which has ended, has failed, so that the emulated one
+        never ends.
 
         It may have ended well on this rank before another one has called it.
         """
@@ -187,7 +198,8 @@ class _AllOf:
         return getattr(self._works[0], name)
 
 
-# --- Groups -----------------------------------------------------------------------------------------------------------
+# --- Groups
+# --------------------------------------------------------------------------------------------------
 
 _STAMP_TAG = 1 << 30  # beside the message of a tag travels the time of its arrival
 
@@ -220,16 +232,23 @@ class Delays:
         self.clock.arrive(number, operation, size, root, self.clock.clock.virtual.now())
         work = method(*args, **kwargs)
         if work is None:
-            raise LockstepError(f"emulated network: {operation} within a batch of coalesced calls is not emulated")
+            raise LockstepError(
+                f"emulated network: {operation} within a batch of coalesced calls is not emulated"
+            )
         self.clock.clock.virtual.skip()
-        return DelayedWork(work, lambda: self.clock.done_at(number), self.clock.clock, self.timeout_s)
+        return DelayedWork(
+            work, lambda: self.clock.done_at(number), self.clock.clock, self.timeout_s
+        )
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """Start to send a message, and the time at which it will arrive."""
         now = self.clock.clock.virtual.now()
         left, arrives = self._send_times(peer, float(sum(map(_nbytes, tensors))), now)
         stamp = torch.tensor([arrives], dtype=torch.float64)
-        works = [self.group.send(tensors, peer, tag), self.group.send([stamp], peer, tag | _STAMP_TAG)]
+        works = [
+            self.group.send(tensors, peer, tag),
+            self.group.send([stamp], peer, tag | _STAMP_TAG),
+        ]
         return DelayedWork(_AllOf(works), lambda: left, self.clock.clock, self.timeout_s)
 
     def _send_times(self, peer: int, size: float, now: float) -> tuple[float, float]:
@@ -244,11 +263,16 @@ class Delays:
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """Start to receive a message, and the time at which it arrives."""
         stamp = torch.zeros(1, dtype=torch.float64)
-        works = [self.group.recv(tensors, peer, tag), self.group.recv([stamp], peer, tag | _STAMP_TAG)]
+        works = [
+            self.group.recv(tensors, peer, tag),
+            self.group.recv([stamp], peer, tag | _STAMP_TAG),
+        ]
         return DelayedWork(_AllOf(works), stamp.item, self.clock.clock, self.timeout_s)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
-        """Start to receive a message from any rank; the time of its arrival is received once its source is known."""
+        """Start to receive a message from any rank; the time of its arrival is received once its
+        source is known.
+        """
         work = self.group.recv_anysource(tensors, tag)
         known: list[float] = []
 
@@ -266,7 +290,13 @@ def _own_side(operation: str, given: tuple[Any, ...]) -> Any:
     """Return the tensors among a call's arguments by whose bytes its messages are counted."""
     if operation == "barrier":
         return ()
-    second = ("all_gather", "all_gather_into_tensor", "gather", "reduce_scatter", "reduce_scatter_tensor")
+    second = (
+        "all_gather",
+        "all_gather_into_tensor",
+        "gather",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    )
     return given[1] if operation in (*second, "all_to_all", "all_to_all_single") else given[0]
 
 
@@ -281,7 +311,9 @@ def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
 def _nbytes(tensor: torch.Tensor) -> int:
     if tensor.layout is torch.strided:
         return tensor.nbytes
-    return tensor._nnz() * tensor.element_size() * (1 + tensor.dense_dim()) if tensor.is_sparse else 0
+    return (
+        tensor._nnz() * tensor.element_size() * (1 + tensor.dense_dim()) if tensor.is_sparse else 0
+    )
 
 
 def _root(given: tuple[Any, ...]) -> int:
@@ -289,7 +321,9 @@ def _root(given: tuple[Any, ...]) -> int:
 
 
 class DelayedGroup:
-    """A group over Gloo between virtual hosts, as the hierarchical transport uses it: not one of c10d's tables."""
+    """A group over Gloo between virtual hosts, as the hierarchical transport uses it: not one of
+    c10d's tables.
+    """
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
@@ -337,7 +371,8 @@ for _name in (*OPERATIONS, *_MESSAGES):
         setattr(EmulatedGroup, _name, _delayed(_name))
 
 
-# --- Installation -----------------------------------------------------------------------------------------------------
+# --- Installation
+# --------------------------------------------------------------------------------------------------
 
 
 class Emulation:
@@ -356,7 +391,9 @@ class Emulation:
         self._awake = AwakeCore()
         self._real_key = host_identity.host_key
         host_identity.host_key = lambda: f"{self._real_key()} virtual host {host}"
-        connections.wrap_group = lambda group, store, timeout: DelayedGroup(self._delays(group, store, timeout))
+        connections.wrap_group = lambda group, store, timeout: DelayedGroup(
+            self._delays(group, store, timeout)
+        )
         self._hooks = [
             Replaced(c10d, "_new_process_group_helper", self._making),
             Replaced(OpQueue, "enqueue", partial(_in_virtual_time, self.clock.virtual)),
@@ -381,25 +418,39 @@ class Emulation:
     def _delays(self, group: Any, store: Store, timeout: timedelta) -> Delays:
         name = store.compare_set("emulated network", "", secrets.token_hex(8)).decode()
         if not name.isalnum():  # it becomes part of a path
-            raise TransportError(f"emulated network: expected a hexadecimal name of the group, got {name!r}")
+            raise TransportError(
+                f"emulated network: expected a hexadecimal name of the group, got {name!r}"
+            )
         self._groups.append(GroupClock(self.clock, name, group.rank(), group.size(), self.host))
         return Delays(group, self._groups[-1], timeout)
 
     def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kw: Any) -> Any:
             group, store = original(*args, **kw)
-            if type(group) is not dist.ProcessGroup or group.size() < 2 or "gloo" not in _backends(group):
+            if (
+                type(group) is not dist.ProcessGroup
+                or group.size() < 2
+                or "gloo" not in _backends(group)
+            ):
                 return group, store
-            timeout = next((each for each in (*args, *kw.values()) if isinstance(each, timedelta)), None)
-            made = EmulatedGroup(group, self._delays(group, store, timeout or c10d.default_pg_timeout))
+            timeout = next(
+                (each for each in (*args, *kw.values()) if isinstance(each, timedelta)), None
+            )
+            made = EmulatedGroup(
+                group, self._delays(group, store, timeout or c10d.default_pg_timeout)
+            )
             replace_group(group, made)
             return made, store
 
         return make
 
 
-def _in_virtual_time(virtual: VirtualTime, original: Callable[..., CPUWork]) -> Callable[..., CPUWork]:
-    """Return `OpQueue.enqueue` whose operations have a virtual time, and their callers wait in theirs."""
+def _in_virtual_time(
+    virtual: VirtualTime, original: Callable[..., CPUWork]
+) -> Callable[..., CPUWork]:
+    """Return `OpQueue.enqueue` whose operations have a virtual time, and their callers wait in
+    theirs.
+    """
 
     def enqueue(queue: Any, what: str, steps: Steps, *args: Any, **kwargs: Any) -> CPUWork:
         operation = OperationTime(virtual.now())
@@ -414,7 +465,9 @@ def _in_virtual_time(virtual: VirtualTime, original: Callable[..., CPUWork]) -> 
 
 
 def _timed(queue: Any, steps: Steps, operation: OperationTime, virtual: VirtualTime) -> Steps:
-    """Give the steps of an operation, done in its own time, which begins after those before it in the queue."""
+    """Give the steps of an operation, done in its own time, which begins after those before it in
+    the queue.
+    """
     operation.wait_until(getattr(queue, "virtual_end", 0.0))
     try:
         while True:
@@ -429,7 +482,9 @@ def _timed(queue: Any, steps: Steps, operation: OperationTime, virtual: VirtualT
         steps.close()
 
 
-def _waiting_in_virtual_time(virtual: VirtualTime, original: Callable[..., bool]) -> Callable[..., bool]:
+def _waiting_in_virtual_time(
+    virtual: VirtualTime, original: Callable[..., bool]
+) -> Callable[..., bool]:
     """Return `CPUWork.wait`, after which the caller is as late as the operation."""
 
     def wait(work: Any, timeout: timedelta | None = None) -> bool:
@@ -452,7 +507,9 @@ _emulation: Emulation | None = None
 
 
 def install(network: VirtualNetwork, folder: Path, host: int) -> None:
-    """Put this process on the virtual host `host`; groups that are made from now on are emulated."""
+    """Put this process on the virtual host `host`; groups that are made from now on are
+    emulated.
+    """
     global _emulation
     uninstall()
     _emulation = Emulation(network, folder, host)

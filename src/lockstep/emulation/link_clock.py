@@ -1,4 +1,6 @@
-"""The link clocks in shared memory: every rank moves the same clocks, and waits until its messages have arrived."""
+"""The link clocks in shared memory: every rank moves the same clocks, and waits until its messages
+have arrived.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ from .virtual_time import VirtualTime
 __all__ = ["GroupClock", "LinkClock", "Statistics", "emulation_summary"]
 
 
-# --- Shared memory ----------------------------------------------------------------------------------------------------
+# --- Shared memory
+# --------------------------------------------------------------------------------------------------
 
 
 class _SharedNumbers:
-    """Doubles in a file that processes map, and a lock that they share; the kernel frees it when its owner dies."""
+    """Doubles in a file that processes map, and a lock that they share; the kernel frees it when
+    its owner dies.
+    """
 
     def __init__(self, path: Path, count: int) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -62,7 +67,8 @@ class Statistics(NamedTuple):
 
     Attributes:
         waits: the collectives and messages between virtual hosts that ranks have waited for.
-        behind_s: by how many seconds real time was behind the virtual time of the rank that waited last.
+        behind_s: by how many seconds real time was behind the virtual time of the rank that waited
+            last.
     """
 
     waits: int
@@ -130,23 +136,32 @@ class LinkClock:
 
 
 def emulation_summary(folder: Path, network: VirtualNetwork) -> str:
-    """Return in words how well this host has kept up with `network`, whose clocks are in `folder`."""
+    """Return in words how well this host has kept up with `network`, whose clocks are in
+    `folder`.
+    """
     clock = LinkClock(folder, network)
     found = clock.statistics()
     real_s = clock.elapsed()
     clock.close()
     text = f"lockstep run: emulated network: {found.waits} messages and collectives between hosts"
     if found.behind_s > _BEHIND * real_s:
-        text += f"; this host was {found.behind_s:.2f} s behind at the end, {found.behind_s / real_s:.0%} of the time"
+        text += (
+            f"; this host was {found.behind_s:.2f} s behind at the end, "
+            f"{found.behind_s / real_s:.0%} of the time"
+        )
         text += f' (a larger dilation helps: --network "..., dilation {2 * network.dilation:.3g}")'
     if network.dilation != 1:
         text += f"\nlockstep run: time dilation {network.dilation:.4g}: {real_s:.2f} s here are "
-        text += f"{real_s / network.dilation:.2f} s on the emulated hosts; divide times that the program prints "
+        text += (
+            f"{real_s / network.dilation:.2f} s on the emulated hosts; divide times that the "
+            "program prints "
+        )
         text += "by it (a Trainer has done so)"
     return text
 
 
-# --- The collectives of one group -------------------------------------------------------------------------------------
+# --- The collectives of one group
+# -------------------------------------------------------------------------------------
 
 _SLOTS = 256  # collectives of a group that may be pending at a time
 _TAG, _TIME, _SIZE, _DONE, _FIELDS = range(5)
@@ -155,8 +170,9 @@ _TAG, _TIME, _SIZE, _DONE, _FIELDS = range(5)
 class GroupClock:
     """When the collectives of one process group complete, for each of its ranks.
 
-    The ranks call the same collectives in the same order. Each notes when it calls one; the last to do so sends the
-    messages of all, as only then all times are known, and writes down when each rank will have its own.
+    The ranks call the same collectives in the same order. Each notes when it calls one; the last to
+    do so sends the messages of all, as only then all times are known, and writes down when each
+    rank will have its own.
 
     Args:
         clock: of the job.
@@ -171,7 +187,9 @@ class GroupClock:
         self._rank = rank
         self._size = size
         self._host = host
-        self._shared = _SharedNumbers(clock.folder / f"group-{name}", size + _SLOTS * (1 + size * _FIELDS))
+        self._shared = _SharedNumbers(
+            clock.folder / f"group-{name}", size + _SLOTS * (1 + size * _FIELDS)
+        )
         self._called = 0
         with self._shared.locked() as numbers:
             numbers[rank] = host + 1
@@ -182,7 +200,8 @@ class GroupClock:
         return self._called
 
     def arrive(self, number: int, operation: str, size: float, root: int, now: float) -> None:
-        """Note that this rank has called collective `number`, a key of `ROUNDS`, with a tensor of `size` bytes.
+        """Note that this rank has called collective `number`, a key of `ROUNDS`, with a tensor of
+        `size` bytes.
 
         Raises:
             TransportError: more collectives are pending than there is room for.
@@ -191,21 +210,33 @@ class GroupClock:
         with self._shared.locked() as numbers:
             own = at + 1 + self._rank * _FIELDS
             if numbers[own + _TAG] > numbers[at]:
-                raise TransportError(f"emulated network: more than {_SLOTS} collectives of one group are pending")
+                raise TransportError(
+                    f"emulated network: more than {_SLOTS} collectives of one group are pending"
+                )
             numbers[own + _TIME] = now
             numbers[own + _SIZE] = size
             numbers[own + _TAG] = number
             ranks = [at + 1 + rank * _FIELDS for rank in range(self._size)]
             if any(numbers[rank + _TAG] != number for rank in ranks):
                 return
-            arrivals, sizes = ([numbers[rank + field] for rank in ranks] for field in (_TIME, _SIZE))
+            arrivals, sizes = (
+                [numbers[rank + field] for rank in ranks] for field in (_TIME, _SIZE)
+            )
             hosts = [int(numbers[rank]) - 1 for rank in range(self._size)]
-            for rank, done in zip(ranks, self._send(number, operation, sizes, root, hosts, arrivals), strict=True):
+            for rank, done in zip(
+                ranks, self._send(number, operation, sizes, root, hosts, arrivals), strict=True
+            ):
                 numbers[rank + _DONE] = done
             numbers[at] = number
 
     def _send(
-        self, number: int, operation: str, sizes: list[float], root: int, hosts: Sequence[int], arrivals: list[float]
+        self,
+        number: int,
+        operation: str,
+        sizes: list[float],
+        root: int,
+        hosts: Sequence[int],
+        arrivals: list[float],
     ) -> list[float]:
         network = self.clock.network
         draws = random.Random(f"{network.seed} {self._size} {number}") if network.jitter else None
@@ -213,11 +244,15 @@ class GroupClock:
             return finish_times(cards, ROUNDS[operation](sizes, root), hosts, arrivals, draws)
 
     def done_at(self, number: int) -> float | None:
-        """Return when collective `number` completes on this rank; None while some rank has not called it."""
+        """Return when collective `number` completes on this rank; None while some rank has not
+        called it.
+        """
         at = self._slot(number)
         if self._shared.numbers[at] < number:
             return None
-        with self._shared.locked() as numbers:  # so that what was written before is seen, on every processor
+        with (
+            self._shared.locked() as numbers
+        ):  # so that what was written before is seen, on every processor
             return float(numbers[at + 1 + self._rank * _FIELDS + _DONE])
 
     def _slot(self, number: int) -> int:

@@ -1,9 +1,11 @@
-"""When messages between virtual hosts arrive: the link clocks of their network cards, and each collective's messages.
+"""When messages between virtual hosts arrive: the link clocks of their network cards, and each
+collective's messages.
 
-What is modelled: a card sends one message after another, and receives one after another, at the same time (full
-duplex); the switch between the cards never blocks; a message's bytes flow through both cards at once (cut-through).
-Ranks on one virtual host exchange messages at no time of their own. A collective is the messages of one algorithm,
-that of Gloo where it has one; segments of a message are not pipelined through several ranks.
+What is modelled: a card sends one message after another, and receives one after another, at the
+same time (full duplex); the switch between the cards never blocks; a message's bytes flow through
+both cards at once (cut-through). Ranks on one virtual host exchange messages at no time of their
+own. A collective is the messages of one algorithm, that of Gloo where it has one; segments of a
+message are not pipelined through several ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from ..network import VirtualNetwork
 __all__ = ["BUSY_TIMES", "ROUNDS", "Cards", "Message", "Rounds", "finish_times"]
 
 
-# --- Link clocks ------------------------------------------------------------------------------------------------------
+# --- Link clocks
+# --------------------------------------------------------------------------------------------------
 
 
 BUSY_TIMES = 64
@@ -33,9 +36,10 @@ class Cards:
         network: that is emulated.
         started: the time at which the job began, by which links are cut.
 
-    A collective's messages are sent as soon as all its ranks have called it, most of them in the future; a message of
-    another collective may come before them. So a clock is the times in which its card is busy, and a message takes the
-    first gap that is long enough. Where messages are sent in the order of time, that is start = max(now, free).
+    A collective's messages are sent as soon as all its ranks have called it, most of them in the
+    future; a message of another collective may come before them. So a clock is the times in which
+    its card is busy, and a message takes the first gap that is long enough. Where messages are sent
+    in the order of time, that is start = max(now, free).
 
     Attributes:
         sends: per host, when its card is busy sending: begin and end, begin and end, …, ascending.
@@ -57,8 +61,11 @@ class Cards:
         for busy in (*self.sends, *self.receives):
             del busy[: bisect.bisect_right(busy, before) // 2 * 2]
 
-    def send(self, source: int, target: int, size: float, now: float, draw: float = 0.0) -> tuple[float, float]:
-        """Send a message at the time `now`; return when it has left `source`, and when `target` has all of it.
+    def send(
+        self, source: int, target: int, size: float, now: float, draw: float = 0.0
+    ) -> tuple[float, float]:
+        """Send a message at the time `now`; return when it has left `source`, and when `target` has
+        all of it.
 
         Args:
             source: the sending host.
@@ -82,7 +89,9 @@ class Cards:
 
 
 def _reserve(busy: list[float], begin: float, duration: float) -> float:
-    """Reserve the first gap from `begin` on that is as long as `duration`; return when it begins."""
+    """Reserve the first gap from `begin` on that is as long as `duration`; return when it
+    begins.
+    """
     at = bisect.bisect_right(busy, begin)
     if at % 2:  # within a busy time
         begin = busy[at]
@@ -100,7 +109,8 @@ def _reserve(busy: list[float], begin: float, duration: float) -> float:
     return begin
 
 
-# --- Collectives as messages ------------------------------------------------------------------------------------------
+# --- Collectives as messages
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +123,21 @@ class Message:
 
 
 Rounds = Sequence[Sequence[Message]]
-"""The messages of a collective. Those of one round are sent at the same time, each when its source has received all
-its messages of earlier rounds."""
+"""The messages of a collective. Those of one round are sent at the same time, each when its source
+has received all its messages of earlier rounds."""
 
 
 def _ring(ranks: int, rounds: int, sizes: Sequence[float]) -> list[list[Message]]:
     return [
-        [Message(rank, (rank + 1) % ranks, sizes[(rank - i) % ranks]) for rank in range(ranks)] for i in range(rounds)
+        [Message(rank, (rank + 1) % ranks, sizes[(rank - i) % ranks]) for rank in range(ranks)]
+        for i in range(rounds)
     ]
 
 
 def all_reduce(sizes: Sequence[float], root: int) -> Rounds:
-    """Return a ring's 2 (n - 1) rounds of the n-th part of the tensor: a reduce-scatter and an all-gather."""
+    """Return a ring's 2 (n - 1) rounds of the n-th part of the tensor: a reduce-scatter and an
+    all-gather.
+    """
     ranks = len(sizes)
     return _ring(ranks, 2 * (ranks - 1), [max(sizes) / ranks] * ranks)
 
@@ -155,7 +168,9 @@ def broadcast(sizes: Sequence[float], root: int) -> Rounds:
     reach = 1
     while reach < ranks:
         senders = range(min(reach, ranks - reach))
-        rounds.append([Message((root + i) % ranks, (root + i + reach) % ranks, size) for i in senders])
+        rounds.append(
+            [Message((root + i) % ranks, (root + i + reach) % ranks, size) for i in senders]
+        )
         reach *= 2
     return rounds
 
@@ -171,10 +186,18 @@ def scatter(sizes: Sequence[float], root: int) -> Rounds:
 
 
 def all_to_all(sizes: Sequence[float], root: int) -> Rounds:
-    """Return a message of the n-th part of its input from each rank to each other one, all at once."""
+    """Return a message of the n-th part of its input from each rank to each other one, all at
+    once.
+    """
     ranks = len(sizes)
     steps = range(1, ranks)
-    return [[Message(rank, (rank + i) % ranks, sizes[rank] / ranks) for i in steps for rank in range(ranks)]]
+    return [
+        [
+            Message(rank, (rank + i) % ranks, sizes[rank] / ranks)
+            for i in steps
+            for rank in range(ranks)
+        ]
+    ]
 
 
 def barrier(sizes: Sequence[float], root: int) -> Rounds:
@@ -202,15 +225,21 @@ ROUNDS: Mapping[str, Callable[[Sequence[float], int], Rounds]] = {
     "all_to_all_single": all_to_all,
     "barrier": barrier,
 }
-"""Each collective's messages, from the bytes of each rank's tensor and the root. All-reduce, reduce, broadcast,
-all-gather, gather, scatter and all-to-all are Gloo's algorithms; torch's Gloo backend does a reduce-scatter as an
-all-reduce, which is twice the bytes of the one that is modelled here."""
+"""Each collective's messages, from the bytes of each rank's tensor and the root. All-reduce,
+reduce, broadcast, all-gather, gather, scatter and all-to-all are Gloo's algorithms; torch's Gloo
+backend does a reduce-scatter as an all-reduce, which is twice the bytes of the one that is modelled
+here."""
 
 
 def finish_times(
-    cards: Cards, rounds: Rounds, hosts: Sequence[int], arrivals: Sequence[float], draws: random.Random | None = None
+    cards: Cards,
+    rounds: Rounds,
+    hosts: Sequence[int],
+    arrivals: Sequence[float],
+    draws: random.Random | None = None,
 ) -> list[float]:
-    """Send the messages of a collective; return for each rank when it has sent and received all of its own.
+    """Send the messages of a collective; return for each rank when it has sent and received all of
+    its own.
 
     Args:
         cards: whose clocks move on.
@@ -231,7 +260,9 @@ def finish_times(
             left = now
             there = now
             if source != target and now < math.inf:
-                left, there = cards.send(source, target, message.size, now, draws.random() if draws else 0.0)
+                left, there = cards.send(
+                    source, target, message.size, now, draws.random() if draws else 0.0
+                )
             done[message.source] = max(done[message.source], left)
             ready[message.target] = max(ready[message.target], there)
     return [max(each) for each in zip(ready, done, strict=True)]

@@ -1,12 +1,15 @@
-"""The virtual time of a rank: how late it would be with a core of its own, however many ranks share the cores here.
+"""The virtual time of a rank: how late it would be with a core of its own, however many ranks share
+the cores here.
 
-A thread's virtual time goes on by what it computes, times the dilation, and by what it waits for; not by the time for
-which it was ready while other threads had its core. Messages are sent and received in virtual time. A thread whose
-virtual time is ahead of real time sleeps before it sends. So with a dilation that leaves this host room, real time
-follows the virtual one, and no rank is late because of the others. Without dilation, virtual time is real time.
+A thread's virtual time goes on by what it computes, times the dilation, and by what it waits for;
+not by the time for which it was ready while other threads had its core. Messages are sent and
+received in virtual time. A thread whose virtual time is ahead of real time sleeps before it sends.
+So with a dilation that leaves this host room, real time follows the virtual one, and no rank is
+late because of the others. Without dilation, virtual time is real time.
 
-Threads that only move messages have no virtual time of their own: a real cluster's network cards work beside the cores.
-An operation that is done in the background has one; it begins when it was called, after those before it.
+Threads that only move messages have no virtual time of their own: a real cluster's network cards
+work beside the cores. An operation that is done in the background has one; it begins when it was
+called, after those before it.
 """
 
 from __future__ import annotations
@@ -23,15 +26,20 @@ from contextlib import contextmanager, suppress
 __all__ = ["AwakeCore", "OperationTime", "VirtualTime", "prefer_long_slices", "sleep_until"]
 
 
-# --- Waiting ----------------------------------------------------------------------------------------------------------
+# --- Waiting
+# --------------------------------------------------------------------------------------------------
 
-_SPIN_S = 1e-4  # a sleep without slack ends some 20 µs late, and up to 80 µs where the core has slept
+_SPIN_S = (
+    1e-4  # a sleep without slack ends some 20 µs late, and up to 80 µs where the core has slept
+)
 _PR_SET_TIMERSLACK = 29
 _thread = threading.local()
 
 
 def sleep_until(when: float, spin_s: float = _SPIN_S) -> None:
-    """Return at `when` (of `time.monotonic`), or a few microseconds later; the last `spin_s` seconds it spins."""
+    """Return at `when` (of `time.monotonic`), or a few microseconds later; the last `spin_s`
+    seconds it spins.
+    """
     if not getattr(_thread, "is_exact", False):
         _thread.is_exact = True
         if sys.platform == "linux":  # the kernel may be 50 µs late otherwise
@@ -42,13 +50,18 @@ def sleep_until(when: float, spin_s: float = _SPIN_S) -> None:
 
 
 _SLICE_S = 0.05  # longer than what a rank computes between two messages, most often
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the number of the system call, for which libc has no function
+_SCHED_SETATTR = {
+    "x86_64": 314,
+    "aarch64": 274,
+}  # the number of the system call, for which libc has no function
 
 
 def prefer_long_slices() -> None:
-    """Ask the kernel to let the threads of this process keep a core for longer: changing costs them their caches.
+    """Ask the kernel to let the threads of this process keep a core for longer: changing costs them
+    their caches.
 
-    The length of a slice can be asked for since Linux 6.12; before, there is only the policy for batches.
+    The length of a slice can be asked for since Linux 6.12; before, there is only the policy for
+    batches.
     """
     if sys.platform != "linux":
         return
@@ -57,7 +70,9 @@ def prefer_long_slices() -> None:
     number = _SCHED_SETATTR.get(os.uname().machine)
     if number is not None:  # an older kernel ignores the slice
         niceness = os.getpriority(os.PRIO_PROCESS, 0)
-        attributes = struct.pack("=IIQiIQQQ", 48, os.SCHED_BATCH, 0, niceness, 0, round(_SLICE_S * 1e9), 0, 0)
+        attributes = struct.pack(
+            "=IIQiIQQQ", 48, os.SCHED_BATCH, 0, niceness, 0, round(_SLICE_S * 1e9), 0, 0
+        )
         ctypes.CDLL(None).syscall(number, 0, attributes, 0)
 
 
@@ -67,8 +82,9 @@ _SPINS_BY_S = 0.01
 class AwakeCore:
     """A thread that spins whenever a core has nothing else to do, until `close`.
 
-    Ranks that are ahead of their virtual time sleep. A core that has slept computes more slowly for a while: its clock
-    is low, and another virtual machine has had its caches. (Steps of LeNet took a quarter longer.)
+    Ranks that are ahead of their virtual time sleep. A core that has slept computes more slowly for
+    a while: its clock is low, and another virtual machine has had its caches. (Steps of LeNet took
+    a quarter longer.)
     """
 
     def __init__(self) -> None:
@@ -78,9 +94,13 @@ class AwakeCore:
         if sys.platform == "linux" and hasattr(self._libc, "pthread_spin_lock"):
             self._libc.pthread_spin_init(ctypes.byref(self._lock), 0)
             self._libc.pthread_spin_lock(ctypes.byref(self._lock))
-            self._thread = threading.Thread(target=self._spin, name="lockstep awake core", daemon=True)
+            self._thread = threading.Thread(
+                target=self._spin, name="lockstep awake core", daemon=True
+            )
             self._thread.start()
-            time.sleep(_SPINS_BY_S)  # who is idle must not hold Python's lock, which it has given back by then
+            time.sleep(
+                _SPINS_BY_S
+            )  # who is idle must not hold Python's lock, which it has given back by then
             self._schedule(os.SCHED_IDLE)
 
     def _spin(self) -> None:
@@ -99,7 +119,8 @@ class AwakeCore:
             self._thread = None
 
 
-# --- The time of a thread, and of an operation ------------------------------------------------------------------------
+# --- The time of a thread, and of an operation
+# ------------------------------------------------------------------------
 
 
 class _ThreadTime:
@@ -117,14 +138,20 @@ class _ThreadTime:
     def __init__(self, thread: threading.Thread, dilation: float) -> None:
         assert thread.ident is not None and thread.native_id is not None
         self._dilation = dilation
-        self._cpu_clock = time.pthread_getcpuclockid(thread.ident) if sys.platform == "linux" else -1
-        self._delays, self._state = (_open_status(thread.native_id, name) for name in ("schedstat", "stat"))
+        self._cpu_clock = (
+            time.pthread_getcpuclockid(thread.ident) if sys.platform == "linux" else -1
+        )
+        self._delays, self._state = (
+            _open_status(thread.native_id, name) for name in ("schedstat", "stat")
+        )
         self.lock = threading.Lock()
         self.now = time.monotonic()
         self._last = self._read()
 
     def _read(self) -> tuple[float, float, float]:
-        """Return the real time, and the seconds for which it has computed, and has been ready without a core."""
+        """Return the real time, and the seconds for which it has computed, and has been ready
+        without a core.
+        """
         computed = delayed = 0.0
         if sys.platform == "linux":
             computed = time.clock_gettime(self._cpu_clock)
@@ -155,7 +182,9 @@ class _ThreadTime:
         return self.now
 
     def wait_until(self, when: float) -> None:
-        """Note that it has waited until the virtual time `when`; what it did to wait does not count."""
+        """Note that it has waited until the virtual time `when`; what it did to wait does not
+        count.
+        """
         self.now = max(self.now, when)
         self._last = self._read()
 
@@ -176,7 +205,9 @@ class _ThreadTime:
 
 
 def _open_status(thread: int, name: str) -> int:
-    """Return a descriptor of one of Linux's files about a thread of this process; -1 where there are none."""
+    """Return a descriptor of one of Linux's files about a thread of this process; -1 where there
+    are none.
+    """
     try:
         return os.open(f"/proc/self/task/{thread}/{name}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -184,7 +215,8 @@ def _open_status(thread: int, name: str) -> int:
 
 
 class OperationTime:
-    """The virtual time of an operation that is done in the background, by whichever thread has time.
+    """The virtual time of an operation that is done in the background, by whichever thread has
+    time.
 
     Args:
         now: when it was called.
@@ -203,20 +235,23 @@ class OperationTime:
         self.now = max(self.now, when)
 
 
-# --- All of a process -------------------------------------------------------------------------------------------------
+# --- All of a process
+# -------------------------------------------------------------------------------------------------
 
 _POLLING_S = 2e-4  # of computing between two polls: less than this is the polling itself
 
 
 class VirtualTime:
-    """The virtual times of the threads of this process that communicate, on the scale of `time.monotonic`.
+    """The virtual times of the threads of this process that communicate, on the scale of
+    `time.monotonic`.
 
     Args:
         dilation: how many times slower than real time it is.
 
     Attributes:
-        behind_s: by how many seconds real time is behind since the last wait; without dilation, where virtual time
-            does not catch up, by how many all waits were longer than they should have been.
+        behind_s: by how many seconds real time is behind since the last wait; without dilation,
+            where virtual time does not catch up, by how many all waits were longer than they should
+            have been.
     """
 
     def __init__(self, dilation: float) -> None:
@@ -239,7 +274,9 @@ class VirtualTime:
         return found
 
     def now(self) -> float:
-        """Return the virtual time of the calling thread; if that is ahead of real time, sleep until then first."""
+        """Return the virtual time of the calling thread; if that is ahead of real time, sleep until
+        then first.
+        """
         own = self._own()
         with own.lock:
             now = own.advance()
@@ -249,11 +286,15 @@ class VirtualTime:
             return now
 
     def sleep_until(self, when: float) -> None:
-        """Sleep until `when`, as exactly as the dilation needs; being late counts less the slower time passes."""
+        """Sleep until `when`, as exactly as the dilation needs; being late counts less the slower
+        time passes.
+        """
         sleep_until(when, _SPIN_S / self._dilation)
 
     def skip(self) -> None:
-        """Leave out what the calling thread has done since the last call of any method: the emulation's own work."""
+        """Leave out what the calling thread has done since the last call of any method: the
+        emulation's own work.
+        """
         own = self._own()
         with own.lock:
             own.wait_until(own.now)
@@ -279,7 +320,9 @@ class VirtualTime:
             self.behind_s = behind_s + (self.behind_s if self._dilation == 1 else 0.0)
 
     def release(self, thread: int, when: float) -> None:
-        """Note that what the thread `thread` waits for, if it does, has come at the virtual time `when`."""
+        """Note that what the thread `thread` waits for, if it does, has come at the virtual time
+        `when`.
+        """
         found = self._threads.get(thread)
         if found is None or not found.is_blocked() or not found.lock.acquire(blocking=False):
             return  # who holds the lock is in one of the methods above, and does not wait for this

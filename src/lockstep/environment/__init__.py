@@ -1,4 +1,5 @@
-"""The process environment: this worker's position in its job, settings in variables, and usable CPU cores.
+"""The process environment: this worker's position in its job, settings in variables, and usable CPU
+cores.
 
 No other module reads or writes `os.environ`.
 """
@@ -67,11 +68,14 @@ __all__ = [
 ]
 
 
-# --- CPU cores --------------------------------------------------------------------------------------------------------
+# --- CPU cores
+# --------------------------------------------------------------------------------------------------
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use, by its affinity mask and the container's quota."""
+    """Return the number of CPU cores that this process may use, by its affinity mask and the
+    container's quota.
+    """
     if sys.platform == "linux":
         return max(1, min(len(os.sched_getaffinity(0)), _cgroup_quota()))
     return os.cpu_count() or 1
@@ -85,7 +89,8 @@ def _cgroup_quota() -> int:
         return sys.maxsize
 
 
-# --- cuBLAS -----------------------------------------------------------------------------------------------------------
+# --- cuBLAS
+# --------------------------------------------------------------------------------------------------
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -96,14 +101,17 @@ def cublas_workspace() -> str | None:
 
 
 def set_cublas_workspace(value: str | None) -> None:
-    """Set CUBLAS_WORKSPACE_CONFIG; None unsets it. cuBLAS reads it on creating a handle, torch at each operation."""
+    """Set CUBLAS_WORKSPACE_CONFIG; None unsets it. cuBLAS reads it on creating a handle, torch at
+    each operation.
+    """
     if value is None:
         os.environ.pop(_CUBLAS_WORKSPACE, None)
     elif os.environ.get(_CUBLAS_WORKSPACE) != value:
         os.environ[_CUBLAS_WORKSPACE] = value
 
 
-# --- The watchdog -----------------------------------------------------------------------------------------------------
+# --- The watchdog
+# --------------------------------------------------------------------------------------------------
 
 _MODES = {"on": "on", "1": "on", "": "on", "strict": "strict", "off": "off", "0": "off"}
 
@@ -121,18 +129,23 @@ def watchdog_mode() -> str:
 
 
 def heartbeat_timeout() -> float:
-    """Return the seconds within which another host must answer, from LOCKSTEP_HEARTBEAT_TIMEOUT; 30 if unset."""
+    """Return the seconds within which another host must answer, from LOCKSTEP_HEARTBEAT_TIMEOUT; 30
+    if unset.
+    """
     return _seconds("LOCKSTEP_HEARTBEAT_TIMEOUT", 30.0)
 
 
 def launcher_timeout() -> float | None:
-    """Return LOCKSTEP_LAUNCHER_TIMEOUT: the seconds after which a launcher that does not answer is out; or None."""
+    """Return LOCKSTEP_LAUNCHER_TIMEOUT: the seconds after which a launcher that does not answer is
+    out; or None.
+    """
     name = "LOCKSTEP_LAUNCHER_TIMEOUT"
     return _seconds(name, 1.0) if os.environ.get(name, "").strip() else None
 
 
 def pause_timeout() -> float | None:
-    """Return LOCKSTEP_PAUSE_TIMEOUT: the seconds for which an elastic job waits for workers and hosts; or None.
+    """Return LOCKSTEP_PAUSE_TIMEOUT: the seconds for which an elastic job waits for workers and
+    hosts; or None.
 
     Infinity is a number of seconds as well.
     """
@@ -141,12 +154,16 @@ def pause_timeout() -> float | None:
 
 
 def stall_timeout() -> float:
-    """Return the seconds of waiting for a rank that are an error, from LOCKSTEP_STALL_TIMEOUT; 600 if unset."""
+    """Return the seconds of waiting for a rank that are an error, from LOCKSTEP_STALL_TIMEOUT; 600
+    if unset.
+    """
     return _seconds("LOCKSTEP_STALL_TIMEOUT", 600.0)
 
 
 def stall_warning() -> float:
-    """Return the seconds of waiting for a rank before a warning, from LOCKSTEP_STALL_WARNING; 5 if unset."""
+    """Return the seconds of waiting for a rank before a warning, from LOCKSTEP_STALL_WARNING; 5 if
+    unset.
+    """
     return _seconds("LOCKSTEP_STALL_WARNING", 5.0)
 
 
@@ -164,10 +181,13 @@ def timeline_dir() -> Path | None:
 
 def _seconds(name: str, default: float) -> float:
     text = os.environ.get(name, "").strip()
-    return arguments.parse_number(name, text or default, above=0, expected="a number of seconds above 0")
+    return arguments.parse_number(
+        name, text or default, above=0, expected="a number of seconds above 0"
+    )
 
 
-# --- Between Lockstep's launcher and its workers ----------------------------------------------------------------------
+# --- Between Lockstep's launcher and its workers
+# ----------------------------------------------------------------------
 
 
 def restart_count() -> int:
@@ -176,14 +196,24 @@ def restart_count() -> int:
 
 
 def position_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
-    """Return the variables that give a worker of an elastic job its position at its start, as torchrun's do.
+    """Return the variables that give a worker of an elastic job its position at its start, as
+    torchrun's do.
 
-    Its host counts as the only one until it is in a group. `local_rank`, which no other worker of its host has,
-    chooses its GPU; so there are at least `local_rank` + 1 of the `local_size` workers on its host.
+    Its host counts as the only one until it is in a group. `local_rank`, which no other worker of
+    its host has, chooses its GPU; so there are at least `local_rank` + 1 of the `local_size`
+    workers on its host.
     """
     local_size = max(local_size, local_rank + 1)
-    names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
-    return {name: str(value) for name, value in {**names, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}.items()}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": local_size,
+    }
+    return {
+        name: str(value)
+        for name, value in {**names, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}.items()
+    }
 
 
 def world_variables(world: World, address: str, port: int) -> dict[str, str]:
@@ -195,7 +225,12 @@ def world_variables(world: World, address: str, port: int) -> dict[str, str]:
     """
     names: dict[str, object] = {"RANK": world.rank, "WORLD_SIZE": world.world_size}
     names |= {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.local_world_size}
-    names |= {"GROUP_RANK": world.node, "GROUP_WORLD_SIZE": world.nodes, "MASTER_ADDR": address, "MASTER_PORT": port}
+    names |= {
+        "GROUP_RANK": world.node,
+        "GROUP_WORLD_SIZE": world.nodes,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
     names |= {"ROLE_NAME": "worker", "ROLE_RANK": world.rank, "ROLE_WORLD_SIZE": world.world_size}
     names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     return {name: str(value) for name, value in names.items()}
@@ -211,7 +246,10 @@ def attempt_variables(attempt: int, restarts: int, run_id: str) -> dict[str, str
     """
     names = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
     names |= {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_ERROR_FILE": ""}
-    return {**names, "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
+    return {
+        **names,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
 
 
 class ElasticWorker(NamedTuple):
@@ -229,20 +267,26 @@ class ElasticWorker(NamedTuple):
 
 
 def elastic_worker() -> ElasticWorker | None:
-    """Return what LOCKSTEP_ELASTIC says of this worker, as "NUMBER:first:SOCKET"; None if the job is not elastic."""
+    """Return what LOCKSTEP_ELASTIC says of this worker, as "NUMBER:first:SOCKET"; None if the job
+    is not elastic.
+    """
     number, _, rest = os.environ.get("LOCKSTEP_ELASTIC", "").partition(":")
     how, _, path = rest.partition(":")
     return ElasticWorker(int(number), path, how == "joins") if path else None
 
 
 def earlier_run_dir() -> Path | None:
-    """Return LOCKSTEP_EARLIER_RUN_DIR: where this job has begun to train before all its workers were started again."""
+    """Return LOCKSTEP_EARLIER_RUN_DIR: where this job has begun to train before all its workers
+    were started again.
+    """
     text = os.environ.get("LOCKSTEP_EARLIER_RUN_DIR", "")
     return Path(text) if text else None
 
 
 def emulated_network() -> tuple[str, Path] | None:
-    """Return the emulated network of this job, LOCKSTEP_NETWORK, and the folder of its link clocks; None without."""
+    """Return the emulated network of this job, LOCKSTEP_NETWORK, and the folder of its link clocks;
+    None without.
+    """
     text = os.environ.get("LOCKSTEP_NETWORK", "")
     folder = os.environ.get("LOCKSTEP_NETWORK_DIR", "")
     return (text, Path(folder)) if text and folder else None
@@ -254,17 +298,22 @@ def emulation_variables(network: str, folder: Path) -> dict[str, str]:
 
 
 def job_key() -> str:
-    """Return LOCKSTEP_JOB_KEY, the secret that all launchers of an elastic job on several hosts know; "" if unset."""
+    """Return LOCKSTEP_JOB_KEY, the secret that all launchers of an elastic job on several hosts
+    know; "" if unset.
+    """
     return os.environ.get("LOCKSTEP_JOB_KEY", "")
 
 
 def elastic_variable(worker: ElasticWorker) -> dict[str, str]:
     """Return the variable that `elastic_worker` reads."""
-    return {"LOCKSTEP_ELASTIC": f"{worker.number}:{'joins' if worker.joins else 'first'}:{worker.socket}"}
+    beginning = "joins" if worker.joins else "first"
+    return {"LOCKSTEP_ELASTIC": f"{worker.number}:{beginning}:{worker.socket}"}
 
 
 def debug_rank() -> int | None:
-    """Return the rank that runs in a debugger on the terminal, or None; others wait for it without a time limit."""
+    """Return the rank that runs in a debugger on the terminal, or None; others wait for it without
+    a time limit.
+    """
     text = os.environ.get("LOCKSTEP_DEBUG_RANK", "")
     return int(text) if text else None
 
@@ -310,7 +359,8 @@ def wants_colours() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-# --- Horovod ----------------------------------------------------------------------------------------------------------
+# --- Horovod
+# --------------------------------------------------------------------------------------------------
 
 
 def set_horovod_variables(world: World, host: str, folder: str) -> None:
@@ -341,7 +391,9 @@ def horovod_timeline() -> str:
 
 
 def horovod_marks_cycles() -> bool:
-    """Return whether HOROVOD_TIMELINE_MARK_CYCLES enables marks of negotiation cycles in the timeline."""
+    """Return whether HOROVOD_TIMELINE_MARK_CYCLES enables marks of negotiation cycles in the
+    timeline.
+    """
     return os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0").strip() not in ("", "0")
 
 
@@ -359,22 +411,25 @@ def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# --- The worker's position, and other settings ------------------------------------------------------------------------
+# --- The worker's position, and other settings
+# ------------------------------------------------------------------------
 
 
 def find_world(variables: Mapping[str, str] | None = None) -> World:
     """Read this process's position in the job from the environment.
 
-    Launchers in order of precedence: Lockstep's own launcher and torchrun (RANK, WORLD_SIZE, …), Horovod
-    (HOROVOD_RANK, …), Open MPI (OMPI_COMM_WORLD_RANK, …), MPICH and Intel MPI (PMI_RANK, MPI_LOCALRANKID, …), and a
-    step of several tasks under Slurm's srun (SLURM_STEP_NUM_TASKS, SLURM_PROCID, …). Without any of them the process is
-    the only worker. A launcher that starts processes inside a job of another one has precedence.
+    Launchers in order of precedence: Lockstep's own launcher and torchrun (RANK, WORLD_SIZE, …),
+    Horovod (HOROVOD_RANK, …), Open MPI (OMPI_COMM_WORLD_RANK, …), MPICH and Intel MPI (PMI_RANK,
+    MPI_LOCALRANKID, …), and a step of several tasks under Slurm's srun (SLURM_STEP_NUM_TASKS,
+    SLURM_PROCID, …). Without any of them the process is the only worker. A launcher that starts
+    processes inside a job of another one has precedence.
 
     Args:
         variables: read instead of the process's environment.
 
     Raises:
-        ConfigError: a variable is missing while others are set, is not an integer, or contradicts another.
+        ConfigError: a variable is missing while others are set, is not an integer, or contradicts
+            another.
     """
     env = os.environ if variables is None else variables
     launcher = find_launcher(env)
@@ -398,7 +453,8 @@ def is_launched() -> bool:
 
 
 def gives_nodes_ranks() -> bool:
-    """Return whether RANK and WORLD_SIZE number nodes: PyTorchJob, of Kubeflow's Training Operator, sets them for pods.
+    """Return whether RANK and WORLD_SIZE number nodes: PyTorchJob, of Kubeflow's Training Operator,
+    sets them for pods.
 
     They are not those of a worker: its launcher would also have set LOCAL_RANK.
     """
@@ -411,7 +467,8 @@ def under_launcher() -> bool:
 
 
 def shm_size() -> int:
-    """Return the maximum size of a group's shared memory in bytes, from LOCKSTEP_SHM_SIZE ("256M", "1G"); 0 if unset.
+    """Return the maximum size of a group's shared memory in bytes, from LOCKSTEP_SHM_SIZE ("256M",
+    "1G"); 0 if unset.
 
     Raises:
         ConfigError: the text is not a size.
@@ -426,7 +483,9 @@ def shm_size() -> int:
 
 
 def resume() -> str | None:
-    """Return LOCKSTEP_RESUME: the run directory that a trainer resumes, or "latest"; None if unset."""
+    """Return LOCKSTEP_RESUME: the run directory that a trainer resumes, or "latest"; None if
+    unset.
+    """
     return os.environ.get("LOCKSTEP_RESUME", "").strip() or None
 
 
@@ -436,7 +495,9 @@ def transport() -> str:
 
 
 def visible_gpus() -> int | None:
-    """Return the number of devices in CUDA_VISIBLE_DEVICES or its equivalents; None if all are unset."""
+    """Return the number of devices in CUDA_VISIBLE_DEVICES or its equivalents; None if all are
+    unset.
+    """
     names = (
         *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
         *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),  # of Intel's GPUs and Huawei's NPUs
@@ -448,14 +509,17 @@ def visible_gpus() -> int | None:
 def display() -> str:
     """Return where the launcher shows this worker's output, from LOCKSTEP_DISPLAY.
 
-    "notebook", or the columns of a terminal, such as "120"; "" if it is neither, or there is no launcher.
+    "notebook", or the columns of a terminal, such as "120"; "" if it is neither, or there is no
+    launcher.
     """
     text = os.environ.get("LOCKSTEP_DISPLAY", "").strip()
     return text if text == "notebook" or text.isdecimal() else ""
 
 
 def shows_progress() -> bool:
-    """Return whether commands show what they are doing while they start; LOCKSTEP_PROGRESS=off turns it off."""
+    """Return whether commands show what they are doing while they start; LOCKSTEP_PROGRESS=off
+    turns it off.
+    """
     return os.environ.get("LOCKSTEP_PROGRESS", "").strip().lower() not in ("off", "0")
 
 

@@ -1,4 +1,6 @@
-"""The environment variables by which torchrun, Horovod, MPI and Slurm give a worker its position in the job."""
+"""The environment variables by which torchrun, Horovod, MPI and Slurm give a worker its position in
+the job.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,19 @@ from ..errors import ConfigError
 from ..system.processes import has_variables, read_status
 from ..topology import World
 
-__all__ = ["LAUNCHERS", "Launcher", "expand_nodes", "expand_tasks", "find_launcher", "launcher_identity", "read_world"]
+__all__ = [
+    "LAUNCHERS",
+    "Launcher",
+    "expand_nodes",
+    "expand_tasks",
+    "find_launcher",
+    "launcher_identity",
+    "read_world",
+]
 
 
-# --- Slurm's compact lists (pure) -------------------------------------------------------------------------------------
+# --- Slurm's compact lists (pure)
+# -------------------------------------------------------------------------------------
 
 # an entry between two commas: names, and brackets with lists of numbers
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]+\])+")
@@ -69,7 +80,8 @@ def expand_tasks(text: str) -> list[int]:
     return counts
 
 
-# --- Launchers and the worker's position (pure) -----------------------------------------------------------------------
+# --- Launchers and the worker's position (pure)
+# -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +137,23 @@ _HOROVOD = Launcher(
 _OPENMPI = Launcher(
     "openmpi",
     "Open MPI's mpirun",
-    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-)  # OMPI_COMM_WORLD_NODE_RANK is also a local rank, over all jobs; no variable holds the node's number
+    *(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # OMPI_COMM_WORLD_NODE_RANK is also a local rank, over all jobs; no variable holds the node's
+    # number
+)
 
 _MPICH = Launcher(
-    "mpich", "mpiexec of MPICH (Hydra) or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    "mpich",
+    "mpiexec of MPICH (Hydra) or Intel MPI",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
 )
 
 _SLURM = Launcher(
@@ -140,10 +164,11 @@ _SLURM = Launcher(
 )
 
 LAUNCHERS = (_LOCKSTEP, _TORCHRUN, _HOROVOD, _OPENMPI, _MPICH, _SLURM)
-"""In order of precedence: a launcher that starts processes inside a job of another one precedes that one.
+"""In order of precedence: a launcher that starts processes inside a job of another one precedes
+that one.
 
-mpiexec or srun start torchrun once per node. mpiexec starts its own daemons by srun, and the processes that these start
-inherit the daemons' Slurm variables, which say nothing about ranks.
+mpiexec or srun start torchrun once per node. mpiexec starts its own daemons by srun, and the
+processes that these start inherit the daemons' Slurm variables, which say nothing about ranks.
 """
 
 
@@ -165,9 +190,9 @@ def _has_started(launcher: Launcher, env: Mapping[str, str]) -> bool:
 def _is_step(env: Mapping[str, str]) -> bool:
     """Return whether this process is one of several tasks of a step that srun started.
 
-    A batch script, and the shell of salloc, have SLURM_PROCID=0 and SLURM_NTASKS, but no variables of a step; the
-    shell of ``srun --pty`` or of an interactive step is a step of one task. Users start jobs from these; they are not
-    workers.
+    A batch script, and the shell of salloc, have SLURM_PROCID=0 and SLURM_NTASKS, but no variables
+    of a step; the shell of ``srun --pty`` or of an interactive step is a step of one task. Users
+    start jobs from these; they are not workers.
     """
     return env.get(_SLURM.size, "1") != "1"
 
@@ -176,7 +201,8 @@ def read_world(env: Mapping[str, str], launcher: Launcher) -> World:
     """Read the worker's position from the variables of `launcher`.
 
     Raises:
-        ConfigError: a variable is missing while others are set, is not an integer, or contradicts another.
+        ConfigError: a variable is missing while others are set, is not an integer, or contradicts
+            another.
     """
     read = _Reader(env, launcher)
     size = read.size(launcher.size)
@@ -184,7 +210,9 @@ def read_world(env: Mapping[str, str], launcher: Launcher) -> World:
     if launcher is _SLURM:
         return _read_step(read, rank, size)
     local_size = read.size(launcher.local_size, (launcher.size, size), read.default(size))
-    local_rank = read.index(launcher.local_rank, launcher.local_size, local_size, read.default(rank % local_size))
+    local_rank = read.index(
+        launcher.local_rank, launcher.local_size, local_size, read.default(rank % local_size)
+    )
     node, nodes = _derive_node(rank, size, local_rank, local_size)
     if launcher.nodes in env:
         nodes = read.size(launcher.nodes, (launcher.size, size))
@@ -209,7 +237,9 @@ def _read_step(read: _Reader, rank: int, size: int) -> World:
 
 
 def _derive_node(rank: int, size: int, local_rank: int, local_size: int) -> tuple[int, int]:
-    """Return the node's number and the number of nodes if all have as many ranks, in blocks or round-robin."""
+    """Return the node's number and the number of nodes if all have as many ranks, in blocks or
+    round-robin.
+    """
     nodes = -(-size // local_size)
     return rank // local_size if rank % local_size == local_rank else rank % nodes, nodes
 
@@ -222,10 +252,14 @@ class _Reader:
     launcher: Launcher
 
     def default(self, value: int) -> int | None:
-        """Return `value` as the default if the launcher's variables may be incomplete; else None."""
+        """Return `value` as the default if the launcher's variables may be incomplete; else
+        None.
+        """
         return value if self.launcher.incomplete else None
 
-    def size(self, name: str, limit: tuple[str, int] | None = None, default: int | None = None) -> int:
+    def size(
+        self, name: str, limit: tuple[str, int] | None = None, default: int | None = None
+    ) -> int:
         """Read a number from 1 to `limit`, which is (a variable's name, its value)."""
         value = self._whole_number(name, default)
         if value < 1:
@@ -251,7 +285,10 @@ class _Reader:
         """Return the error for an invalid variable."""
         rank = self.launcher.rank
         size = self.launcher.size
-        hint = f"{self.launcher.title} sets it: start the workers with it, or unset {rank} and {size} to run alone."
+        hint = (
+            f"{self.launcher.title} sets it: start the workers with it, or unset {rank} and "
+            f"{size} to run alone."
+        )
         return ConfigError(f"environment variable {name}", expected, got, hint, found=found)
 
     def _whole_number(self, name: str, default: int | None) -> int:
@@ -264,13 +301,16 @@ class _Reader:
             raise self.error(name, "a whole number", text) from None
 
 
-# --- Identity of the launcher -----------------------------------------------------------------------------------------
+# --- Identity of the launcher
+# -----------------------------------------------------------------------------------------
 
 
 def launcher_identity(variables: Mapping[str, str]) -> str:
-    """Return an identifier of the process that started this host's ranks, unique over time: its PID and start time.
+    """Return an identifier of the process that started this host's ranks, unique over time: its PID
+    and start time.
 
-    It is the nearest ancestor that was started without this rank's variables; there may be shells in between.
+    It is the nearest ancestor that was started without this rank's variables; there may be shells
+    in between.
     """
     launcher = find_launcher(variables)
     names = launcher.names if launcher else ()

@@ -1,4 +1,6 @@
-"""Which of a job's nodes this is, from the variables of the scheduler that has given them (pure)."""
+"""Which of a job's nodes this is, from the variables of the scheduler that has given them
+(pure).
+"""
 
 from __future__ import annotations
 
@@ -67,18 +69,26 @@ class _Variables:
         upper = f" to {most}" if most is not None else " or more"
         expected = expected or f"a whole number from {least}{upper}"
         text = self.text(name, expected)
-        if not re.fullmatch(r"\d{1,9}", text) or int(text) < least or (most is not None and int(text) > most):
+        if (
+            not re.fullmatch(r"\d{1,9}", text)
+            or int(text) < least
+            or (most is not None and int(text) > most)
+        ):
             raise self.error(name, expected, text)
         return int(text)
 
     def error(self, name: str, expected: str, found: str) -> ConfigError:
         hint = "Or leave --nodes auto out, and give --nnodes, --node-rank and --master-addr."
-        return ConfigError(f"environment variable {name} ({self._title})", expected, found=found, hint=hint)
+        return ConfigError(
+            f"environment variable {name} ({self._title})", expected, found=found, hint=hint
+        )
 
 
 def _skypilot(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
     nodes = env.number("SKYPILOT_NUM_NODES", 1)
-    addresses = env.text("SKYPILOT_NODE_IPS", "an address for each node, on a line of its own").split()
+    addresses = env.text(
+        "SKYPILOT_NODE_IPS", "an address for each node, on a line of its own"
+    ).split()
     return env.number("SKYPILOT_NODE_RANK", 0, nodes - 1), nodes, addresses[0], None
 
 
@@ -89,7 +99,11 @@ def _dstack(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
 
 
 def _kubeflow(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
-    nodes = env.number("PET_NNODES", 1, expected="the number of nodes; give the limits of an elastic job by --elastic")
+    nodes = env.number(
+        "PET_NNODES",
+        1,
+        expected="the number of nodes; give the limits of an elastic job by --elastic",
+    )
     address = env.text("PET_MASTER_ADDR", "the name or address of the first node")
     node = env.number("PET_NODE_RANK", 0, nodes - 1)
     return node, nodes, address, env.number("PET_MASTER_PORT", 1, 65535)
@@ -110,9 +124,12 @@ def _sagemaker(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
 
 
 def _kubernetes(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
-    # Nothing tells a pod the number of pods. JobSet may run each node as a Job of its own, whose pods all have index 0:
-    # then the manifest takes the node's number and the coordinator's address from JobSet's labels.
-    nodes = env.number("LOCKSTEP_NODES", 1, expected="the number of pods, as `completions` of the Job")
+    # Nothing tells a pod the number of pods. JobSet may run each node as a Job of its own, whose
+    # pods all have index 0: then the manifest takes the node's number and the coordinator's address
+    # from JobSet's labels.
+    nodes = env.number(
+        "LOCKSTEP_NODES", 1, expected="the number of pods, as `completions` of the Job"
+    )
     index = "LOCKSTEP_NODE_RANK" if env.has("LOCKSTEP_NODE_RANK") else "JOB_COMPLETION_INDEX"
     node = env.number(index, 0, nodes - 1)
     port = env.number("MASTER_PORT", 1, 65535) if env.has("MASTER_PORT") else None
@@ -121,17 +138,27 @@ def _kubernetes(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
     # a pod of an indexed Job is called JOB-INDEX, with the domain of the headless service
     name, dot, domain = host.partition(".")
     if nodes > 1 and not name.endswith(f"-{node}"):
-        raise env.error(index, "the end of the pod's host name, such as 3 for train-3", f"{node} on {name}")
-    return node, nodes, f"{name.removesuffix(f'-{node}')}-0{dot}{domain}" if nodes > 1 else host, port
+        raise env.error(
+            index, "the end of the pod's host name, such as 3 for train-3", f"{node} on {name}"
+        )
+    return (
+        node,
+        nodes,
+        f"{name.removesuffix(f'-{node}')}-0{dot}{domain}" if nodes > 1 else host,
+        port,
+    )
 
 
 def _slurm(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
-    # a step of several tasks is a job of that many launchers, see `launchers`; here are those of one task, and scripts
+    # a step of several tasks is a job of that many launchers, see `launchers`; here are those of
+    # one task, and scripts
     nodes = env.number("SLURM_JOB_NUM_NODES", 1)
     if nodes > 1 and not env.has("SLURM_STEP_ID"):
         hint = "Start a launcher on each node: srun --ntasks-per-node=1 lockstep run ..."
         found = f"{nodes} in a process that srun has not started"
-        raise ConfigError("environment variable SLURM_JOB_NUM_NODES (Slurm)", "1 node", found=found, hint=hint)
+        raise ConfigError(
+            "environment variable SLURM_JOB_NUM_NODES (Slurm)", "1 node", found=found, hint=hint
+        )
     name = "SLURM_STEP_NODELIST" if env.has("SLURM_STEP_ID") else "SLURM_JOB_NODELIST"
     text = env.text(name, "a list of nodes such as node[01-03],gpu4")
     try:
@@ -148,7 +175,9 @@ SCHEDULERS = (
     Scheduler("a Kubernetes indexed Job", "JOB_COMPLETION_INDEX", _kubernetes),
     Scheduler("Slurm", "SLURM_JOB_ID", _slurm),
 )
-"""In order of precedence: the others run pods of indexed Jobs, or may; SkyPilot also has nodes of Slurm."""
+"""In order of precedence: the others run pods of indexed Jobs, or may; SkyPilot also has nodes of
+Slurm.
+"""
 
 
 def find_node(env: Mapping[str, str], host: str) -> NodePlace | None:
@@ -163,5 +192,7 @@ def find_node(env: Mapping[str, str], host: str) -> NodePlace | None:
     """
     for scheduler in SCHEDULERS:
         if scheduler.marker in env:
-            return NodePlace(scheduler.title, *scheduler.read(_Variables(env, scheduler.title), host))
+            return NodePlace(
+                scheduler.title, *scheduler.read(_Variables(env, scheduler.title), host)
+            )
     return None

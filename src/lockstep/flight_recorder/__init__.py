@@ -1,4 +1,6 @@
-"""The flight recorder: each rank records its collectives in shared memory that other processes of its host can read."""
+"""The flight recorder: each rank records its collectives in shared memory that other processes of
+its host can read.
+"""
 
 from . import layout
 from .log import LogFile, RecordLog, read_log, read_log_header

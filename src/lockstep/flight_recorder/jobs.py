@@ -1,7 +1,8 @@
-"""The jobs of this host: the folders with the flight recorders of their ranks, and what else is in these folders.
+"""The jobs of this host: the folders with the flight recorders of their ranks, and what else is in
+these folders.
 
-A job's folder holds, beside the flight recorders, the description of the job, messages of its ranks to the user, and
-the events of an elastic job.
+A job's folder holds, beside the flight recorders, the description of the job, messages of its ranks
+to the user, and the events of an elastic job.
 """
 
 from __future__ import annotations
@@ -38,14 +39,19 @@ __all__ = [
 ]
 
 
-# --- Messages from ranks to the user, shown by the launcher -----------------------------------------------------------
+# --- Messages from ranks to the user, shown by the launcher
+# -----------------------------------------------------------
 
-_MAX_CHARACTERS = 2000  # of a line of JSON (ASCII); up to 4 KiB that are written at once are not interleaved
+_MAX_CHARACTERS = (
+    2000  # of a line of JSON (ASCII); up to 4 KiB that are written at once are not interleaved
+)
 _MAX_READ = 1 << 20  # bytes of messages that are read at once
 
 
 def write_message(folder: Path | None, text: str) -> None:
-    """Write a message for the launcher that reads those in `folder`; to standard error if that is None."""
+    """Write a message for the launcher that reads those in `folder`; to standard error if that is
+    None.
+    """
     if folder is None:
         sys.stderr.write(f"lockstep: {text}\n")
         sys.stderr.flush()
@@ -92,13 +98,15 @@ def _parse_message(line: bytes) -> str:
         return ""
 
 
-# --- Job descriptions, and the folders of jobs ------------------------------------------------------------------------
+# --- Job descriptions, and the folders of jobs
+# ------------------------------------------------------------------------
 
 _NAME = "job.json"
 
 
 EVENTS = "events"
-"""The file in the folder of a job's records with what has happened in an elastic job, a line each."""
+"""The file in the folder of a job's records with what has happened in an elastic job, a line each.
+"""
 
 
 class JobDescription(msgspec.Struct, frozen=True):
@@ -106,14 +114,16 @@ class JobDescription(msgspec.Struct, frozen=True):
 
     Attributes:
         program: its command line.
-        pid: of its launcher, or of the rank that made the folder; when it and all ranks have ended, so has the job.
+        pid: of its launcher, or of the rank that made the folder; when it and all ranks have ended,
+            so has the job.
         workers: number of ranks on this host.
         first_rank: the lowest of them.
         started: Unix time of its start.
         host: name of this host.
         cwd: the folder in which it was started.
         folder: its run directory, "" for none.
-        control: the path of the socket by which `lockstep resize` reaches the launcher of an elastic job; else "".
+        control: the path of the socket by which `lockstep resize` reaches the launcher of an
+            elastic job; else "".
     """
 
     program: str
@@ -133,7 +143,8 @@ def command_line() -> str:
 
 
 def make_base() -> Path:
-    """Make the folder of this user's jobs; with a random name if another user has taken the default one.
+    """Make the folder of this user's jobs; with a random name if another user has taken the default
+    one.
 
     Raises:
         OSError: it cannot be made.
@@ -142,7 +153,9 @@ def make_base() -> Path:
 
 
 def default_base() -> str:
-    """Make the default folder of this user's jobs and return its path; "" if another user has taken it."""
+    """Make the default folder of this user's jobs and return its path; "" if another user has taken
+    it.
+    """
     return str(private_folders.make_usual_folder(layout.parent(), environment.runtime_dir()) or "")
 
 
@@ -161,7 +174,9 @@ def resolve_base(published: str, token: str) -> Path:
         return private_folders.make_random_folder(layout.parent(), token)
     folder = Path(published)
     if not folder.name.startswith("lockstep") or not private_folders.is_private(folder):
-        raise LockstepError(f"{folder} is not a private folder of this user, as flight recorders need")
+        raise LockstepError(
+            f"{folder} is not a private folder of this user, as flight recorders need"
+        )
     return folder
 
 
@@ -181,7 +196,11 @@ def write_description(folder: Path, job: JobDescription) -> None:
 def find_jobs() -> dict[Path, JobDescription]:
     """Return the running jobs of this user by folder, the oldest first."""
     found = {folder: _read(folder / _NAME) for folder in _folders()}
-    running = [(folder, job) for folder, job in found.items() if job is not None and _is_running(folder, job)]
+    running = [
+        (folder, job)
+        for folder, job in found.items()
+        if job is not None and _is_running(folder, job)
+    ]
     return dict(sorted(running, key=lambda each: each[1].started))
 
 
@@ -211,12 +230,18 @@ def _inside(folder: Path) -> list[Path]:
 def _read(path: Path) -> JobDescription | None:
     try:
         return messages.decode(path.read_text(), JobDescription)
-    except (OSError, ValueError, RecursionError):  # removed by now, or not written by `write_description`
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ):  # removed by now, or not written by `write_description`
         return None
 
 
 def _is_running(folder: Path, job: JobDescription) -> bool:
-    """Return whether the launcher or a rank is alive: without a launcher, other ranks may outlive the first one."""
+    """Return whether the launcher or a rank is alive: without a launcher, other ranks may outlive
+    the first one.
+    """
     if _is_alive(job.pid):
         return True
     ranks = open_job(folder).values()
@@ -231,6 +256,9 @@ def _is_alive(pid: int) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except (OSError, OverflowError):  # it does not exist, or belongs to another user, as the process id was reused
+    except (
+        OSError,
+        OverflowError,
+    ):  # it does not exist, or belongs to another user, as the process id was reused
         return False
     return True

@@ -1,4 +1,6 @@
-"""The memory layout of a rank's flight recorder, and where the files of a user's flight recorders are."""
+"""The memory layout of a rank's flight recorder, and where the files of a user's flight recorders
+are.
+"""
 
 from __future__ import annotations
 
@@ -33,30 +35,39 @@ __all__ = [
 ]
 
 
-# --- Layout: identity of the rank, its current state, its last collectives (pure) ------------------------------------
+# --- Layout: identity of the rank, its current state, its last collectives (pure)
+# ------------------------------------
 
 MAGIC = b"LOCKSTEP"
 VERSION = 4
 
-# magic, version, rank, world size, process id, start time, Unix time minus the monotonic clock, host, program
+# magic, version, rank, world size, process id, start time, Unix time minus the monotonic clock,
+# host, program
 HEADER = struct.Struct("<8sIIIIdd64s256s")
 
 PHASES = ("runs", "waits", "left", "ended", "raised")
-"""What a rank is doing: it computes, waits in a blocking call, has destroyed its groups, has exited, or has raised."""
+"""What a rank is doing: it computes, waits in a blocking call, has destroyed its groups, has
+exited, or has raised.
+"""
 
 RING = 512  # records in the ring buffer
-GROUP_SLOTS = 64  # groups that a rank can be in at once; the slot of the group that was destroyed first is reused first
-DEPTH = 128  # a rank can be this many collectives of a group ahead of another and still be compared with it
+# groups that a rank can be in at once; the slot of the group that was destroyed first is reused
+# first
+GROUP_SLOTS = 64
+# a rank can be this many collectives of a group ahead of another and still be compared with it
+DEPTH = 128
 TEXT_SLOTS = 1024  # distinct texts kept: as many as the records in the ring can refer to
 TEXT_SLOT_BYTES = 320
 CHANNEL_SIZES = 8  # sizes of messages that are kept for each channel; see `Layout.channels`
 CHANNEL_WORDS = 2 + CHANNEL_SIZES
 
-# number, group key, sequence number, fingerprint, line digest, batch, loop, time entered, time left, ids of four texts
-# (what, call site, group, name), peer of a message or -1, earlier calls of the group that the backend rejected, tag of
-# a message
+# number, group key, sequence number, fingerprint, line digest, batch, loop, time entered, time
+# left, ids of four texts (what, call site, group, name), peer of a message or -1, earlier calls of
+# the group that the backend rejected, tag of a message
 RECORD = struct.Struct("<QQQQQqQddIIIIiIq")
-COMPARED = struct.Struct("<QQQQQqQ")  # its first fields; all but the first are compared between ranks
+COMPARED = struct.Struct(
+    "<QQQQQqQ"
+)  # its first fields; all but the first are compared between ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +89,23 @@ class StateWords:
     suspended: int = 76
     solo: int = 77
     solo_elsewhere: int = 78
-    swap_group: int = 79  # group of the collective that may have been swapped with the one before; see `mismatch`
+    swap_group: int = (
+        79  # group of the collective that may have been swapped with the one before; see `mismatch`
+    )
     swap: int = 80  # sequence number of that collective
     waited_in_messages: int = 81
-    activity: int = 82  # number of the text that says what the program is doing, see `writer.activity`
+    activity: int = (
+        82  # number of the text that says what the program is doing, see `writer.activity`
+    )
     activity_is_own: int = 83
-    moved: int = 84  # parts of messages that have moved; those of a large one may move though no receive is posted
+    # parts of messages that have moved; those of a large one may move though no receive is posted
+    moved: int = 84
     lost_channels: int = 85  # channels for which the table of channels had no room
 
 
-TRACEBACK = 1024  # offset of a length and a text: the traceback of the exception that ended the rank
+TRACEBACK = (
+    1024  # offset of a length and a text: the traceback of the exception that ended the rank
+)
 TRACEBACK_BYTES = 15 << 10
 
 
@@ -108,17 +126,23 @@ class Layout:
 
     @property
     def last_sequences(self) -> int:
-        """Offset of the sequence numbers of the groups' last collectives, one word for each slot."""
+        """Offset of the sequence numbers of the groups' last collectives, one word for each
+        slot.
+        """
         return self.group_keys + 8 * GROUP_SLOTS
 
     @property
     def limits(self) -> int:
-        """Offset of the timeouts (seconds) that the user has set for the groups, one word for each slot; 0 for none."""
+        """Offset of the timeouts (seconds) that the user has set for the groups, one word for each
+        slot; 0 for none.
+        """
         return self.last_sequences + 8 * GROUP_SLOTS
 
     @property
     def record_numbers(self) -> int:
-        """Offset of the record numbers by group slot and sequence number, `DEPTH` words for each slot."""
+        """Offset of the record numbers by group slot and sequence number, `DEPTH` words for each
+        slot.
+        """
         return self.limits + 8 * GROUP_SLOTS
 
     @property
@@ -143,7 +167,9 @@ class Layout:
 
     @property
     def members(self) -> int:
-        """Offset of the members of the groups, one bit for each rank; `member_words` words for each slot."""
+        """Offset of the members of the groups, one bit for each rank; `member_words` words for each
+        slot.
+        """
         return self.received + 8 * self.world_size
 
     @property
@@ -155,15 +181,18 @@ class Layout:
     def channels(self) -> int:
         """Offset of the hash table of channels, `CHANNEL_WORDS` words for each of them.
 
-        A channel is what keeps messages in order: group, source, destination and tag; sends and receives are two. The
-        words are the channel's key (0 for none), the number of its messages, and the sizes of the last of them in
-        bytes, that of message n in word 2 + n % `CHANNEL_SIZES`.
+        A channel is what keeps messages in order: group, source, destination and tag; sends and
+        receives are two. The words are the channel's key (0 for none), the number of its messages,
+        and the sizes of the last of them in bytes, that of message n in word 2 + n %
+        `CHANNEL_SIZES`.
         """
         return self.members + 8 * self.member_words * GROUP_SLOTS
 
     @property
     def channel_slots(self) -> int:
-        """Number of channels in the table, a quarter of which stay free so that searches are short."""
+        """Number of channels in the table, a quarter of which stay free so that searches are
+        short.
+        """
         return 512 + 4 * self.world_size
 
     @property
@@ -172,7 +201,7 @@ class Layout:
         return self.channels + 8 * CHANNEL_WORDS * self.channel_slots
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # TextTable in a recording: written once, then known by a number; the oldest make room.
 
 _HEAD = struct.Struct("<QI")
@@ -206,7 +235,9 @@ class TextTable:
             return found
         if self._next % (TEXT_SLOTS // 2) == 0:
             self._numbers = {
-                each: found for each, found in self._numbers.items() if self._next - found < TEXT_SLOTS // 2
+                each: found
+                for each, found in self._numbers.items()
+                if self._next - found < TEXT_SLOTS // 2
             }
             self.on_wraparound()
         self._numbers[text] = number = self._next
@@ -234,7 +265,8 @@ def _do_nothing() -> None:
     return
 
 
-# --- Paths -----------------------------------------------------------------------------------------------------------
+# --- Paths
+# --------------------------------------------------------------------------------------------------
 
 _SHM = Path("/dev/shm")
 

@@ -18,7 +18,8 @@ _NAMES = {field.name for field in fields(Record)}
 
 
 class LogFile:
-    """A log that is being written, in whole lines, so that it can be read even if this process is killed.
+    """A log that is being written, in whole lines, so that it can be read even if this process is
+    killed.
 
     Args:
         folder: an existing folder.
@@ -43,7 +44,8 @@ class LogFile:
         """Append records.
 
         Raises:
-            OSError: the file cannot be written (a full disk, for example); it is closed, after a complete record.
+            OSError: the file cannot be written (a full disk, for example); it is closed, after a
+                complete record.
         """
         self._write([json.dumps(asdict(record)) for record in records])
 
@@ -73,7 +75,10 @@ class RecordLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._reader = reader
         self._next = 1
-        header = {name: getattr(reader, name) for name in ("world_size", "host", "pid", "unix_offset", "program")}
+        header = {
+            name: getattr(reader, name)
+            for name in ("world_size", "host", "pid", "unix_offset", "program")
+        }
         self._file = LogFile(folder, reader.rank, **header)
 
     @property
@@ -82,13 +87,15 @@ class RecordLog:
         return self._reader.state_word(StateWords().records) - self._next > RING // 2
 
     def flush(self, at_end: bool = False) -> None:
-        """Write the new records up to the first unfinished one, which is written when it ends or must be overwritten.
+        """Write the new records up to the first unfinished one, which is written when it ends or
+        must be overwritten.
 
         Args:
             at_end: also write unfinished records.
 
         Raises:
-            OSError: the file cannot be written (a full disk, for example); it ends with a complete record.
+            OSError: the file cannot be written (a full disk, for example); it ends with a complete
+                record.
         """
         count = self._reader.state_word(StateWords().records)
         records = []
@@ -114,7 +121,8 @@ class RecordLog:
 
 
 def read_log_header(path: Path) -> dict[str, Any]:
-    """Return the header of the log `path`: rank, world_size, host, pid, unix_offset (see `RankState`) and program.
+    """Return the header of the log `path`: rank, world_size, host, pid, unix_offset (see
+    `RankState`) and program.
 
     Raises:
         OSError: the file cannot be read.

@@ -30,13 +30,23 @@ from .layout import (
     read_text,
 )
 
-__all__ = ["RankState", "RawRecord", "Record", "RecorderReader", "decode_batch", "describe", "open_job"]
+__all__ = [
+    "RankState",
+    "RawRecord",
+    "Record",
+    "RecorderReader",
+    "decode_batch",
+    "describe",
+    "open_job",
+]
 
 _AT = StateWords()
 
 
 def describe(name: str, batch: int | None, what: str) -> str:
-    """Return ``gradient all-reduce, batch 263: all_reduce(float32[10], sum)``; without a name, `what`."""
+    """Return ``gradient all-reduce, batch 263: all_reduce(float32[10], sum)``; without a name,
+    `what`.
+    """
     of_batch = "" if batch is None else f", batch {batch}"
     return f"{name}{of_batch}: {what}" if name else what
 
@@ -55,7 +65,8 @@ class Record:
         batch: the batch that the rank was on; None outside loops over batches.
         finished: whether the rank's loop over batches had ended, after `batch` batches.
         entered: time of the call, in seconds of the monotonic clock of the rank's host.
-        left: time of completion; None while the operation is pending or its completion was not observed.
+        left: time of completion; None while the operation is pending or its completion was not
+            observed.
         name: the name that the user gave it with `named`; "" for none.
         loop: the loop over batches that `batch` belongs to; 0 for none.
     """
@@ -81,7 +92,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class RawRecord:
-    """A record as it is stored, with numbers in place of texts; see `FlightRecorder.enter` and `layout.RECORD`."""
+    """A record as it is stored, with numbers in place of texts; see `FlightRecorder.enter` and
+    `layout.RECORD`.
+    """
 
     number: int
     key: int
@@ -107,10 +120,12 @@ class RankState:
 
     Attributes:
         rank, world_size, pid, host, program: identity of the rank.
-        phase: one of `layout.PHASES`: "runs", "waits" (inside a blocking call), "left" (has destroyed its groups),
-            "ended", "raised".
-        since: when that phase began, in seconds of the monotonic clock of its host, as all times here.
-        call: its last collective or message; in phase "waits", the one in which it waits. None before the first.
+        phase: one of `layout.PHASES`: "runs", "waits" (inside a blocking call), "left" (has
+            destroyed its groups), "ended", "raised".
+        since: when that phase began, in seconds of the monotonic clock of its host, as all times
+            here.
+        call: its last collective or message; in phase "waits", the one in which it waits. None
+            before the first.
         batch: the batch that it is on; None outside loops over batches.
         finished: whether its loop has ended, after `batch` batches.
         records: number of collectives and messages so far.
@@ -121,7 +136,8 @@ class RankState:
         heartbeat: time of its last heartbeat.
         unix_offset: seconds to add to its times to get Unix time.
         traceback: of the exception that ended it; "" for none.
-        activity: what its program is doing, such as "the callback Curve.on_train_end"; "" if that is not known.
+        activity: what its program is doing, such as "the callback Curve.on_train_end"; "" if that
+            is not known.
     """
 
     rank: int
@@ -146,7 +162,8 @@ class RankState:
 
 
 class RecorderReader:
-    """Reads the flight recorder in the file `path`, which is mapped into memory; its rank may have ended.
+    """Reads the flight recorder in the file `path`, which is mapped into memory; its rank may have
+    ended.
 
     Raises:
         OSError: the file cannot be opened.
@@ -155,7 +172,9 @@ class RecorderReader:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # ValueError if the file is empty
+            self._map = mmap.mmap(
+                file.fileno(), 0, access=mmap.ACCESS_READ
+            )  # ValueError if the file is empty
         self.memory = memoryview(self._map)
         try:
             self._open(path)
@@ -166,14 +185,24 @@ class RecorderReader:
     def _open(self, path: Path) -> None:
         if len(self.memory) < HEADER.size or bytes(self.memory[:8]) != MAGIC:
             raise ValueError(f"{path} is not a flight recorder of Lockstep")
-        _, version, self.rank, self.world_size, self.pid, self.started, self.unix_offset, host, program = (
-            HEADER.unpack_from(self.memory)
-        )
+        (
+            _,
+            version,
+            self.rank,
+            self.world_size,
+            self.pid,
+            self.started,
+            self.unix_offset,
+            host,
+            program,
+        ) = HEADER.unpack_from(self.memory)
         if version != VERSION:
             raise ValueError(f"{path} was written by another version of Lockstep")
         self.layout = Layout(self.world_size)
         if len(self.memory) != self.layout.total:
-            raise ValueError(f"{path} is damaged: {len(self.memory)} bytes instead of {self.layout.total}")
+            raise ValueError(
+                f"{path} is damaged: {len(self.memory)} bytes instead of {self.layout.total}"
+            )
         self.host, self.program = (_padded(text) for text in (host, program))
         self.uints = self.memory.cast("Q")
         self.floats = self.memory.cast("d")
@@ -231,7 +260,9 @@ class RecorderReader:
         )
 
     def records(self, last: int | None = None) -> list[Record]:
-        """Return the last records, the oldest first, without those that are overwritten meanwhile."""
+        """Return the last records, the oldest first, without those that are overwritten
+        meanwhile.
+        """
         return [self.record(raw) for raw in self.raws(last)]
 
     # raw access
@@ -253,7 +284,9 @@ class RecorderReader:
     def raws(self, last: int | None = None) -> Iterator[RawRecord]:
         """Yield the last records, the oldest first."""
         count = self.uints[_AT.records]
-        for number in range(max(1, count + 1 - (RING if last is None else min(last, RING))), count + 1):
+        for number in range(
+            max(1, count + 1 - (RING if last is None else min(last, RING))), count + 1
+        ):
             raw = self.raw(number)
             if raw is not None:
                 yield raw
@@ -266,7 +299,9 @@ class RecorderReader:
         return raw if raw.number == number else None
 
     def compared_bytes(self, number: int) -> bytes:
-        """Return the first fields of the record in the position of that number; see `layout.COMPARED`."""
+        """Return the first fields of the record in the position of that number; see
+        `layout.COMPARED`.
+        """
         at = self._ring + number % RING * RECORD.size
         return self._map[at : at + COMPARED.size]
 
@@ -301,7 +336,9 @@ class RecorderReader:
 
     @property
     def activity(self) -> str:
-        """What the rank's program is doing, such as "the callback Curve.on_train_end"; "" if that is not known."""
+        """What the rank's program is doing, such as "the callback Curve.on_train_end"; "" if that
+        is not known.
+        """
         return self.text(self.uints[_AT.activity])
 
     @property
@@ -316,20 +353,28 @@ class RecorderReader:
 
     @property
     def knows_of_solo_section(self) -> bool:
-        """Whether the rank, or one on another host as far as this rank knows, is in a `solo_section`."""
+        """Whether the rank, or one on another host as far as this rank knows, is in a
+        `solo_section`.
+        """
         return bool(self.uints[_AT.solo] or self.uints[_AT.solo_elsewhere])
 
     def record_number(self, slot: int, sequence: int) -> int:
-        """Return the record number of the group's collective `sequence`, or of one `DEPTH` before or after; or 0."""
+        """Return the record number of the group's collective `sequence`, or of one `DEPTH` before
+        or after; or 0.
+        """
         return int(self.uints[self._record_numbers + slot * DEPTH + sequence % DEPTH])
 
     def messages(self, peer: int, sent: bool) -> int:
-        """Return how many messages the rank has sent to `peer`, or how many receives it has posted for it."""
+        """Return how many messages the rank has sent to `peer`, or how many receives it has posted
+        for it.
+        """
         start = self.layout.sent if sent else self.layout.received
         return int(self.uints[(start >> 3) + peer])
 
     def channel(self, key: int) -> int:
-        """Return the word in which the channel `key` begins, see `Layout.channels`; 0 if it has had no message."""
+        """Return the word in which the channel `key` begins, see `Layout.channels`; 0 if it has had
+        no message.
+        """
         slots = self.layout.channel_slots
         start = self.layout.channels >> 3
         at = key % slots
@@ -343,7 +388,9 @@ class RecorderReader:
         return 0
 
     def channels(self, most: int) -> dict[int, int] | None:
-        """Return the number of messages of each channel by its key; None if they are more than `most`, or not known."""
+        """Return the number of messages of each channel by its key; None if they are more than
+        `most`, or not known.
+        """
         if not self.knows_channels:
             return None
         words = self.uints[self.layout.channels >> 3 :]
@@ -352,7 +399,9 @@ class RecorderReader:
         return found if len(found) <= most else None
 
     def channel_messages(self, key: int) -> int:
-        """Return how many messages of the channel `key` the rank has sent, or posted receives for."""
+        """Return how many messages of the channel `key` the rank has sent, or posted receives
+        for.
+        """
         at = self.channel(key)
         return int(self.uints[at + 1]) if at else 0
 
@@ -398,7 +447,9 @@ class RecorderReader:
 
 
 def decode_batch(number: int) -> tuple[int | None, bool]:
-    """Return the batch that a record's `number` stands for, and whether its loop had ended after so many batches."""
+    """Return the batch that a record's `number` stands for, and whether its loop had ended after so
+    many batches.
+    """
     if number <= -2:
         return -2 - number, True
     return (None if number < 0 else number), False

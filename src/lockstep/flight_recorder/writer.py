@@ -1,4 +1,6 @@
-"""Writing this rank's flight recorder: its current state, a record for each collective, the batch, and names."""
+"""Writing this rank's flight recorder: its current state, a record for each collective, the batch,
+and names.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ __all__ = [
 ]
 
 
-# --- The flight recorder of one rank ---------------------------------------------------------------------------------
+# --- The flight recorder of one rank
+# ---------------------------------------------------------------------------------
 
 _RUNS, _WAITS, _LEFT, _ENDED, _RAISED = range(len(PHASES))
 _AT = StateWords()
@@ -109,16 +112,22 @@ class FlightRecorder:
         self.count = 0  # of records
         self.batch = -1
         self.loop = 0
-        self._slots: list[int] = [0] * GROUP_SLOTS  # when each slot was used last; the oldest closed one is reused
+        self._slots: list[int] = [
+            0
+        ] * GROUP_SLOTS  # when each slot was used last; the oldest closed one is reused
         self._uses = 0
-        self._channels: dict[int, int] = {}  # word in which each channel begins, by its key; 0 for one without room
+        self._channels: dict[
+            int, int
+        ] = {}  # word in which each channel begins, by its key; 0 for one without room
         now = time.monotonic()
         offset = time.time() - now
         names = host.encode(errors="replace")[:64], program.encode(errors="replace")[:256]
         for word, value in ((_AT.since, now), (_AT.heartbeat, now)):
             self.floats[word] = value
         self._signed[_AT.batch] = self._signed[_AT.samples] = -1
-        HEADER.pack_into(self.memory, 0, MAGIC, VERSION, rank, world_size, self.pid, now, offset, *names)
+        HEADER.pack_into(
+            self.memory, 0, MAGIC, VERSION, rank, world_size, self.pid, now, offset, *names
+        )
 
     def _set_views(self, raw: mmap.mmap | bytearray) -> None:
         self._raw = raw
@@ -178,7 +187,9 @@ class FlightRecorder:
         self.floats[(self.layout.limits >> 3) + slot] = limit_s
 
     def close_group(self, slot: int) -> None:
-        """Release the slot of a destroyed group; its records stay readable until the slot is reused."""
+        """Release the slot of a destroyed group; its records stay readable until the slot is
+        reused.
+        """
         self._uses += 1
         self._slots[slot] = self._uses
 
@@ -219,7 +230,20 @@ class FlightRecorder:
         at = self._ring + number % RING * RECORD.size
         now = now or time.monotonic()
         compared = number, key, sequence, call.fingerprint, line, self.batch, self.loop
-        RECORD.pack_into(self.memory, at, *compared, now, 0.0, call.number, call_site, group, name, peer, rejected, tag)
+        RECORD.pack_into(
+            self.memory,
+            at,
+            *compared,
+            now,
+            0.0,
+            call.number,
+            call_site,
+            group,
+            name,
+            peer,
+            rejected,
+            tag,
+        )
         uints = self.uints
         if sequence:
             uints[self._record_numbers + slot * DEPTH + sequence % DEPTH] = number
@@ -243,7 +267,9 @@ class FlightRecorder:
         self.floats[(self._ring + number % RING * RECORD.size + _LEFT_AT) >> 3] = 0.0
 
     def cancel_call(self, slot: int, sequence: int) -> None:
-        """Remove the group's last collective, which the backend rejected before anything was sent."""
+        """Remove the group's last collective, which the backend rejected before anything was
+        sent.
+        """
         self.uints[self._last_sequences + slot] = sequence - 1
         self.uints[self._record_numbers + slot * DEPTH + sequence % DEPTH] = 0
 
@@ -284,7 +310,9 @@ class FlightRecorder:
         return PHASES[self.uints[_AT.phase]]
 
     def note_batch(self, batch: int, loop: int) -> None:
-        """Record the batch, -1 for none, and the loop over batches that it belongs to, 0 for none."""
+        """Record the batch, -1 for none, and the loop over batches that it belongs to, 0 for
+        none.
+        """
         self.batch = batch
         self.loop = loop
         self._signed[_AT.batch] = batch
@@ -306,7 +334,8 @@ class FlightRecorder:
         self.uints[TRACEBACK >> 3] = len(data)
 
     def count_message(self, peer: int, sent: bool, channel: int, size: int) -> int:
-        """Count a message sent to `peer`, or a receive posted for it; return how many the channel has had with it.
+        """Count a message sent to `peer`, or a receive posted for it; return how many the channel
+        has had with it.
 
         Args:
             peer: the other rank; -1 for a receive from any rank.
@@ -326,12 +355,16 @@ class FlightRecorder:
         if not at:
             return 0
         number = int(uints[at + 1]) + 1
-        uints[at + 2 + number % CHANNEL_SIZES] = size  # before the number, as others read it by that
+        uints[at + 2 + number % CHANNEL_SIZES] = (
+            size  # before the number, as others read it by that
+        )
         uints[at + 1] = number
         return number
 
     def cancel_message(self, peer: int, sent: bool, channel: int) -> None:
-        """Take back the last message of `channel`, which the backend has rejected; see `count_message`."""
+        """Take back the last message of `channel`, which the backend has rejected; see
+        `count_message`.
+        """
         if peer >= 0:
             self.uints[((self.layout.sent if sent else self.layout.received) >> 3) + peer] -= 1
         if at := self._channels.get(channel):
@@ -366,7 +399,8 @@ def _make(path: Path, size: int) -> mmap.mmap:
     return made
 
 
-# --- The flight recorder of this process, and what programs may tell it ----------------------------------------------
+# --- The flight recorder of this process, and what programs may tell it
+# ----------------------------------------------
 
 
 class _Thread(threading.local):
@@ -379,8 +413,8 @@ class _Current:
 
     Attributes:
         recorder: None if nothing is recorded.
-        thread: thread-local; its `name` is that of the thread's collectives, "" for none, and its `method` the method
-            of Lockstep that calls them, see `in_method`.
+        thread: thread-local; its `name` is that of the thread's collectives, "" for none, and its
+            `method` the method of Lockstep that calls them, see `in_method`.
     """
 
     def __init__(self) -> None:
@@ -394,14 +428,17 @@ _USER_LOOP = 1  # not a digest of a source line
 
 
 def note_batch(number: int, finished: bool = False, loop: int = _USER_LOOP) -> None:
-    """Record which batch this rank is on, so that the watchdog can name a rank that has skipped one.
+    """Record which batch this rank is on, so that the watchdog can name a rank that has skipped
+    one.
 
     All ranks must be on the same batch when they take part in the same collective.
 
     Args:
-        number: index of the batch, or if the loop has ended, the number of its batches. -1 for no batch.
+        number: index of the batch, or if the loop has ended, the number of its batches. -1 for no
+            batch.
         finished: whether the loop has ended.
-        loop: identifies the loop over batches, 0 < loop < 2**64; batches of different loops are not compared.
+        loop: identifies the loop over batches, 0 < loop < 2**64; batches of different loops are not
+            compared.
     """
     if current.recorder is not None:
         current.recorder.note_batch(-2 - number if finished else number, loop if number >= 0 else 0)
@@ -420,7 +457,9 @@ def recorded_collectives() -> int | None:
 
 @contextmanager
 def solo_section() -> Iterator[None]:
-    """A context in which this rank works while the others are meant to wait for it, however long that takes."""
+    """A context in which this rank works while the others are meant to wait for it, however long
+    that takes.
+    """
     recorder = current.recorder
     word = StateWords().solo
     if recorder is not None:
@@ -437,7 +476,8 @@ class activity:  # noqa: N801 - used like the functions here; a class, as it is 
 
     Args:
         text: follows "rank 0 is in", such as "the callback Curve.on_train_end".
-        is_own: whether this is work of Lockstep's own that may take seconds, so that the first warning comes later.
+        is_own: whether this is work of Lockstep's own that may take seconds, so that the first
+            warning comes later.
         is_solo: whether it is also a `solo_section`.
     """
 
@@ -464,7 +504,8 @@ class activity:  # noqa: N801 - used like the functions here; a class, as it is 
 
 
 class named:  # noqa: N801 - used like the functions here; a class, as it is entered several times a step
-    """A context in which the collectives of this thread have a name; different names on other ranks are an error.
+    """A context in which the collectives of this thread have a name; different names on other ranks
+    are an error.
 
     Args:
         name: as reports show it.
@@ -486,10 +527,11 @@ class named:  # noqa: N801 - used like the functions here; a class, as it is ent
 
 @contextmanager
 def in_method(method: str) -> Iterator[None]:
-    """A context in which the names of this thread's collectives begin with a method that every rank must call.
+    """A context in which the names of this thread's collectives begin with a method that every rank
+    must call.
 
-    A report then says that a rank is in that method and another is not. Of nested methods the outermost counts, which
-    is the one that the program has called.
+    A report then says that a rank is in that method and another is not. Of nested methods the
+    outermost counts, which is the one that the program has called.
 
     Args:
         method: as programs call it, such as "Trainer.evaluate".

@@ -1,1 +1,3 @@
-"""What the processes of a job that `lockstep run` or `launch` has started tell each other, and how."""
+"""What the processes of a job that `lockstep run` or `launch` has started tell each other, and
+how.
+"""

@@ -138,12 +138,16 @@ def current() -> JobClient | None:
 
 
 def ask_for_time() -> None:
-    """Ask the launcher, if there is one, for time to save after a stop signal, which this worker handles."""
+    """Ask the launcher, if there is one, for time to save after a stop signal, which this worker
+    handles.
+    """
     _note(Note("needs time"))
 
 
 def note_checkpoint(path: str) -> None:
-    """Tell the launcher, if there is one, which checkpoint is the newest, so that it can say how to resume."""
+    """Tell the launcher, if there is one, which checkpoint is the newest, so that it can say how to
+    resume.
+    """
     _note(Note("checkpoint", path))
 
 
@@ -154,7 +158,9 @@ def _note(note: Note) -> None:
 
 
 def _leave_to_parent() -> None:
-    """Give up the connection in a process that a worker has forked: its end is to be that of the worker."""
+    """Give up the connection in a process that a worker has forked: its end is to be that of the
+    worker.
+    """
     while _clients:
         _clients.pop()._connection.close()
 

@@ -1,4 +1,6 @@
-"""Connections between the processes of a job: messages over a socket, each after its length; an empty one is a ping."""
+"""Connections between the processes of a job: messages over a socket, each after its length; an
+empty one is a ping.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Connection(Generic[In, Out]):
     Attributes:
         most: the largest message that is received, in bytes.
         pings: how many have come.
-        is_strange: whether the other side has not shown who it is: of it no pings are taken, and no long messages.
+        is_strange: whether the other side has not shown who it is: of it no pings are taken, and no
+            long messages.
     """
 
     def __init__(self, end: socket.socket, incoming: object) -> None:
@@ -74,7 +77,9 @@ class Connection(Generic[In, Out]):
             OSError: the other side is gone.
         """
         with self._lock:
-            if not self._unsent:  # who does not read what it was sent does not learn anything from more
+            if (
+                not self._unsent
+            ):  # who does not read what it was sent does not learn anything from more
                 self._unsent += _PING
                 self._flush()
 
@@ -117,8 +122,8 @@ class Connection(Generic[In, Out]):
         """Yield the messages that have come.
 
         Args:
-            at_once: the bytes after which the rest is left for the next call, as there is more on a connection whose
-                other side sends as fast as it can.
+            at_once: the bytes after which the rest is left for the next call, as there is more on a
+                connection whose other side sends as fast as it can.
 
         Raises:
             EOFError: the other side has closed the connection.
@@ -147,7 +152,9 @@ class Connection(Generic[In, Out]):
     def _next(self) -> In | None:
         while self._received.startswith(_PING):
             if self.is_strange:
-                raise msgspec.DecodeError("expected a message that says who the other side is, got a ping")
+                raise msgspec.DecodeError(
+                    "expected a message that says who the other side is, got a ping"
+                )
             del self._received[: _LENGTH.size]
             self.pings += 1
         if len(self._received) < _LENGTH.size:
@@ -155,7 +162,9 @@ class Connection(Generic[In, Out]):
         (length,) = _LENGTH.unpack_from(self._received)
         most = _MOST_OF_STRANGERS if self.is_strange else self.most
         if length > most:
-            raise msgspec.DecodeError(f"expected a message of at most {most} bytes, got one of {length}")
+            raise msgspec.DecodeError(
+                f"expected a message of at most {most} bytes, got one of {length}"
+            )
         if len(self._received) < _LENGTH.size + length:
             return None
         data = bytes(self._received[_LENGTH.size : _LENGTH.size + length])
@@ -185,7 +194,9 @@ def connect_to_launcher(path: str, incoming: object) -> Connection[Any, Any]:
     return Connection(end, incoming)
 
 
-def take_turn(selector: selectors.BaseSelector, seconds: float, on_wake: Callable[[], None] = lambda: None) -> None:
+def take_turn(
+    selector: selectors.BaseSelector, seconds: float, on_wake: Callable[[], None] = lambda: None
+) -> None:
     """Wait until something is ready, so long at most, and call the functions of all that is.
 
     Args:
@@ -197,12 +208,16 @@ def take_turn(selector: selectors.BaseSelector, seconds: float, on_wake: Callabl
     on_wake()
     for key in keys:
         current = selector.get_map().get(key.fd)
-        if current is not None and current.fileobj is key.fileobj:  # it may have been closed by an earlier one
+        if (
+            current is not None and current.fileobj is key.fileobj
+        ):  # it may have been closed by an earlier one
             key.data()
 
 
 def watch_unsent(selector: selectors.BaseSelector, connection: Connection[Any, Any]) -> None:
-    """Let the selector tell when a connection takes more, as long as something is kept that could not be sent yet."""
+    """Let the selector tell when a connection takes more, as long as something is kept that could
+    not be sent yet.
+    """
     events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0)
     with suppress(KeyError, ValueError):
         key = selector.get_key(connection.socket)

@@ -6,7 +6,16 @@ from typing import Literal
 
 from ..messages import Integer, List, Tagged
 
-__all__ = ["Failure", "Finished", "FromAnyWorker", "Hello", "Note", "Peers", "Release", "ToAnyWorker"]
+__all__ = [
+    "Failure",
+    "Finished",
+    "FromAnyWorker",
+    "Hello",
+    "Note",
+    "Peers",
+    "Release",
+    "ToAnyWorker",
+]
 
 
 class Hello(Tagged, frozen=True):
@@ -25,14 +34,16 @@ class Failure(Tagged, frozen=True):
         reason: its message.
         traceback: its traceback as text.
         exit_code: the process's exit code.
-        dead_peers: the workers of its host that had ended by then, so that this failure probably follows from theirs;
-            its launcher fills it in.
+        dead_peers: the workers of its host that had ended by then, so that this failure probably
+            follows from theirs; its launcher fills it in.
         signal_number: the signal on which the worker shut down cleanly; 0 if it failed.
         checkpoint: the checkpoint that it saved before it stopped.
         pickled: the exception, pickled, in Base64, if it is one of Lockstep's; else "".
-        in_collective: whether it was raised in communication with other ranks, as happens after one of them exits.
+        in_collective: whether it was raised in communication with other ranks, as happens after one
+            of them exits.
         repeats_watchdog: whether it only repeats the watchdog's report on all ranks.
-        call_site: where the user's program was, e.g. ``train.py:31 in main``; "" if that is not known.
+        call_site: where the user's program was, e.g. ``train.py:31 in main``; "" if that is not
+            known.
     """
 
     rank: Integer
@@ -72,7 +83,9 @@ class Note(Tagged, frozen=True):
 
 
 class Peers(Tagged, frozen=True):
-    """The processes of all workers of this host, which each of them needs if the launcher is killed."""
+    """The processes of all workers of this host, which each of them needs if the launcher is
+    killed.
+    """
 
     pids: List[Integer]
 

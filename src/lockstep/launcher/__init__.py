@@ -30,7 +30,9 @@ __all__ = ["attach_report", "check_process", "check_settings", "launch"]
 T = TypeVar("T")
 
 MAX_WORKERS = 120
-"""More than any host has cores for; multiprocessing's fork server passes at most 255 descriptors on to a worker."""
+"""More than any host has cores for; multiprocessing's fork server passes at most 255 descriptors on
+to a worker.
+"""
 
 
 def launch(
@@ -42,21 +44,24 @@ def launch(
     network: str | VirtualNetwork | None = None,
     **kwargs: object,
 ) -> T:
-    """Run ``fn(*args, **kwargs)`` on every rank of a new job on this host and return the result of rank 0.
+    """Run ``fn(*args, **kwargs)`` on every rank of a new job on this host and return the result of
+    rank 0.
 
-    Every worker is a separate process in which ``lockstep.init()`` (or ``torch.distributed``) finds its rank in
-    torchrun's environment variables. The function may be a lambda, a closure, or defined in a script or notebook: it
-    is pickled by value together with its arguments, and the main module is not run again in the workers. That takes
-    cloudpickle, of the extra "launch"; without it both have to come from modules that can be imported. Tensors on a
-    device arrive on the CPU, in both directions. Workers write to this process's standard output and standard error; in
-    a notebook, into the cell.
+    Every worker is a separate process in which ``lockstep.init()`` (or ``torch.distributed``) finds
+    its rank in torchrun's environment variables. The function may be a lambda, a closure, or
+    defined in a script or notebook: it is pickled by value together with its arguments, and the
+    main module is not run again in the workers. That takes cloudpickle, of the extra "launch";
+    without it both have to come from modules that can be imported. Tensors on a device arrive on
+    the CPU, in both directions. Workers write to this process's standard output and standard error;
+    in a notebook, into the cell.
 
-    Workers are forked from multiprocessing's fork server. The first call starts it with PyTorch loaded; together with
-    multiprocessing's resource tracker it lives as long as this process. No other process remains.
+    Workers are forked from multiprocessing's fork server. The first call starts it with PyTorch
+    loaded; together with multiprocessing's resource tracker it lives as long as this process. No
+    other process remains.
 
-    Ctrl-C and SIGTERM are forwarded to the workers, which then have `grace` seconds to finish their step, save and
-    exit; a second signal kills them at once. Signals are handled only if this is called from the main thread.
-    Workers never outlive this process.
+    Ctrl-C and SIGTERM are forwarded to the workers, which then have `grace` seconds to finish their
+    step, save and exit; a second signal kills them at once. Signals are handled only if this is
+    called from the main thread. Workers never outlive this process.
 
     Args:
         fn: the function to run.
@@ -64,21 +69,26 @@ def launch(
         workers: number of worker processes, 1 to 120.
         threads: intra-op threads of PyTorch per worker; usable cores / workers if None.
         grace: seconds after a signal until workers that are still running are killed.
-        network: an emulated network between the workers, which are put on its virtual hosts: a text such as
-            ``"4 hosts, 25Gbit, 50us"``, or a `lockstep.network.VirtualNetwork`.
-        kwargs: its keyword arguments. Those named as a setting here can be bound with `functools.partial`.
+        network: an emulated network between the workers, which are put on its virtual hosts: a text
+            such as ``"4 hosts, 25Gbit, 50us"``, or a `lockstep.network.VirtualNetwork`.
+        kwargs: its keyword arguments. Those named as a setting here can be bound with
+            `functools.partial`.
 
     Raises:
-        ConfigError: a setting is invalid, this host has too little memory for the workers, or the function or an
-            argument cannot be pickled (the message names it).
+        ConfigError: a setting is invalid, this host has too little memory for the workers, or the
+            function or an argument cannot be pickled (the message names it).
         WorkerError: a worker raised an exception or died; if several did, the first one.
-        DesyncError, RankLostError, StallError: the ranks are desynchronised, or wait for one that died or stalled.
-        LockstepError: a subclass such as ConfigError, if all workers raised the same error: then it is not specific to
-            one worker, and the error of the first worker, with its traceback, is the cause.
-        InterruptedRunError: the workers shut down cleanly after a signal, or this process received SIGTERM.
+        DesyncError, RankLostError, StallError: the ranks are desynchronised, or wait for one that
+            died or stalled.
+        LockstepError: a subclass such as ConfigError, if all workers raised the same error: then it
+            is not specific to one worker, and the error of the first worker, with its traceback, is
+            the cause.
+        InterruptedRunError: the workers shut down cleanly after a signal, or this process received
+            SIGTERM.
         KeyboardInterrupt: this process received SIGINT and the workers reported nothing else.
         LockstepError: this process is a worker itself, or workers cannot be started.
-        TypeError: an argument that the function does not have is one of `launch` under another name, as `nprocs` is.
+        TypeError: an argument that the function does not have is one of `launch` under another
+            name, as `nprocs` is.
     """
     check_settings(fn, threads, grace)
     arguments.whole("workers", workers, least=1, most=MAX_WORKERS)
@@ -98,7 +108,9 @@ def launch(
 
     cores = environment.usable_cores()
     emulated = None if emulated is None else emulated.resolved(workers, cores)
-    options = WorkerOptions(workers, threads or max(1, cores // workers), grace, exit_grace=grace, network=emulated)
+    options = WorkerOptions(
+        workers, threads or max(1, cores // workers), grace, exit_grace=grace, network=emulated
+    )
     with temporary_job_folder() as folder, ExitStack() as stack:
         call = folder / "call"
         value = folder / "value"
@@ -139,18 +151,22 @@ def check_settings(fn: object, threads: object, grace: object) -> None:
     """Raise ConfigError for an invalid argument of `launch`."""
     arguments.function("fn", fn, "a function or another callable")
     if threads is not None:
-        arguments.whole("threads", threads, least=1, expected="a whole number of at least 1, or None")
+        arguments.whole(
+            "threads", threads, least=1, expected="a whole number of at least 1, or None"
+        )
     arguments.number("grace", grace, least=0, expected="a number of seconds, 0 or more")
 
 
 def _check_names(fn: Callable[..., object], kwargs: Mapping[str, object]) -> None:
-    """Check that no argument that the function does not have is an argument of `launch` under another name.
+    """Check that no argument that the function does not have is an argument of `launch` under
+    another name.
 
     Raises:
         TypeError: for such an argument; the error says what it is here.
     """
     try:
-        # A decorator such as functools.wraps shows the signature of what it calls, not what it takes itself.
+        # A decorator such as functools.wraps shows the signature of what it calls, not what it
+        # takes itself.
         parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # written in C
         return
@@ -166,13 +182,17 @@ def check_process() -> None:
     """Raise LockstepError if this process cannot start workers."""
     if environment.is_launched():
         raise LockstepError(
-            "launch() starts workers, but this process is already a worker (a launcher's variables, such as RANK, are "
-            "set). Call it in the program that is started first, or call the function itself here."
+            "launch() starts workers, but this process is already a worker (a launcher's "
+            "variables, such as RANK, are set). Call it in the program that is started first, or "
+            "call the function itself here."
         )
     check_loopback()
     for descriptor, name in enumerate(("standard input", "standard output", "standard error")):
         try:
             os.fstat(descriptor)
         except OSError:
-            hint = "Redirect it to /dev/null instead of closing it: files opened later would be taken for it."
+            hint = (
+                "Redirect it to /dev/null instead of closing it: files opened later would be "
+                "taken for it."
+            )
             raise LockstepError(f"{name} is closed, and workers inherit it. {hint}") from None

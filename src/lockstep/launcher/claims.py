@@ -1,7 +1,7 @@
 """The next view of an elastic job's hosts as a file on storage that all of them share.
 
-Who creates the file of view n + 1 has decided it, and the file holds the view, see `election`. So one host alone may go
-on, while a vote needs more than half of them.
+Who creates the file of view n + 1 has decided it, and the file holds the view, see `election`. So
+one host alone may go on, while a vote needs more than half of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ __all__ = ["SharedFolder", "claim"]
 
 
 def claim(folder: Path, view: HostView) -> HostView:
-    """Create the file of a view, unless another host has created one of this number; returns the view that it holds.
+    """Create the file of a view, unless another host has created one of this number; returns the
+    view that it holds.
 
     Raises:
         OSError: the storage does not answer, or has no hard links.
@@ -61,12 +62,16 @@ class SharedFolder:
     def make(self, run: Path, existing: str) -> None:
         """Make the folder, or use the `existing` one, and ask anew who sees it."""
         self.seen_by.clear()
-        self.path = self.path or existing or str(run / ".hosts" / f"job-{os.getpid()}-{time.time_ns():x}")
+        self.path = (
+            self.path or existing or str(run / ".hosts" / f"job-{os.getpid()}-{time.time_ns():x}")
+        )
         with suppress(OSError):
             Path(self.path).mkdir(parents=True, exist_ok=True)
 
     def claim(self, folder: str, view: HostView) -> None:
-        """Claim a view in a thread, as a server may not answer; another claim of that view waits for this one."""
+        """Claim a view in a thread, as a server may not answer; another claim of that view waits
+        for this one.
+        """
         if view.number in self._claiming:
             return
         self._claiming.add(view.number)

@@ -1,7 +1,9 @@
-"""The coordinator of a job whose hosts are fixed: when the workers of all hosts start, start again, and end (pure).
+"""The coordinator of a job whose hosts are fixed: when the workers of all hosts start, start again,
+and end (pure).
 
-It is a part of the launcher of the first host. Every launcher, its own included, tells it what has happened there, and
-gets messages that are the same for all, in the same order. There is no clock and no connection here.
+It is a part of the launcher of the first host. Every launcher, its own included, tells it what has
+happened there, and gets messages that are the same for all, in the same order. There is no clock
+and no connection here.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ __all__ = [
 ]
 
 
-# --- Messages from a launcher to the coordinator ----------------------------------------------------------------------
+# --- Messages from a launcher to the coordinator
+# ----------------------------------------------------------------------
 
 
 class Join(Tagged, frozen=True):
@@ -44,7 +47,9 @@ class Done(Tagged, frozen=True):
 
 
 class Interrupted(Tagged, frozen=True):
-    """The launcher of a host has received a signal; from the coordinator, that of the first such host."""
+    """The launcher of a host has received a signal; from the coordinator, that of the first such
+    host.
+    """
 
     host: str
     signal: Integer
@@ -56,7 +61,8 @@ class HostEnd(Tagged, frozen=True):
     failure: HostFailure | None = None
 
 
-# --- Messages from the coordinator to all launchers -------------------------------------------------------------------
+# --- Messages from the coordinator to all launchers
+# -------------------------------------------------------------------
 
 
 class Round(Tagged, frozen=True):
@@ -86,7 +92,9 @@ class AllDone(Tagged, frozen=True):
 
 
 class JobOver(Tagged, frozen=True):
-    """The job cannot go on, because of another host; with the failure of its workers, if that is why."""
+    """The job cannot go on, because of another host; with the failure of its workers, if that is
+    why.
+    """
 
     reason: str
     failure: HostFailure | None = None
@@ -108,7 +116,8 @@ ToCoordinator = Join | Done | Interrupted | HostEnd
 FromCoordinator = Round | NextRound | AllDone | Interrupted | JobOver | Outcome | Say
 
 
-# --- Decisions --------------------------------------------------------------------------------------------------------
+# --- Decisions
+# --------------------------------------------------------------------------------------------------
 
 _FINISHED = "workers cannot be restarted, because another host's have finished already"
 _FAILED = "another host's workers have failed"

@@ -1,4 +1,6 @@
-"""One host of an elastic job: its launcher runs workers, and takes part in the election of the launcher that leads."""
+"""One host of an elastic job: its launcher runs workers, and takes part in the election of the
+launcher that leads.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,29 @@ import msgspec
 
 from .. import environment, messages
 from ..elastic.control import ControlSocket
-from ..elastic.membership import LEASE_S, Change, Events, HostMemory, HostReport, Lease, Publish, Up, View
-from ..elastic.mesh import ASKS, NOBODY_LEADS, WAITS_TO_JOIN, HostEntry, Knock, Link, Mesh, Refused, Welcome, Wire
+from ..elastic.membership import (
+    LEASE_S,
+    Change,
+    Events,
+    HostMemory,
+    HostReport,
+    Lease,
+    Publish,
+    Up,
+    View,
+)
+from ..elastic.mesh import (
+    ASKS,
+    NOBODY_LEADS,
+    WAITS_TO_JOIN,
+    HostEntry,
+    Knock,
+    Link,
+    Mesh,
+    Refused,
+    Welcome,
+    Wire,
+)
 from ..errors import InterruptedRunError, LockstepError, WorkerError
 from ..interruption import collect_signals
 from ..job.connection import take_turn
@@ -53,7 +76,15 @@ from .host_protocol import HostDescription, check_compatible, describe_host
 from .pulse import Pulse
 from .worker_status import WorkerResults, raise_failure
 
-__all__ = ["ALONE_S", "About", "ElasticHost", "OutsideError", "WireMessage", "describe_ended", "run_on_one_host"]
+__all__ = [
+    "ALONE_S",
+    "About",
+    "ElasticHost",
+    "OutsideError",
+    "WireMessage",
+    "describe_ended",
+    "run_on_one_host",
+]
 
 
 class About(msgspec.Struct, frozen=True):
@@ -71,11 +102,14 @@ _TICK_S = 1.0
 _PAUSE_TICKS = 2  # after which a signal to this host does not wait for the others any more
 _LEASE_EVERY_S = 0.5
 _FLUSH_S = 2.0
-_GAP_S = 2.0  # less than a lease, which a launcher that has not run must not renew before it knows who leads
+# less than a lease, which a launcher that has not run must not renew before it knows who leads
+_GAP_S = 2.0
 _HEARD_S = 1.0  # within which a launcher must have heard of the one that leads to renew a lease
 _HUNG_S = 3.0  # after which a launcher that is connected may be one that does not run
 _MOST_TOLD = 20
-_NUMBERS_A_VIEW = 1000  # of hosts that are let in: who leads later may not have heard of all of them
+_NUMBERS_A_VIEW = (
+    1000  # of hosts that are let in: who leads later may not have heard of all of them
+)
 ALONE_S = 10.0
 """How long a host that the others may have gone on without looks for a launcher of the job."""
 
@@ -112,10 +146,11 @@ class ElasticHost:
     Attributes:
         signals: to this launcher: the first lets this host leave, or ends the job if it is alone.
         job_signals: to the whole job, which another thread may add to.
-        requests: "leave" or "slots" with a number, of the launcher that was typed in; another thread may add to them.
+        requests: "leave" or "slots" with a number, of the launcher that was typed in; another
+            thread may add to them.
         knows_outcome: whether the job is over for all hosts, and not only for this one.
-        has_new_reader: set by another thread when somebody else reads this launcher's output from now on, who is then
-            told what has happened so far.
+        has_new_reader: set by another thread when somebody else reads this launcher's output from
+            now on, who is then told what has happened so far.
     """
 
     def __init__(
@@ -179,7 +214,10 @@ class ElasticHost:
     @classmethod
     @contextmanager
     def opened(
-        cls, setup: HostSetup, entry: HostEntry, open_mesh: Callable[[selectors.BaseSelector], Mesh] | None = None
+        cls,
+        setup: HostSetup,
+        entry: HostEntry,
+        open_mesh: Callable[[selectors.BaseSelector], Mesh] | None = None,
     ) -> Iterator[ElasticHost]:
         """A host with its own folder, selector and mesh; all are closed at the end."""
         with ExitStack() as stack:
@@ -195,7 +233,8 @@ class ElasticHost:
             stack.enter_context(host._pulse)
             yield host
 
-    # --- start --------------------------------------------------------------------------------------------------------
+    # --- start
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def mesh(self) -> Mesh:
@@ -230,7 +269,9 @@ class ElasticHost:
         self._tick_election()
 
     def join(self, connection: Any, welcome: Welcome) -> None:
-        """Take part in a job that has let this host in, by a connection to the host that leads it."""
+        """Take part in a job that has let this host in, by a connection to the host that leads
+        it.
+        """
         self._spec = welcome.about
         self._let_in_by = welcome.leader
         self._add_entries(welcome.hosts)
@@ -248,7 +289,9 @@ class ElasticHost:
         if self._alone_since < math.inf:
             return Refused(WAITS_TO_JOIN)  # and will not lead: it would wait for who waits for it
         if not self._leads:
-            is_known = leader is not None and leader.number != self._me and self._election.is_settled
+            is_known = (
+                leader is not None and leader.number != self._me and self._election.is_settled
+            )
             return Refused(NOBODY_LEADS, leader if is_known else None)
         if knock.host.number == ASKS:
             return Welcome("", ASKS, about=self._spec)
@@ -282,7 +325,8 @@ class ElasticHost:
         check_compatible([self._description, about.description])
         return about
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    # --- the loop
+    # ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Take part in the job until it is over.
@@ -322,10 +366,11 @@ class ElasticHost:
             self._mesh.tick()
 
     def _note_turn(self) -> None:
-        """Note that this launcher runs; if it did not for so long that the others may be without it, believe nothing.
+        """Note that this launcher runs; if it did not for so long that the others may be without
+        it, believe nothing.
 
-        It would otherwise lead, start workers, and let them train, until it has read that the others have ended their
-        connections.
+        It would otherwise lead, start workers, and let them train, until it has read that the
+        others have ended their connections.
         """
         self._pulse.turn()
         if self._pulse.take_lapse_s() >= _GAP_S and len(self._hosts_in_view()) > 1:
@@ -333,10 +378,14 @@ class ElasticHost:
             self._hold_members()
             self._election.confirm()
             if self._election.leader != self._me:
-                self._are_held = were_held  # no other view follows, and they may be members again soon
+                self._are_held = (
+                    were_held  # no other view follows, and they may be members again soon
+                )
 
     def _beat(self) -> None:
-        """Let workers and other hosts know that this launcher runs, while its loop waits for something; in a thread."""
+        """Let workers and other hosts know that this launcher runs, while its loop waits for
+        something; in a thread.
+        """
         self._workers.ping()
         if self._mesh is not None:
             self._mesh.ping()
@@ -344,9 +393,13 @@ class ElasticHost:
     def _say_silent(self, host: int, seconds: float) -> None:
         """Say that the launcher of another host is stopped, or hangs."""
         if host in self._hosts_in_view():
-            limit = " (LOCKSTEP_LAUNCHER_TIMEOUT)" if seconds == self._setup.patience.limit_s else ""
+            limit = (
+                " (LOCKSTEP_LAUNCHER_TIMEOUT)" if seconds == self._setup.patience.limit_s else ""
+            )
             name = self._hosts[host].name
-            self._log(f"lockstep: the launcher of host {name} has not answered for {seconds:g} s{limit}")
+            self._log(
+                f"lockstep: the launcher of host {name} has not answered for {seconds:g} s{limit}"
+            )
 
     def _tell_new_reader(self) -> None:
         if self.has_new_reader:
@@ -394,7 +447,9 @@ class ElasticHost:
             self._end_if_all_others_have()
             self._tell_whom_it_does_not_reach()
             self._election.tick()
-            self._outside_ticks = 0 if self._view is not None or not self.other_hosts else self._outside_ticks + 1
+            self._outside_ticks = (
+                0 if self._view is not None or not self.other_hosts else self._outside_ticks + 1
+            )
             if self._outside_ticks * _TICK_S >= ALONE_S:
                 self._let_in_in_vain()
         if self._mesh is not None and time.monotonic() >= self._next_lease:
@@ -424,7 +479,9 @@ class ElasticHost:
                 self._passed_on[kind] += 1
                 if not is_settled:
                     paused = "while the training was paused; nothing was saved"
-                    when = paused if self._view is not None else "before this host had joined the job"
+                    when = (
+                        paused if self._view is not None else "before this host had joined the job"
+                    )
                     self._over = Over(f"stopped by {signal.Signals(number).name} {when}", number)
                     self._job = None
                     return
@@ -432,7 +489,9 @@ class ElasticHost:
                 self._ask("stop" if stops else "leave", number, "", lambda text, accepted: None)
 
     def _take_requests(self) -> None:
-        """Ask for what the launcher that was typed in asks of this host, once somebody leads who can answer."""
+        """Ask for what the launcher that was typed in asks of this host, once somebody leads who
+        can answer.
+        """
         while self.requests and self._election.is_settled:
             what, number = self.requests.popleft()
             if what == "leave" and len(self._hosts_in_view()) < 2:
@@ -444,21 +503,31 @@ class ElasticHost:
         return self._election.view.hosts if self._election.view is not None else ()
 
     def _say_what_it_waits_for(self) -> None:
-        """Say once that this side of a cut network does not go on; end when it has waited for too long."""
+        """Say once that this side of a cut network does not go on; end when it has waited for too
+        long.
+        """
         election = self._election
         limit_s = self._setup.limits.pause_s
         is_paused = self._view is not None and not election.is_settled
-        names = ", ".join(self._hosts[host].name for host in election.unanswered if host in self._hosts)
-        text = f"the training is paused on {self._name}, because {names} may go on" if is_paused and names else ""
+        names = ", ".join(
+            self._hosts[host].name for host in election.unanswered if host in self._hosts
+        )
+        text = (
+            f"the training is paused on {self._name}, because {names} may go on"
+            if is_paused and names
+            else ""
+        )
         if text and text != self._said:
             self._log(f"lockstep: {text}")
         self._said = text
-        self._paused_ticks = self._paused_ticks + 1 if is_paused else 0  # in which this launcher has run
+        self._paused_ticks = (
+            self._paused_ticks + 1 if is_paused else 0
+        )  # in which this launcher has run
         if self._paused_ticks * _TICK_S >= limit_s and self._over is None:
             others = names or "the other hosts"
             self._over = Over(
-                f"the training was paused on {self._name} for {limit_s:g} s, because {others} may go on"
-                " (--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT)"
+                f"the training was paused on {self._name} for {limit_s:g} s, because {others} may "
+                "go on (--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT)"
             )
             self._job = None
 
@@ -467,12 +536,20 @@ class ElasticHost:
             self._to_leader(CutOff(tuple(self._election.unanswered)))
 
     def _end_if_all_others_have(self) -> None:
-        """End what this host waits for in vain: nobody is left who could tell it how the others have gone on."""
+        """End what this host waits for in vain: nobody is left who could tell it how the others
+        have gone on.
+        """
         election = self._election
         now = time.monotonic()
         waits = not election.is_settled and (election.unanswered or election.lost)
-        connected = [host for host in self._hosts_in_view() if host != self._me and election.is_connected(host)]
-        may_hang = any(self.mesh.silent_s(host) > _HUNG_S for host in connected)  # which holds up the election
+        connected = [
+            host
+            for host in self._hosts_in_view()
+            if host != self._me and election.is_connected(host)
+        ]
+        may_hang = any(
+            self.mesh.silent_s(host) > _HUNG_S for host in connected
+        )  # which holds up the election
         if not waits or may_hang or not self.mesh.have_ended(election.unanswered):
             self._alone_since = math.inf
             return
@@ -481,7 +558,8 @@ class ElasticHost:
             self._over = Over(describe_ended(self._name))
             self._job = None
 
-    # --- who leads ----------------------------------------------------------------------------------------------------
+    # --- who leads
+    # ----------------------------------------------------------------------------------------------
 
     def _tick_election(self) -> None:
         """Send what the election has to tell, and follow what it has decided."""
@@ -493,7 +571,10 @@ class ElasticHost:
             self._shared.claim(election.view.claims, claim)
         while self._shared.decided:
             election.claimed(self._shared.decided.popleft())
-        for host, message in election.take_messages():  # before what a new view has for consequences
+        for (
+            host,
+            message,
+        ) in election.take_messages():  # before what a new view has for consequences
             self.mesh.send(host, message)
         if election.view is not None and election.view is not self._view:
             self._follow_view(election.view)
@@ -517,7 +598,8 @@ class ElasticHost:
         self._are_held = self._are_held or bool(own)
 
     def _renew_leases(self, members: Iterable[int]) -> None:
-        """Let members complete steps for some more seconds, if this host has just heard of the one that leads.
+        """Let members complete steps for some more seconds, if this host has just heard of the one
+        that leads.
 
         A launcher that does not run holds nobody, and no more does one that follows it.
         """
@@ -555,7 +637,8 @@ class ElasticHost:
         job = self._job = self._job or self._new_job(view)
         if takes_over:
             gone = [
-                f"{self._hosts[host].name} {'has left' if host in self._state.leaving else 'was lost'}; "
+                f"{self._hosts[host].name} "
+                f"{'has left' if host in self._state.leaving else 'was lost'}; "
                 for host in lost
                 if host in self._hosts
             ]
@@ -565,7 +648,12 @@ class ElasticHost:
             job.host_lost(host)
         if (takes_over or lost) and not self._election.knows_all:
             job.fence()
-        self._resumes = self._resumes or takes_over or were_held or bool(self._broken.union(lost).difference(left))
+        self._resumes = (
+            self._resumes
+            or takes_over
+            or were_held
+            or bool(self._broken.union(lost).difference(left))
+        )
         for host in new:
             self._tell_new_host(host)
         for host in new if not takes_over else ():
@@ -576,10 +664,14 @@ class ElasticHost:
     def _tell_state(self) -> None:
         """Send who leads all that this host knows of its workers."""
         assert self._view is not None
-        self._send(self._view.leader, AgentState(self._view.number, self._hosts[self._me], self._memory.report()))
+        self._send(
+            self._view.leader,
+            AgentState(self._view.number, self._hosts[self._me], self._memory.report()),
+        )
 
     def _resume_if_due(self) -> None:
-        """Let the coordinator go on with what the hosts know of their workers, as soon as all have told it.
+        """Let the coordinator go on with what the hosts know of their workers, as soon as all have
+        told it.
 
         They do so at each new view; who does not is lost soon.
         """
@@ -596,7 +688,9 @@ class ElasticHost:
             self._resume_job(job, [state.report for state in states])
 
     def _add_to_job(self, job: ElasticJob, host: int) -> None:
-        """Let the job have a host, unless this one has never heard where it is, which its state tells."""
+        """Let the job have a host, unless this one has never heard where it is, which its state
+        tells.
+        """
         if host in self._hosts and host not in job.hosts:
             job.host_added(self._hosts[host])
 
@@ -646,12 +740,18 @@ class ElasticHost:
             self._mesh.forget(host)
 
     def _let_in_in_vain(self) -> None:
-        """The host that has let this one in was lost, or leads no more, before the others knew of this one."""
+        """The host that has let this one in was lost, or leads no more, before the others knew of
+        this one.
+        """
         if self.other_hosts:
-            raise OutsideError(f"the host that let {self._name} in leads no more; {self._name} joins the others again")
+            raise OutsideError(
+                f"the host that let {self._name} in leads no more; {self._name} joins the others "
+                "again"
+            )
         raise LockstepError(f"the host that let {self._name} in was lost before the job had begun")
 
-    # --- messages -----------------------------------------------------------------------------------------------------
+    # --- messages
+    # ----------------------------------------------------------------------------------------------
 
     def _send(self, host: int, message: HostMessages) -> None:
         if host == self._me:
@@ -717,7 +817,10 @@ class ElasticHost:
         self._cut_off.note(host, others)
         for pair in self._cut_off.overdue(self._hosts_in_view()):
             one, other = (self._hosts[number] for number in pair)
-            job.tell(f"{one.name} and {other.name} do not reach each other; the job goes on without {other.name}")
+            job.tell(
+                f"{one.name} and {other.name} do not reach each other; the job goes on without "
+                f"{other.name}"
+            )
             self._cut_off.refuse(other.address)
             self._election.exclude(other.number)
 
@@ -767,15 +870,20 @@ class ElasticHost:
         if isinstance(message, Events):
             states = message.states or (self._events.states if self._events is not None else None)
             self._events = Events(message.commit, states)
-        elif (worker_number, message.request) not in [(number, kept.request) for number, kept in self._kept]:
+        elif (worker_number, message.request) not in [
+            (number, kept.request) for number, kept in self._kept
+        ]:
             self._kept.append((worker_number, message))
         if message.request >= 0:
             self._to_leader(Kept(worker_number, message.request))
 
-    # --- shared storage -----------------------------------------------------------------------------------------------
+    # --- shared storage
+    # ----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Find out whether all hosts see the folder of the run, so that the succession can be claimed there."""
+        """Find out whether all hosts see the folder of the run, so that the succession can be
+        claimed there.
+        """
         job = self._job
         if job is None or not job.state.folder or self._mesh is None:
             return
@@ -796,9 +904,12 @@ class ElasticHost:
         if self._shared.seen_by >= job.hosts.keys() and len(job.hosts) > 1:
             self._election.set_claims(path)
 
-    # --- requests of users --------------------------------------------------------------------------------------------
+    # --- requests of users
+    # --------------------------------------------------------------------------------------------
 
-    def _ask_from_user(self, what: str, number: int, name: str, reply: Callable[[str, bool], None]) -> None:
+    def _ask_from_user(
+        self, what: str, number: int, name: str, reply: Callable[[str, bool], None]
+    ) -> None:
         if what == "address":
             reply(*self._address())
         elif what in ("resize", "remove"):
@@ -809,17 +920,25 @@ class ElasticHost:
     def _address(self) -> tuple[str, bool]:
         """Return how another machine joins the job, or why none can."""
         if self._mesh is None:
-            return "expected a job that was started with -H, --nnodes or --master-addr: this one is on one host", False
+            return (
+                "expected a job that was started with -H, --nnodes or --master-addr: this one is "
+                "on one host",
+                False,
+            )
         own = self._mesh.own
         key = environment.job_key()
-        return f"{f'LOCKSTEP_JOB_KEY={key} ' * bool(key)}lockstep join {own.address}:{own.port}", True
+        return (
+            f"{f'LOCKSTEP_JOB_KEY={key} ' * bool(key)}lockstep join {own.address}:{own.port}",
+            True,
+        )
 
     def _ask(self, what: str, number: int, name: str, reply: Callable[[str, bool], None]) -> None:
         self._asked += 1
         self._replies[self._asked] = reply
         self._to_leader(Ask(self._asked, what, number, name))
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- the end
+    # ----------------------------------------------------------------------------------------------
 
     def _finish(self, job: ElasticJob) -> None:
         """Tell all hosts that the job is over, and how."""
@@ -832,7 +951,9 @@ class ElasticHost:
             over = Over(str(error) or type(error).__name__, number)
         view = self._election.view
         # a host that is cut off has to find that the others have gone on
-        self._shared.leave(view.claims if view is not None else "", removes=self._election.knows_all)
+        self._shared.leave(
+            view.claims if view is not None else "", removes=self._election.knows_all
+        )
         for host in job.hosts:
             self._send(host, over)
 
@@ -870,11 +991,16 @@ class ElasticHost:
 def describe_ended(name: str) -> str:
     """Return why a host that was cut off does not go on."""
     hint = "`lockstep run --resume` goes on from the newest checkpoint"
-    return f"the other hosts have ended while {name} was cut off, and may have finished; if they have not, {hint}"
+    return (
+        f"the other hosts have ended while {name} was cut off, and may have finished; if they "
+        f"have not, {hint}"
+    )
 
 
 class _Inbox:
-    """What the hosts send to who leads, in order; it is kept while it is open which host that is."""
+    """What the hosts send to who leads, in order; it is kept while it is open which host that
+    is.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[int, deque[HostMessages]] = {}
@@ -900,19 +1026,28 @@ class _Inbox:
                 yield host, queue.popleft()
 
     def drop_reported(self) -> list[tuple[int, Ended]]:
-        """Remove what workers have sent before their hosts' reports, which say it already; returns what has ended."""
+        """Remove what workers have sent before their hosts' reports, which say it already; returns
+        what has ended.
+        """
         ended = []
         for host, marked in self._marks.items():
             queue = self._queues.get(host, deque())
             reported = [queue.popleft() for _ in range(min(marked, len(queue)))]
-            queue.extendleft(message for message in reversed(reported) if not isinstance(message, FromWorker | Ended))
+            queue.extendleft(
+                message
+                for message in reversed(reported)
+                if not isinstance(message, FromWorker | Ended)
+            )
             ended += [(host, message) for message in reported if isinstance(message, Ended)]
         return ended
 
 
-# --- Hosts that do not reach each other -------------------------------------------------------------------------------
+# --- Hosts that do not reach each other
+# -------------------------------------------------------------------------------
 
-_CUT_OFF_S = 5.0  # after which this host itself would have noticed that one of the two does not answer
+_CUT_OFF_S = (
+    5.0  # after which this host itself would have noticed that one of the two does not answer
+)
 _REPEATED_S = 3 * _TICK_S
 _REFUSED_S = 10.0
 _MOST_REFUSED_S = 600.0
@@ -935,10 +1070,16 @@ class _CutOffHosts:
             self._last[pair] = now
 
     def overdue(self, hosts: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the first two of the `hosts`, in order of seniority, for which that has lasted too long, or none."""
+        """Return the first two of the `hosts`, in order of seniority, for which that has lasted too
+        long, or none.
+        """
         now = time.monotonic()
         for pair, since in self._since.items():
-            if set(pair) <= set(hosts) and now - since >= _CUT_OFF_S and now - self._last[pair] <= _REPEATED_S:
+            if (
+                set(pair) <= set(hosts)
+                and now - since >= _CUT_OFF_S
+                and now - self._last[pair] <= _REPEATED_S
+            ):
                 senior, junior = sorted(pair, key=hosts.index)
                 return [(senior, junior)]
         return []

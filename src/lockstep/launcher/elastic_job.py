@@ -1,4 +1,5 @@
-"""The decisions of an elastic job, which the launcher that leads makes: which workers run where, and when the job ends.
+"""The decisions of an elastic job, which the launcher that leads makes: which workers run where,
+and when the job ends.
 
 What it decides goes as messages to the launchers of all hosts, its own included (`elastic_host`).
 """
@@ -63,15 +64,19 @@ _SAME_ERROR_S = 1.0  # in which all workers raise the same error, if the input i
 _MOST_RESTARTS = 3  # of all workers, one after the other, without any progress
 _WAITING_S = 2.0  # after which it is said that the members wait for others
 FENCE_S = 8.0
-"""Seconds after which no worker of a host that was lost completes a step: a lease, twice (see `membership.LEASE_S`)."""
+"""Seconds after which no worker of a host that was lost completes a step: a lease, twice (see
+`membership.LEASE_S`).
+"""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many workers an elastic job may have: below `minimum` the training waits, and never more than `maximum`.
+    """How many workers an elastic job may have: below `minimum` the training waits, and never more
+    than `maximum`.
 
     Attributes:
-        pause_s: seconds for which it waits for workers, or for hosts that do not answer, before it ends.
+        pause_s: seconds for which it waits for workers, or for hosts that do not answer, before it
+            ends.
     """
 
     minimum: int
@@ -79,7 +84,8 @@ class Limits:
     pause_s: float = math.inf
 
 
-# --- Messages between the launcher that leads and those of all hosts --------------------------------------------------
+# --- Messages between the launcher that leads and those of all hosts
+# --------------------------------------------------
 
 
 class JobState(Tagged, frozen=True):
@@ -177,7 +183,9 @@ class Look(Tagged, frozen=True):
 
 
 class Over(Tagged, frozen=True):
-    """The job is over: with an error, if there is a message, and because of a signal, if it has a number."""
+    """The job is over: with an error, if there is a message, and because of a signal, if it has a
+    number.
+    """
 
     message: str = ""
     signal: Integer = 0
@@ -192,7 +200,8 @@ class Replied(Tagged, frozen=True):
 
 
 class AgentState(Tagged, frozen=True):
-    """All that a host knows of its workers, for who leads; sent again at each new view of the hosts, and connection.
+    """All that a host knows of its workers, for who leads; sent again at each new view of the
+    hosts, and connection.
 
     Attributes:
         view: the number of the newest view that the sender knows.
@@ -221,7 +230,9 @@ class Ended(Tagged, frozen=True):
     report: Failure | None
 
     def without_pickle(self) -> Ended:
-        """Return it as another host may read it, which unpickles nothing that it has not pickled itself."""
+        """Return it as another host may read it, which unpickles nothing that it has not pickled
+        itself.
+        """
         report = None if self.report is None else structs.replace(self.report, pickled="")
         return structs.replace(self, report=report)
 
@@ -257,8 +268,9 @@ class Ask(Tagged, frozen=True):
 
     Attributes:
         request: its number.
-        what: "resize" to `number` workers; "remove" the host `host`; "leave", of the host that asks; "slots", that this
-            one shall have `number` of them; or "stop" by the signal `number`.
+        what: "resize" to `number` workers; "remove" the host `host`; "leave", of the host that
+            asks; "slots", that this one shall have `number` of them; or "stop" by the signal
+            `number`.
     """
 
     request: Integer
@@ -270,11 +282,25 @@ class Ask(Tagged, frozen=True):
 ForLeader = FromWorker | Ended | Kept | Saved | Looked | CutOff | Ask
 """What the launchers of all hosts send to the one that leads."""
 
-HostMessages = ForLeader | AgentState | JobState | Start | Kill | ToWorker | Keep | Hosts | Tell | Look | Over | Replied
+HostMessages = (
+    ForLeader
+    | AgentState
+    | JobState
+    | Start
+    | Kill
+    | ToWorker
+    | Keep
+    | Hosts
+    | Tell
+    | Look
+    | Over
+    | Replied
+)
 """All messages between them."""
 
 
-# --- Decisions --------------------------------------------------------------------------------------------------------
+# --- Decisions
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -321,12 +347,19 @@ class ElasticJob:
     _keeping: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     _plan: list[int] = field(default_factory=list)  # hosts for the first workers
     _ranks: dict[int, int] = field(default_factory=dict)  # in the newest view that has the worker
-    _losses: list[str] = field(default_factory=list)  # since the last view of as many workers as the training needs
+    _losses: list[str] = field(
+        default_factory=list
+    )  # since the last view of as many workers as the training needs
 
     def __post_init__(self) -> None:
         self.coordinator = Coordinator(self.state.target, self.limits.minimum)
 
-    def resume(self, reports: Iterable[HostReport], kept: Iterable[tuple[int, Publish]], events: Events | None) -> None:
+    def resume(
+        self,
+        reports: Iterable[HostReport],
+        kept: Iterable[tuple[int, Publish]],
+        events: Events | None,
+    ) -> None:
         """Go on with what the hosts know of their workers; the workers of all other hosts are lost.
 
         Args:
@@ -336,25 +369,34 @@ class ElasticJob:
         """
         reports = list(reports)
         before = self.coordinator
-        self.coordinator = Coordinator(self.state.target, self.limits.minimum, generation=before.generation)
+        self.coordinator = Coordinator(
+            self.state.target, self.limits.minimum, generation=before.generation
+        )
         for number, message in kept:
             self._published.add((number, message.request))
             self.coordinator.keep(message)
         if events is not None:
             self.coordinator.keep(events)
         self.coordinator.resume(reports)
-        has_finished = any(number >= self.state.first for report in reports for number in report.finished)
-        self._living = {record.number: report.host for report in reports for record in report.workers}
+        has_finished = any(
+            number >= self.state.first for report in reports for number in report.finished
+        )
+        self._living = {
+            record.number: report.host for report in reports for record in report.workers
+        }
         self._keeping.clear()
         self._killed.clear()  # what was sent before may be lost: it is sent again
-        leaving = {record.number for report in reports for record in report.workers if record.leaving}
+        leaving = {
+            record.number for report in reports for record in report.workers if record.leaving
+        }
         self._kill(self._living.keys() & self._dismissed - leaving, gently=True)
         self._view = self.coordinator.view
         for number in self.state.stops[:1]:
             self.coordinator.stop(number)
         self._change_state(is_ending=self.state.is_ending or has_finished)
 
-    # --- events -------------------------------------------------------------------------------------------------------
+    # --- events
+    # ----------------------------------------------------------------------------------------------
 
     def host_added(self, host: HostEntry) -> None:
         """A host has joined."""
@@ -363,12 +405,16 @@ class ElasticJob:
         self.tell(f"{host.name} joined the job")
 
     def host_lost(self, number: int) -> None:
-        """A host has ended, or does not answer; what it ran is told to the coordinator by `resume`."""
+        """A host has ended, or does not answer; what it ran is told to the coordinator by
+        `resume`.
+        """
         host = self.hosts.pop(number, None)
         lost = {worker for worker, at in self._living.items() if at == number}
         if host is not None and number not in self.state.leaving:
             left = [worker for worker in self.coordinator.members if worker not in lost]
-            self._tell_loss(f"{host.name} was lost with {describe_workers(len(lost), '', '')}", len(left))
+            self._tell_loss(
+                f"{host.name} was lost with {describe_workers(len(lost), '', '')}", len(left)
+            )
         self._living = {worker: at for worker, at in self._living.items() if worker not in lost}
         for key, hosts in list(self._keeping.items()):
             hosts.discard(number)
@@ -376,15 +422,19 @@ class ElasticJob:
         self._change_state(leaving=tuple(each for each in self.state.leaving if each != number))
 
     def fence(self) -> None:
-        """A host was lost that may still run: for some time nobody begins without the state that it may have.
+        """A host was lost that may still run: for some time nobody begins without the state that it
+        may have.
 
-        Who has the state goes on at once, as the other side lacks the contributions of these members.
+        Who has the state goes on at once, as the other side lacks the contributions of these
+        members.
         """
         self._fenced_until = time.monotonic() + FENCE_S
         self.coordinator.is_fenced = True
 
     def hold(self) -> bool:
-        """Let all members leave their group at once, as other hosts may go on; returns whether there are any."""
+        """Let all members leave their group at once, as other hosts may go on; returns whether
+        there are any.
+        """
         members = self.coordinator.members_in_training
         change = Change(self.coordinator.generation + 1)
         for number in members:
@@ -400,10 +450,14 @@ class ElasticJob:
         if isinstance(message, Enter) and message.folder != self.state.folder:
             self._change_state(folder=message.folder)
         if isinstance(message, Publish) and (number, message.request) in self._published:
-            self.coordinator.to_keep.append((number, message))  # asked again, as the launcher that led is gone
+            self.coordinator.to_keep.append(
+                (number, message)
+            )  # asked again, as the launcher that led is gone
             return
         self.coordinator.receive(number, message)
-        if self.state.target > self.coordinator.most:  # a host has joined before the training had begun
+        if (
+            self.state.target > self.coordinator.most
+        ):  # a host has joined before the training had begun
             self._change_state(target=self.coordinator.most)
 
     def ended(self, host: int, end: Ended) -> None:
@@ -417,7 +471,9 @@ class ElasticJob:
         rank = self.rank_of(number)
         was_member = number in coordinator.members
         was_candidate = number in coordinator.candidates
-        is_error = was_member and report is not None and not report.stopped and not coordinator.failure
+        is_error = (
+            was_member and report is not None and not report.stopped and not coordinator.failure
+        )
         is_error = is_error or (was_member and self._has_crashed_after_the_training(end))
         if self.state.is_ending or self.state.stops or is_error:
             self._note_end(host, end)
@@ -425,12 +481,19 @@ class ElasticJob:
                 self._end_with_error()
                 return  # and the others do not go on
         was_told = number in self._dismissed and coordinator.complete and code == -signal.SIGTERM
-        if (code == 0 and end.is_finished) or was_told:  # told to leave when the training was complete
+        if (
+            code == 0 and end.is_finished
+        ) or was_told:  # told to leave when the training was complete
             coordinator.left(number)
             self._note_good_end(number, rank, was_member, was_candidate)
             return
         coordinator.lost(number)
-        if self.state.is_ending or self.state.stops or coordinator.failure or number in self._dismissed:
+        if (
+            self.state.is_ending
+            or self.state.stops
+            or coordinator.failure
+            or number in self._dismissed
+        ):
             return
         if was_candidate:
             self._note_failed_start(host, end)
@@ -439,14 +502,22 @@ class ElasticJob:
             self._tell_loss(lost, len(coordinator.members))
 
     def _has_crashed_after_the_training(self, end: Ended) -> bool:
-        """Return whether a worker has crashed, as native libraries may at exit, when all had completed the training.
+        """Return whether a worker has crashed, as native libraries may at exit, when all had
+        completed the training.
 
-        To start all workers again would train everything again, and most likely end in the same crash. One that was
-        killed before the end of its program is lost, though, as the program may have more to do.
+        To start all workers again would train everything again, and most likely end in the same
+        crash. One that was killed before the end of its program is lost, though, as the program may
+        have more to do.
         """
-        if not self.coordinator.complete or self.coordinator.failure or end.number in {*self._killed, *self._dismissed}:
+        if (
+            not self.coordinator.complete
+            or self.coordinator.failure
+            or end.number in {*self._killed, *self._dismissed}
+        ):
             return False
-        return end.code != 0 and (end.is_finished or end.code not in (-signal.SIGKILL, -signal.SIGTERM))
+        return end.code != 0 and (
+            end.is_finished or end.code not in (-signal.SIGKILL, -signal.SIGTERM)
+        )
 
     def saved(self, path: str) -> None:
         """A checkpoint was saved."""
@@ -477,7 +548,8 @@ class ElasticJob:
                 return "the job saves and ends"
         raise LockstepError(f"unknown request {request.what!r}")
 
-    # --- what follows -------------------------------------------------------------------------------------------------
+    # --- what follows
+    # ----------------------------------------------------------------------------------------------
 
     def supervise(self) -> None:
         """Do what is due: start and end workers."""
@@ -531,14 +603,17 @@ class ElasticJob:
         return self._ranks.get(number, number)
 
     def _on_host(self, number: int) -> str:
-        return f" on {self.hosts[number].name}" if len(self.hosts) > 1 and number in self.hosts else ""
+        return (
+            f" on {self.hosts[number].name}" if len(self.hosts) > 1 and number in self.hosts else ""
+        )
 
     def _change_state(self, **values: object) -> None:
         self.state = structs.replace(self.state, **values)
         for host in self.hosts:
             self.send(host, self.state)
 
-    # --- starts and ends ----------------------------------------------------------------------------------------------
+    # --- starts and ends
+    # ----------------------------------------------------------------------------------------------
 
     def _free_slots(self, host: int) -> int:
         if host in self.state.leaving:
@@ -550,13 +625,19 @@ class ElasticJob:
         return [worker for worker, at in self._living.items() if at == host and worker in staying]
 
     def _staying(self) -> set[int]:
-        """Return the workers that have not been told to leave, and do not wait to be replaced so that they may."""
+        """Return the workers that have not been told to leave, and do not wait to be replaced so
+        that they may.
+        """
         return self._living.keys() - self._dismissed - set(self.coordinator.leaving)
 
     def _missing(self) -> int:
         """Return how many workers are to be started."""
         leavers = self._living.keys() & set(self.coordinator.leaving) - self._dismissed
-        target = max(self.limits.minimum, self.state.target - len(leavers)) if leavers else self.state.target
+        target = (
+            max(self.limits.minimum, self.state.target - len(leavers))
+            if leavers
+            else self.state.target
+        )
         return target - len(self._staying())
 
     def _start_worker(self) -> bool:
@@ -579,11 +660,15 @@ class ElasticJob:
         self._change_state(started=number + 1)
         coordinator.started(number, host)
         folder = state.folder if state.restarts else ""
-        self.send(host, Start(number, rank, size, local_size, joins, state.restarts, state.resume, folder))
+        self.send(
+            host, Start(number, rank, size, local_size, joins, state.restarts, state.resume, folder)
+        )
         return True
 
     def _places(self, count: int) -> list[int]:
-        """Return hosts for so many workers, in order: each time the one with the most free slots."""
+        """Return hosts for so many workers, in order: each time the one with the most free
+        slots.
+        """
         free = {number: self._free_slots(number) for number in sorted(self.hosts)}
         places = []
         for _ in range(min(count, sum(free.values()))):
@@ -603,7 +688,9 @@ class ElasticJob:
             self.send(host, Kill(tuple(some), gently))
 
     def _end_with_error(self) -> None:
-        """End the job because of an error of the program, which other workers may be about to report as well."""
+        """End the job because of an error of the program, which other workers may be about to
+        report as well.
+        """
         self._change_state(is_ending=True)
         self._kill_at = min(self._kill_at, time.monotonic() + _SAME_ERROR_S)
 
@@ -636,10 +723,14 @@ class ElasticJob:
                 self._end_with_error()
         elif self._failed_starts == _MOST_FAILED_STARTS:
             self._change_state(target=members)
-            self.tell(f"no more workers are started, as {self._failed_starts} could not join ({why})")
+            self.tell(
+                f"no more workers are started, as {self._failed_starts} could not join ({why})"
+            )
 
     def _dismiss_candidates(self) -> None:
-        """End the workers that would join a job that is ending, and would wait for its members for ever."""
+        """End the workers that would join a job that is ending, and would wait for its members for
+        ever.
+        """
         if self.coordinator.formed >= 0:
             candidates = self.coordinator.candidates
             self._dismissed.update(candidates)
@@ -673,19 +764,29 @@ class ElasticJob:
             resume=resume,
         )
 
-    # --- requests -----------------------------------------------------------------------------------------------------
+    # --- requests
+    # ----------------------------------------------------------------------------------------------
 
     def _resize(self, workers: int) -> str:
         coordinator = self.coordinator
         (least, most) = (self.limits.minimum, self.limits.maximum)
         if not least <= workers <= most:
-            raise LockstepError(f"expected {least} to {most} workers, as the job was started with, got {workers}")
+            raise LockstepError(
+                f"expected {least} to {most} workers, as the job was started with, got {workers}"
+            )
         if workers > coordinator.most:
             why = "each worker needs a virtual worker, or a sample of each global batch"
-            raise LockstepError(f"expected at most {counted(coordinator.most, 'worker')}, got {workers}: {why}")
-        slots = sum(host.slots for number, host in self.hosts.items() if number not in self.state.leaving)
+            raise LockstepError(
+                f"expected at most {counted(coordinator.most, 'worker')}, got {workers}: {why}"
+            )
+        slots = sum(
+            host.slots for number, host in self.hosts.items() if number not in self.state.leaving
+        )
         if workers > slots:
-            raise LockstepError(f"expected at most {counted(slots, 'worker')}, the slots of the hosts, got {workers}")
+            raise LockstepError(
+                f"expected at most {counted(slots, 'worker')}, the slots of the hosts, got "
+                f"{workers}"
+            )
         if self.state.is_ending or self.state.stops or coordinator.complete:
             raise LockstepError("the job is ending")
         self._failed_starts = 0
@@ -698,7 +799,11 @@ class ElasticJob:
 
     def _remove_host(self, which: str | int) -> str:
         """Let all workers of a host leave, and then its launcher."""
-        found = [number for number, host in self.hosts.items() if which in (number, host.name, host.address)]
+        found = [
+            number
+            for number, host in self.hosts.items()
+            if which in (number, host.name, host.address)
+        ]
         if not found:
             names = ", ".join(host.name for host in self.hosts.values())
             raise LockstepError(f"expected one of the job's hosts, {names}, got {which}")
@@ -711,14 +816,16 @@ class ElasticJob:
         free = sum(self._free_slots(other) for other in others)
         if left + free < self.limits.minimum and isinstance(which, str):
             raise LockstepError(
-                f"expected at least {counted(self.limits.minimum, 'worker')}, without {which} there are {left}"
+                f"expected at least {counted(self.limits.minimum, 'worker')}, without {which} "
+                f"there are {left}"
             )
         if number not in self.state.leaving:
             target = max(self.limits.minimum, min(self.state.target, left + free))
             self._change_state(leaving=(*self.state.leaving, number), target=target)
             self._let_leave(there)
         return (
-            f"{self.hosts[number].name} leaves after the step in progress, with {describe_workers(len(there), '', '')}"
+            f"{self.hosts[number].name} leaves after the step in progress, with "
+            f"{describe_workers(len(there), '', '')}"
         )
 
     def _set_slots(self, host: int, slots: int) -> str:
@@ -733,14 +840,18 @@ class ElasticJob:
             self._let_leave(self._staying_on(host)[slots:])
             living = len(self._staying())
             free = sum(self._free_slots(each) for each in self.hosts)
-            self._change_state(target=max(self.limits.minimum, min(self.state.target, living + free)))
+            self._change_state(
+                target=max(self.limits.minimum, min(self.state.target, living + free))
+            )
         return f"{before.name} had {counted(before.slots, 'slot')}, and has {slots} now"
 
     def _use_slots(self, more: int) -> None:
         """Let the job have more workers, of which there are as many slots as `more`."""
         living = len(self._staying())
         free = sum(self._free_slots(each) for each in self.hosts)
-        wanted = min(self.limits.maximum, self.coordinator.most, max(self.state.target, living + more))
+        wanted = min(
+            self.limits.maximum, self.coordinator.most, max(self.state.target, living + more)
+        )
         self._failed_starts = 0
         self._change_state(target=min(wanted, living + free))
 
@@ -748,14 +859,20 @@ class ElasticJob:
         self._dismissed.update(numbers)
         self._kill(numbers, gently=True)
 
-    # --- announcements ------------------------------------------------------------------------------------------------
+    # --- announcements
+    # ----------------------------------------------------------------------------------------------
 
     def _announce_view(self) -> None:
         view = self.coordinator.view
-        joined = [str(view.index(number)) for number in view if self._view and number not in self._view]
+        joined = [
+            str(view.index(number)) for number in view if self._view and number not in self._view
+        ]
         if joined:
             self._failed_starts = 0
-            self.tell(f"rank{'s'[: len(joined) != 1]} {', '.join(joined)} joined; {describe_workers(len(view))} on")
+            self.tell(
+                f"rank{'s'[: len(joined) != 1]} {', '.join(joined)} joined; "
+                f"{describe_workers(len(view))} on"
+            )
         if view != self._view:
             if len(view) >= self.limits.minimum:
                 self._losses.clear()
@@ -782,7 +899,8 @@ class ElasticJob:
             self._is_waiting_said = True
             leaving = self.coordinator.leaving
             leave = [
-                f"rank {self.rank_of(each)}{self._on_host(self._living.get(each, -1))} is to leave" for each in leaving
+                f"rank {self.rank_of(each)}{self._on_host(self._living.get(each, -1))} is to leave"
+                for each in leaving
             ]
             why = "; ".join([*self._losses, *leave])
             count = len(self.coordinator.members) - len(leaving)
@@ -801,7 +919,8 @@ class ElasticJob:
         self._change_state(stops=(signal.SIGTERM,))
         self.coordinator.stop(signal.SIGTERM)
 
-    # --- what all hosts keep ------------------------------------------------------------------------------------------
+    # --- what all hosts keep
+    # ------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
         while self.coordinator.to_keep:

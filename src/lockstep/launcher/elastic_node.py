@@ -1,7 +1,8 @@
-"""One host of an elastic job on several: it founds the job or joins it, again when the others go on without it.
+"""One host of an elastic job on several: it founds the job or joins it, again when the others go on
+without it.
 
-A job is found by the address of any of its launchers, and by its key: LOCKSTEP_JOB_KEY, which `lockstep run -H` chooses
-and sends to all hosts.
+A job is found by the address of any of its launchers, and by its key: LOCKSTEP_JOB_KEY, which
+`lockstep run -H` chooses and sends to all hosts.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ __all__ = ["JobSpec", "join_job", "join_running_job", "run_as_node"]
 _KNOCK_S = 5.0
 _RETRY_S = 0.5
 _ANSWER_S = 0.02
-_LIMIT_S = 3.0  # in which the kernel of another host must answer; a host that is dropped in vain joins again
+# in which the kernel of another host must answer; a host that is dropped in vain joins again
+_LIMIT_S = 3.0
 
 
 class JobSpec(msgspec.Struct, frozen=True):
@@ -75,7 +77,9 @@ class JobSpec(msgspec.Struct, frozen=True):
     @staticmethod
     def of(config: JobOptions) -> JobSpec:
         """Return what other hosts have to run for `config`."""
-        variables = {name: value for name, value in environment.variables().items() if name == "PYTHONPATH"}
+        variables = {
+            name: value for name, value in environment.variables().items() if name == "PYTHONPATH"
+        }
         return JobSpec(config.program, config.texts(), str(Path.cwd()), variables)
 
 
@@ -98,7 +102,9 @@ class Listener:
         try:
             self.socket = listen(address, port, several_hosts=True)
         except OSError as error:
-            raise ConfigError("master_port", "a port that is free on this host", port, f"{error.strerror}.") from None
+            raise ConfigError(
+                "master_port", "a port that is free on this host", port, f"{error.strerror}."
+            ) from None
         self.address = address
         self.port = int(self.socket.getsockname()[1])
         self.name = name or socket.gethostname()
@@ -113,17 +119,20 @@ class Listener:
         return HostEntry(number, self.name, self.address, self.port, slots)
 
     def take_part(self, host: ElasticHost, setup: HostSetup) -> list[tuple[str, int]]:
-        """Run the part of `host`; returns where to join again, if the others have gone on without it.
+        """Run the part of `host`; returns where to join again, if the others have gone on without
+        it.
 
-        Otherwise nothing listens here any more, before the host's connections end: the others take it for one that does
-        not answer if it still listens a second later.
+        Otherwise nothing listens here any more, before the host's connections end: the others take
+        it for one that does not answer if it still listens a second later.
         """
         try:
             host.run()
         except OutsideError as error:
             setup.multiplexer.write_message(f"lockstep: {error}")
             found = {(each.address, each.port) for each in host.other_hosts}
-            return sorted(found - {(self.address, self.port)})  # this host may have taken part under another number
+            return sorted(
+                found - {(self.address, self.port)}
+            )  # this host may have taken part under another number
         except BaseException:
             self.socket.close()
             raise
@@ -131,11 +140,13 @@ class Listener:
         return []
 
 
-# --- `lockstep run` on one of several hosts ---------------------------------------------------------------------------
+# --- `lockstep run` on one of several hosts
+# ---------------------------------------------------------------------------
 
 
 def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) -> None:
-    """Run this host's part of an elastic job, as `lockstep run` was told, or as its parent launcher tells it.
+    """Run this host's part of an elastic job, as `lockstep run` was told, or as its parent launcher
+    tells it.
 
     Args:
         script: the program.
@@ -150,10 +161,21 @@ def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) 
     if not config.as_host:
         if problem:
             raise LockstepError(problem)
-        multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
+        multiplexer = LogMultiplexer(
+            (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
+        )
         address = str(config.master_addr)
         listener = Listener(address, config.master_port) if config.node_rank == 0 else None
-        _run_part(script, config, workers, multiplexer, address, config.master_port, listener, lambda host: None)
+        _run_part(
+            script,
+            config,
+            workers,
+            multiplexer,
+            address,
+            config.master_port,
+            listener,
+            lambda host: None,
+        )
         return
     connection = environment.variables().get("SSH_CONNECTION", "")
     send_to_parent(ParentMessage(ready=describe_host(workers, problem, connection)))
@@ -170,10 +192,21 @@ def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) 
     parent = _Parent()
     threading.Thread(target=parent.follow, name="lockstep parent", daemon=True).start()
     try:
-        _run_part(script, config, workers, multiplexer, arguments[0], int(arguments[1]), listener, parent.watch)
+        _run_part(
+            script,
+            config,
+            workers,
+            multiplexer,
+            arguments[0],
+            int(arguments[1]),
+            listener,
+            parent.watch,
+        )
     except (LockstepError, KeyboardInterrupt) as error:
         own = failure_of(error) if isinstance(error, LockstepError) else None
-        send_to_parent(ParentMessage(failure=own) if own is not None else ParentMessage(error=str(error)))
+        send_to_parent(
+            ParentMessage(failure=own) if own is not None else ParentMessage(error=str(error))
+        )
         raise
     finally:
         if parent.host is not None and parent.host.knows_outcome:
@@ -259,13 +292,20 @@ def _write_to_file() -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-    os.write(2, f"lockstep: the launcher that started this job is gone; the job goes on ({time.ctime()})\n".encode())
+    os.write(
+        2,
+        "lockstep: the launcher that started this job is gone; the job goes on "
+        f"({time.ctime()})\n".encode(),
+    )
 
 
-# --- Founding a job ---------------------------------------------------------------------------------------------------
+# --- Founding a job
+# --------------------------------------------------------------------------------------------------
 
 
-def found_job(config: JobOptions, setup: HostSetup, slots: int, listener: Listener, watch: Watch) -> None:
+def found_job(
+    config: JobOptions, setup: HostSetup, slots: int, listener: Listener, watch: Watch
+) -> None:
     """Wait until all hosts of `config` are there, and run the job.
 
     Args:
@@ -342,12 +382,14 @@ class _Porter:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise LockstepError(
-                    f"of {counted(count + 1, 'host')}, only {len(self._others) + 1} joined within {seconds:g} s"
+                    f"of {counted(count + 1, 'host')}, only {len(self._others) + 1} joined within "
+                    f"{seconds:g} s"
                 )
         return list(self._others.values())
 
 
-# --- Joining a job ----------------------------------------------------------------------------------------------------
+# --- Joining a job
+# --------------------------------------------------------------------------------------------------
 
 
 def join_job(
@@ -359,9 +401,11 @@ def join_job(
     seconds: float,
     listener: Listener | None = None,
 ) -> None:
-    """Join the job of which a launcher listens at one of the addresses, and run this host's part of it.
+    """Join the job of which a launcher listens at one of the addresses, and run this host's part of
+    it.
 
-    When the others go on without this host, because the network between them was cut, it joins again.
+    When the others go on without this host, because the network between them was cut, it joins
+    again.
 
     Args:
         addresses: of any of its launchers.
@@ -381,7 +425,9 @@ def join_job(
     listener = listener or Listener(_own_address(addresses[0][0]))
     while addresses:
         about = messages.encode(About(describe_host(slots), node))
-        connection, welcome = _knock_until(addresses, listener, slots, about, seconds, setup.limits.pause_s)
+        connection, welcome = _knock_until(
+            addresses, listener, slots, about, seconds, setup.limits.pause_s
+        )
         with _opened(setup, listener.entry(welcome.number, slots), listener) as host:
             watch(host)
             host.join(connection, welcome)
@@ -412,9 +458,10 @@ def _knock_until(
 ) -> tuple[Connection[Any, Any], Welcome]:
     """Knock at one address after another until one lets this host in.
 
-    Meanwhile this host says to those who knock here that it takes no part: of hosts that were all cut off, and wait to
-    join again, none would ever let another in. Who has taken part before (`seconds` is infinite) gives up when nobody
-    has been left for `ALONE_S` who takes part, or after `pause_s`.
+    Meanwhile this host says to those who knock here that it takes no part: of hosts that were all
+    cut off, and wait to join again, none would ever let another in. Who has taken part before
+    (`seconds` is infinite) gives up when nobody has been left for `ALONE_S` who takes part, or
+    after `pause_s`.
     """
     own = listener.entry(NEW, slots)
     key = environment.job_key()
@@ -434,7 +481,9 @@ def _knock_until(
                         answer = partial(knock, address, port, key, own, about, kind, _KNOCK_S)
                         return _answering(mesh, selector, answer)
                     except (OSError, LockstepError) as error:
-                        may_change = isinstance(error, OSError | NobodyLeadsError | WaitsToJoinError)
+                        may_change = isinstance(
+                            error, OSError | NobodyLeadsError | WaitsToJoinError
+                        )
                         if not may_change and deadline < math.inf:
                             raise
                         others += not isinstance(error, ConnectionRefusedError | WaitsToJoinError)
@@ -442,11 +491,15 @@ def _knock_until(
                 now = time.monotonic()
                 nobody_since = math.inf if others else min(nobody_since, now)
                 if deadline == math.inf and now - nobody_since >= ALONE_S:
-                    listener.socket.close()  # who still waits would take this host for one that may answer
+                    # who still waits would take this host for one that may answer
+                    listener.socket.close()
                     raise LockstepError(describe_ended(own.name))
                 if deadline == math.inf and now - began >= pause_s:
                     option = "--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT"
-                    raise LockstepError(f"no host of the job has let {own.name} in again for {pause_s:g} s ({option})")
+                    raise LockstepError(
+                        f"no host of the job has let {own.name} in again for {pause_s:g} s "
+                        f"({option})"
+                    )
                 if now > deadline:
                     expected = f"a launcher of the job that answers within {seconds:g} s"
                     raise ConfigError("master_addr", expected, found=problem)
@@ -465,7 +518,9 @@ def _answering(mesh: Mesh, selector: selectors.BaseSelector, call: Callable[[], 
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="lockstep knock", daemon=True).start()  # a signal does not wait for it
+    threading.Thread(
+        target=run, name="lockstep knock", daemon=True
+    ).start()  # a signal does not wait for it
     while not future.done():
         take_turn(selector, _ANSWER_S)
         mesh.tick()
@@ -488,22 +543,39 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
         spec = _read_spec(address, port, _KNOCK_S)
     except OSError as error:
         found = f"{address}:{port}"
-        raise ConfigError("HOST:PORT", "a launcher of a running job", found=found, hint=f"{error}.") from None
+        raise ConfigError(
+            "HOST:PORT", "a launcher of a running job", found=found, hint=f"{error}."
+        ) from None
     if not Path(spec.folder).is_dir():
-        raise ConfigError("folder", "the folder of the program at the same path on this machine", found=spec.folder)
+        raise ConfigError(
+            "folder",
+            "the folder of the program at the same path on this machine",
+            found=spec.folder,
+        )
     os.chdir(spec.folder)
     environment.set_variables(spec.variables)
-    given = {**spec.options, "program": spec.program, "master_addr": address, "master_port": str(port)}
+    given = {
+        **spec.options,
+        "program": spec.program,
+        "master_addr": address,
+        "master_port": str(port),
+    }
     config = JobOptions.parse(given)
     environment.set_variables(config.variables())
-    config = replace(config, start_timeout=min(config.start_timeout, ALONE_S))  # the job runs already, or is over
+    config = replace(
+        config, start_timeout=min(config.start_timeout, ALONE_S)
+    )  # the job runs already, or is over
     with Activity("lockstep join: loading PyTorch", shown=True):
         count = workers or default_workers()
         prepare_workers(config, count)
         wait_until_loaded(config)
-    script = Script(config.program[0], config.program[1:], config.module, HOROVOD_SETUP * config.as_horovod)
+    script = Script(
+        config.program[0], config.program[1:], config.module, HOROVOD_SETUP * config.as_horovod
+    )
     script.check()
-    multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
+    multiplexer = LogMultiplexer(
+        (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
+    )
     _run_part(script, config, count, multiplexer, address, port, None, lambda host: None)
 
 
@@ -515,6 +587,8 @@ def _read_spec(address: str, port: int, seconds: float) -> JobSpec:
         LockstepError: it is no job, or has another key.
     """
     asks = HostEntry(ASKS, socket.gethostname(), "", 0, 0)
-    connection, welcome = knock(address, port, environment.job_key(), asks, "", WireMessage, seconds)
+    connection, welcome = knock(
+        address, port, environment.job_key(), asks, "", WireMessage, seconds
+    )
     connection.close()
     return messages.decode(welcome.about, JobSpec)

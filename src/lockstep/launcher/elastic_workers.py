@@ -64,17 +64,25 @@ class HostWorkers:
     """
 
     def __init__(
-        self, setup: HostSetup, folder: Path, selector: selectors.BaseSelector, on_message: Callable[[int, Up], None]
+        self,
+        setup: HostSetup,
+        folder: Path,
+        selector: selectors.BaseSelector,
+        on_message: Callable[[int, Up], None],
     ) -> None:
         self._setup = setup
         self._folder = folder
         self._log = setup.multiplexer.write_message
         self._workers = Workers(folder, selector, on_message, FromAnyWorker | Up)
         control = str(folder / "control")
-        self._watchdog = WatchdogFiles(folder.name, setup.options.watch, None, self._log, control=control)
+        self._watchdog = WatchdogFiles(
+            folder.name, setup.options.watch, None, self._log, control=control
+        )
         self._run_id = environment.run_id() or folder.name
         self._local_ranks: dict[int, int] = {}
-        self._stopped = StoppedWorkers(setup.options.watch.stall_timeout or environment.stall_timeout())
+        self._stopped = StoppedWorkers(
+            setup.options.watch.stall_timeout or environment.stall_timeout()
+        )
         self._signals: list[int] = []
         self._attempt = -1
         self._view: tuple[int, ...] = ()
@@ -95,7 +103,9 @@ class HostWorkers:
     def _start_attempt(self, attempt: int) -> None:
         self._attempt = attempt
         options = self._setup.options
-        self._supervisor = WorkerSupervisor(self._workers, self._signals, options.exit_grace, options.grace)
+        self._supervisor = WorkerSupervisor(
+            self._workers, self._signals, options.exit_grace, options.grace
+        )
         self._watchdog.start_attempt(attempt, 0, options.workers)
 
     def start(self, message: Start) -> None:
@@ -106,11 +116,21 @@ class HostWorkers:
         setup = self._setup
         number = message.number
         own = environment.variables_for_workers(self._run_id, setup.options.threads, None)
-        elastic = environment.elastic_variable(ElasticWorker(number, self._workers.path, message.joins))
-        variables = {**environment.variables(), **setup.variables, **own, **self._watchdog.variables(), **elastic}
+        elastic = environment.elastic_variable(
+            ElasticWorker(number, self._workers.path, message.joins)
+        )
+        variables = {
+            **environment.variables(),
+            **setup.variables,
+            **own,
+            **self._watchdog.variables(),
+            **elastic,
+        }
         local_rank = next(index for index in count() if index not in self._local_ranks.values())
         self._local_ranks[number] = local_rank
-        variables |= environment.position_variables(message.rank, message.size, local_rank, message.local_size)
+        variables |= environment.position_variables(
+            message.rank, message.size, local_rank, message.local_size
+        )
         variables["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)
         if message.resume:
             variables["LOCKSTEP_RESUME"] = message.resume
@@ -121,7 +141,9 @@ class HostWorkers:
         output = PipedOutput(self._folder)
         threads = setup.options.threads
         patience = setup.patience
-        worker_setup = worker.WorkerSetup(self._folder, threads, output, self._run_id, name, patience)
+        worker_setup = worker.WorkerSetup(
+            self._folder, threads, output, self._run_id, name, patience
+        )
         entry = partial(worker.main, setup.script.run, worker_setup)
         self._workers.start(number, entry, variables, setup.options.start_method)
 
@@ -155,8 +177,8 @@ class HostWorkers:
     def supervise(self, state: JobState, in_training: Iterable[int]) -> None:
         """Print what the watchdog has to say, and enforce the deadlines of a job that ends.
 
-        The workers that are, or have been, `in_training` get no signal, which could kill them while they report that
-        the training was stopped by a message.
+        The workers that are, or have been, `in_training` get no signal, which could kill them while
+        they report that the training was stopped by a message.
         """
         self._supervisor.informed |= set(in_training)
         self._watchdog.relay_messages()
@@ -168,11 +190,16 @@ class HostWorkers:
             self._kill_stopped(len(self._workers.living) < state.target)
 
     def _kill_stopped(self, others_run: bool) -> None:
-        """Kill the workers that have been stopped for as long as a stall may last; others replace them."""
+        """Kill the workers that have been stopped for as long as a stall may last; others replace
+        them.
+        """
         pids = {number: each.pid for number, each in self._workers.living.items()}
         for number in self._stopped.overdue(pids, others_run) if self._watchdog.is_enabled else ():
             for_ = f"for {self._stopped.limit_s:g} s (--stall-timeout) while others ran"
-            self._log(f"lockstep: rank {self._rank(number)} has been stopped by a signal {for_}; it is killed")
+            self._log(
+                f"lockstep: rank {self._rank(number)} has been stopped by a signal {for_}; it is "
+                "killed"
+            )
             self._workers.end([number], signal.SIGKILL)
             self._workers[number].is_ended_here = False  # it is lost as any other
 
@@ -213,7 +240,9 @@ class HostWorkers:
         self._workers.join(_END_S)  # before their folder is removed
 
     def _end_orphans(self) -> None:
-        left = end_orphans(self._run_id, True, term_grace_s=0.0 if len(self._signals) > 1 else TERM_GRACE_S)
+        left = end_orphans(
+            self._run_id, True, term_grace_s=0.0 if len(self._signals) > 1 else TERM_GRACE_S
+        )
         if left:
             self._log(f"lockstep: ended processes that the workers left running: {left}")
 

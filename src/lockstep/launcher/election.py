@@ -1,40 +1,47 @@
-"""The vote of the hosts of an elastic job on who of them leads, and on which side of a cut network goes on (pure).
+"""The vote of the hosts of an elastic job on who of them leads, and on which side of a cut network
+goes on (pure).
 
-The hosts of a job agree on one **view** after another: a list of hosts, the most senior first, and who of them leads.
-The launcher of that host runs the coordinator of the workers. View n + 1 is chosen among the hosts of view n, in one of
-two ways, which view n names:
+The hosts of a job agree on one **view** after another: a list of hosts, the most senior first, and
+who of them leads. The launcher of that host runs the coordinator of the workers. View n + 1 is
+chosen among the hosts of view n, in one of two ways, which view n names:
 
 - by a vote, with Paxos (Lamport: The Part-Time Parliament, 1998), once for each view;
 - by a file on storage that all hosts share (`claims`): who creates the file of view n + 1 decides.
 
 Who attempts to change the view:
 
-- who leads, when a host is lost, or joins, or when the connection to one has broken and messages may be lost;
-- when the connection to the leader has ended: the most senior of those hosts that are connected to each other. Who is
-  connected to the leader rejects all other attempts.
+- who leads, when a host is lost, or joins, or when the connection to one has broken and messages
+  may be lost;
+- when the connection to the leader has ended: the most senior of those hosts that are connected to
+  each other. Who is connected to the leader rejects all other attempts.
 
-A vote has two phases. The proposer sends *prepare* with a **ballot** to the hosts of view n to which it is connected.
-Each promises to accept no smaller ballot, and tells what it has accepted. When all have promised, the proposer has the
-value: that of the greatest ballot that anybody has accepted, or, if there is none, the hosts that are connected, and
-those that join. It sends *accept*. A view is decided when a quorum has accepted it. All hosts of both views are told,
-and a host that is not in the new view is *outside*: it may join anew. So of two sides of a cut network at most one goes
-on.
+A vote has two phases. The proposer sends *prepare* with a **ballot** to the hosts of view n to
+which it is connected. Each promises to accept no smaller ballot, and tells what it has accepted.
+When all have promised, the proposer has the value: that of the greatest ballot that anybody has
+accepted, or, if there is none, the hosts that are connected, and those that join. It sends
+*accept*. A view is decided when a quorum has accepted it. All hosts of both views are told, and a
+host that is not in the new view is *outside*: it may join anew. So of two sides of a cut network at
+most one goes on.
 
-A quorum is more than half of the hosts of view n. As the view changes with each host that is lost, that would leave two
-hosts helpless when one of them ends. So hosts that have ended for certain do not count, in one of two ways:
+A quorum is more than half of the hosts of view n. As the view changes with each host that is lost,
+that would leave two hosts helpless when one of them ends. So hosts that have ended for certain do
+not count, in one of two ways:
 
-- A host has **ended** for who was connected to it and has read its connection to the end. Then all that it has accepted
-  is known: it tells each host before the proposer what it accepts, and each connection begins with that. It does not
-  count at all.
-- A host is **lost** whose connection was reset before nothing listened at its address any more: a message may have been
-  lost. It cannot accept anything from now on, but may have done so. A quorum is then more than half of those that are
-  neither ended nor lost, and at least half of those that have not ended. Two such quorums that share no host would have
-  to consist of one half each, and each of them would have to know a host of the other one as lost after that has
-  accepted, and before it has accepted itself. Both cannot be.
+- A host has **ended** for who was connected to it and has read its connection to the end. Then all
+  that it has accepted is known: it tells each host before the proposer what it accepts, and each
+  connection begins with that. It does not count at all.
+- A host is **lost** whose connection was reset before nothing listened at its address any more: a
+  message may have been lost. It cannot accept anything from now on, but may have done so. A quorum
+  is then more than half of those that are neither ended nor lost, and at least half of those that
+  have not ended. Two such quorums that share no host would have to consist of one half each, and
+  each of them would have to know a host of the other one as lost after that has accepted, and
+  before it has accepted itself. Both cannot be.
 
-Who has ended, or is lost, is settled when the value is chosen; any change of a link begins a new attempt.
+Who has ended, or is lost, is settled when the value is chosen; any change of a link begins a new
+attempt.
 
-There is no clock: the owner calls `tick` about once a second, after which what was not answered is tried again.
+There is no clock: the owner calls `tick` about once a second, after which what was not answered is
+tried again.
 """
 
 from __future__ import annotations
@@ -71,7 +78,8 @@ class HostView(msgspec.Struct, frozen=True, array_like=True):
         number: increased by one with each view.
         leader: the host whose launcher coordinates the workers.
         hosts: their numbers, in order of seniority; a number is never used again.
-        claims: the folder on shared storage in which the next view is decided; "" where the hosts vote on it.
+        claims: the folder on shared storage in which the next view is decided; "" where the hosts
+            vote on it.
     """
 
     number: Integer
@@ -114,7 +122,8 @@ class Promise(Tagged, frozen=True):
     Attributes:
         ballot: of the attempt.
         vote: what the sender has accepted for the next view.
-        ended: the hosts whose connection the sender has read to the end, each with what it had accepted.
+        ended: the hosts whose connection the sender has read to the end, each with what it had
+            accepted.
         lost: those that have ended otherwise, which may have accepted more than the sender knows.
     """
 
@@ -176,7 +185,8 @@ class _Attempt:
 
 @dataclass
 class Election:
-    """One host's part. Its methods are the events; `take_messages` and `take_claim` return what is to be done.
+    """One host's part. Its methods are the events; `take_messages` and `take_claim` return what is
+    to be done.
 
     Args:
         me: the number of this host.
@@ -192,7 +202,9 @@ class Election:
     _links: dict[int, Link] = field(default_factory=dict)
     _joining: set[int] = field(default_factory=set)
     _excluded: set[int] = field(default_factory=set)
-    _folder: str | None = None  # the claims that the next view shall have; None for those of this one
+    _folder: str | None = (
+        None  # the claims that the next view shall have; None for those of this one
+    )
     _promised: Ballot = _NO_BALLOT
     _vote: Vote | None = None  # for the next view
     _heard: dict[int, Vote] = field(default_factory=dict)  # what other hosts have accepted for it
@@ -203,7 +215,8 @@ class Election:
     _claim: HostView | None = None
     _messages: deque[tuple[int, ElectionMessage]] = field(default_factory=deque)
 
-    # --- what the owner asks ------------------------------------------------------------------------------------------
+    # --- what the owner asks
+    # ------------------------------------------------------------------------------------------
 
     @property
     def leader(self) -> int:
@@ -214,7 +227,12 @@ class Election:
     def leads(self) -> bool:
         """Whether this host leads, and is connected to all hosts of its view."""
         is_current = self._attempt is None and not self._must_confirm
-        return self.leader == self.me and is_current and not self.is_outside and not self._wants_another_view
+        return (
+            self.leader == self.me
+            and is_current
+            and not self.is_outside
+            and not self._wants_another_view
+        )
 
     @property
     def is_settled(self) -> bool:
@@ -224,12 +242,16 @@ class Election:
 
     @property
     def unanswered(self) -> list[int]:
-        """The hosts of the view that do not answer, or never have, and have not ended for certain."""
+        """The hosts of the view that do not answer, or never have, and have not ended for
+        certain.
+        """
         return [host for host in self._hosts if host != self.me and self._link(host) is Link.SILENT]
 
     @property
     def lost(self) -> list[int]:
-        """The hosts of the view that have ended, and of which it is not known what they have accepted."""
+        """The hosts of the view that have ended, and of which it is not known what they have
+        accepted.
+        """
         return [host for host in self._hosts if self._link(host) is Link.LOST]
 
     @property
@@ -252,7 +274,8 @@ class Election:
         self._claim = None
         return claim
 
-    # --- events -------------------------------------------------------------------------------------------------------
+    # --- events
+    # ----------------------------------------------------------------------------------------------
 
     def set_link(self, host: int, link: Link) -> None:
         """What is known of a host has changed."""
@@ -282,12 +305,16 @@ class Election:
             self._consider()
 
     def set_claims(self, folder: str) -> None:
-        """Let the next views be decided in `folder`, which all hosts see, or by votes (""); only for who leads."""
+        """Let the next views be decided in `folder`, which all hosts see, or by votes (""); only
+        for who leads.
+        """
         self._folder = folder
         self._consider()
 
     def confirm(self) -> None:
-        """This host has not run for so long that the others may have another leader: it asks before it leads on."""
+        """This host has not run for so long that the others may have another leader: it asks before
+        it leads on.
+        """
         if self.leader == self.me:
             self._must_confirm = True
             self._attempt = None
@@ -329,7 +356,8 @@ class Election:
                 self._tell_if_older(host, view)
                 self._learn(view)
 
-    # --- this host and the others -------------------------------------------------------------------------------------
+    # --- this host and the others
+    # -------------------------------------------------------------------------------------
 
     @property
     def _hosts(self) -> tuple[int, ...]:
@@ -347,7 +375,9 @@ class Election:
 
     @property
     def _wanted_hosts(self) -> tuple[int, ...]:
-        stay = [host for host in self._hosts if self.is_connected(host) and host not in self._excluded]
+        stay = [
+            host for host in self._hosts if self.is_connected(host) and host not in self._excluded
+        ]
         return (*stay, *sorted(host for host in self._joining if host not in self._hosts))
 
     @property
@@ -357,7 +387,10 @@ class Election:
 
     @property
     def _wants_another_view(self) -> bool:
-        return self.view is not None and (self._wanted_hosts, self._wanted_claims) != (self._hosts, self.view.claims)
+        return self.view is not None and (self._wanted_hosts, self._wanted_claims) != (
+            self._hosts,
+            self.view.claims,
+        )
 
     def _consider(self) -> None:
         """Begin an attempt if this host should."""
@@ -367,7 +400,9 @@ class Election:
             if self._must_confirm or self._wants_another_view:
                 self._begin(self.view)
             return
-        has_lost_leader = self._links.get(self.leader, Link.CONNECTED) is not Link.CONNECTED  # it has been connected
+        has_lost_leader = (
+            self._links.get(self.leader, Link.CONNECTED) is not Link.CONNECTED
+        )  # it has been connected
         most_senior = next(host for host in self._hosts if self.is_connected(host))
         if has_lost_leader and most_senior == self.me:
             self._begin(self.view)
@@ -375,7 +410,8 @@ class Election:
     def _send(self, host: int, message: ElectionMessage) -> None:
         self._messages.append((host, message))
 
-    # --- the part of a host that votes --------------------------------------------------------------------------------
+    # --- the part of a host that votes
+    # --------------------------------------------------------------------------------
 
     def _tell_if_older(self, host: int, view: HostView) -> None:
         if self.view is not None and view.number < self.view.number:
@@ -395,14 +431,18 @@ class Election:
         self._send(host, self._promise(ballot))
 
     def _promise(self, ballot: Ballot) -> Promise:
-        ended = tuple((host, self._heard.get(host)) for host in self._hosts if self._link(host) is Link.ENDED)
+        ended = tuple(
+            (host, self._heard.get(host)) for host in self._hosts if self._link(host) is Link.ENDED
+        )
         return Promise(ballot, self._vote, ended, tuple(self.lost))
 
     def _accept(self, host: int, vote: Vote) -> None:
         if self.view is None or self.is_outside:
             return
         if vote.view.number != self.view.number + 1:
-            self._send(host, Decided(self.view))  # one of the two is behind, and the other one answers
+            self._send(
+                host, Decided(self.view)
+            )  # one of the two is behind, and the other one answers
         elif vote.ballot < self._promised:
             self._send(host, Reject(self._promised))
         else:
@@ -410,14 +450,17 @@ class Election:
             self._send(host, Accepted(vote))
 
     def _cast(self, vote: Vote) -> None:
-        """Accept, and tell all hosts but the proposer, also those that do not answer: they may read it later."""
+        """Accept, and tell all hosts but the proposer, also those that do not answer: they may read
+        it later.
+        """
         self._promised = vote.ballot
         self._vote = vote
         for host in self._hosts:
             if host not in (self.me, vote.ballot.host):
                 self._send(host, Accepted(vote))
 
-    # --- the part of a host that proposes -----------------------------------------------------------------------------
+    # --- the part of a host that proposes
+    # -----------------------------------------------------------------------------
 
     def _begin(self, view: HostView) -> None:
         self._round = max(self._round, self._promised.round) + 1
@@ -452,15 +495,21 @@ class Election:
         assert self.view is not None
         promises = attempt.promises.values()
         attempt.ended = frozenset(host for promise in promises for host, _ in promise.ended)
-        attempt.lost = frozenset(host for promise in promises for host in promise.lost) - attempt.ended
+        attempt.lost = (
+            frozenset(host for promise in promises for host in promise.lost) - attempt.ended
+        )
         value = HostView(self.view.number + 1, self.me, self._wanted_hosts, self._wanted_claims)
         if self.view.claims:
             self._claim = value
             return
         if not self._is_quorum(attempt.promises, attempt):
             return  # this side of a cut network pauses
-        votes = [promise.vote for promise in promises] + [vote for promise in promises for _, vote in promise.ended]
-        newest = max((vote for vote in votes if vote is not None), key=lambda vote: vote.ballot, default=None)
+        votes = [promise.vote for promise in promises] + [
+            vote for promise in promises for _, vote in promise.ended
+        ]
+        newest = max(
+            (vote for vote in votes if vote is not None), key=lambda vote: vote.ballot, default=None
+        )
         if newest is not None and newest.ballot > attempt.ballot:
             self._round = max(self._round, newest.ballot.round)
             self._give_up()
@@ -493,7 +542,8 @@ class Election:
         votes = len(set(hosts).intersection(can_vote))
         return 2 * votes > len(can_vote) and 2 * votes >= len(counted)
 
-    # --- a view is decided --------------------------------------------------------------------------------------------
+    # --- a view is decided
+    # --------------------------------------------------------------------------------------------
 
     def _decide(self, view: HostView) -> None:
         told = {*self._hosts, *view.hosts, *self._joining} - {self.me}

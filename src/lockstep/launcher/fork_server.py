@@ -1,6 +1,8 @@
-"""Starts multiprocessing's fork server, the parent of workers, and settles before that what workers inherit from it.
+"""Starts multiprocessing's fork server, the parent of workers, and settles before that what workers
+inherit from it.
 
-PyTorch is loaded there, not here: a launcher imports what needs PyTorch afterwards, so that both load it at once.
+PyTorch is loaded there, not here: a launcher imports what needs PyTorch afterwards, so that both
+load it at once.
 """
 
 from __future__ import annotations
@@ -42,11 +44,14 @@ __all__ = [
 _main_lock = threading.Lock()
 
 
-# --- The server and its processes -------------------------------------------------------------------------------------
+# --- The server and its processes
+# -------------------------------------------------------------------------------------
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
-    """Start multiprocessing's fork server, with PyTorch and the modules of `preload` loaded, unless it is running."""
+    """Start multiprocessing's fork server, with PyTorch and the modules of `preload` loaded, unless
+    it is running.
+    """
     host_requirements.check_shared_memory()
     socket_folders.prepare_multiprocessing()
     multiprocessing.set_forkserver_preload([f"{__package__}.preload", *preload])
@@ -57,8 +62,9 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
 def _ensure_running() -> None:
     """Start the fork server unless it is running, as it may have been killed."""
     resource_tracker.ensure_running()  # before the mask: starting it would unblock both signals
-    # The mask is inherited. Without it Ctrl-C would end the server with a traceback while it loads; and SIGTERM,
-    # which Slurm sends to every process of a step, or the end of the terminal, without one.
+    # The mask is inherited. Without it Ctrl-C would end the server with a traceback while it loads;
+    # and SIGTERM, which Slurm sends to every process of a step, or the end of the terminal, without
+    # one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -68,11 +74,12 @@ def _ensure_running() -> None:
 
 @contextmanager
 def hidden_main() -> Iterator[None]:
-    """Hide this program's `__main__` from multiprocessing, so that child processes do not run it again.
+    """Hide this program's `__main__` from multiprocessing, so that child processes do not run it
+    again.
 
     Functions are pickled by value, so workers do not need the main module, and a script without an
-    ``if __name__ == "__main__"`` guard would launch itself once more. Starting a process also fixes multiprocessing's
-    default start method; it is reset afterwards.
+    ``if __name__ == "__main__"`` guard would launch itself once more. Starting a process also fixes
+    multiprocessing's default start method; it is reset afterwards.
     """
     main = sys.modules["__main__"]
     with _main_lock:
@@ -88,16 +95,19 @@ def hidden_main() -> Iterator[None]:
                 multiprocessing.set_start_method(None, force=True)
 
 
-_CODE_S = 1.0  # in which the fork server tells the exit code of a process that has ended; it may be stopped
+# in which the fork server tells the exit code of a process that has ended; it may be stopped
+_CODE_S = 1.0
 
 
 class _Process(popen_forkserver.Popen):
-    """A process that has ended when its own pidfd says so; the fork server, which may end before it, tells its code.
+    """A process that has ended when its own pidfd says so; the fork server, which may end before
+    it, tells its code.
 
     multiprocessing takes the end of the fork server for that of all of its processes.
 
     Attributes:
-        is_finished: returns whether its work is done, so that its exit code is 0 if nobody can tell.
+        is_finished: returns whether its work is done, so that its exit code is 0 if nobody can
+            tell.
     """
 
     is_finished: Callable[[], bool] = staticmethod(lambda: False)
@@ -135,7 +145,9 @@ class _Process(popen_forkserver.Popen):
 
 
 def note_how_to_know(process: BaseProcess, is_finished: Callable[[], bool]) -> None:
-    """Let `is_finished` say whether a process that has ended had done its work, where its exit code is not known."""
+    """Let `is_finished` say whether a process that has ended had done its work, where its exit code
+    is not known.
+    """
     popen: Any = process._popen  # type: ignore[attr-defined]
     if isinstance(popen, _Process):
         popen.is_finished = is_finished
@@ -143,7 +155,8 @@ def note_how_to_know(process: BaseProcess, is_finished: Callable[[], bool]) -> N
 
 @contextmanager
 def starting_processes() -> Iterator[None]:
-    """Let processes that are started during the body outlive the fork server; `__main__` is hidden, see `hidden_main`.
+    """Let processes that are started during the body outlive the fork server; `__main__` is hidden,
+    see `hidden_main`.
 
     A fork server that has been killed is started again.
     """
@@ -159,9 +172,11 @@ def starting_processes() -> Iterator[None]:
             kind._Popen = staticmethod(before)
 
 
-# --- What is settled before the server starts -------------------------------------------------------------------------
+# --- What is settled before the server starts
+# -------------------------------------------------------------------------
 
-# Memory of a worker that has imported PyTorch and joined its job, beyond what it shares with the fork server.
+# Memory of a worker that has imported PyTorch and joined its job, beyond what it shares with the
+# fork server.
 _LEAST_MEMORY = 64 << 20
 
 
@@ -179,10 +194,16 @@ def check_memory(workers: int) -> None:
         return
     most = max(1, available // _LEAST_MEMORY)
     if workers > most:
-        each = f"{available / (1 << 30):.1f} GiB of its memory are available, and each worker needs at least"
+        each = (
+            f"{available / (1 << 30):.1f} GiB of its memory are available, and each worker needs "
+            "at least"
+        )
         expected = f"at most {most} on this host: {each} {_LEAST_MEMORY >> 20} MiB"
         cores = environment.usable_cores()
-        hint = f"Start fewer workers (this host has {cores} core{'s'[: cores != 1]}), or end other programs."
+        hint = (
+            f"Start fewer workers (this host has {cores} core{'s'[: cores != 1]}), or end other "
+            "programs."
+        )
         raise ConfigError("workers", expected, workers, hint)
 
 
@@ -194,7 +215,9 @@ def default_workers() -> int:
 
 
 def threads_per_worker(config: JobOptions, workers: int) -> int:
-    """Return --threads, or else OMP_NUM_THREADS, or else so many that no two threads share a core."""
+    """Return --threads, or else OMP_NUM_THREADS, or else so many that no two threads share a
+    core.
+    """
     return config.threads or environment.threads() or max(1, environment.usable_cores() // workers)
 
 
@@ -202,7 +225,8 @@ def prepare_workers(config: JobOptions, workers: int) -> None:
     """Set the environment of the workers and start the fork server, while this process continues.
 
     Raises:
-        ConfigError: for more workers than this host has memory for, before anything is opened or started for them.
+        ConfigError: for more workers than this host has memory for, before anything is opened or
+            started for them.
     """
     check_memory(workers)
     threads = threads_per_worker(config, workers)
@@ -211,12 +235,15 @@ def prepare_workers(config: JobOptions, workers: int) -> None:
         {"OMP_NUM_THREADS": str(threads), "LOCKSTEP_RUN_ID": f"run-{os.getpid()}-{time.time_ns()}"}
     )
     if config.start_method == "forkserver":
-        # what torch imports for the first optimizer, 1.6 s of a core, would delay each worker that joins
+        # what torch imports for the first optimizer, 1.6 s of a core, would delay each worker that
+        # joins
         start_fork_server((*config.preload, "torch._dynamo") if config.elastic else config.preload)
 
 
 def wait_until_loaded(config: JobOptions) -> None:
-    """Wait until the fork server has loaded PyTorch, so that a launcher that joins a job does not wait later."""
+    """Wait until the fork server has loaded PyTorch, so that a launcher that joins a job does not
+    wait later.
+    """
     if config.start_method == "forkserver":
         process = multiprocessing.get_context("forkserver").Process(target=int)
         with starting_processes():

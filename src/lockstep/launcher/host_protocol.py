@@ -1,8 +1,10 @@
-"""What the launchers of several hosts tell each other: descriptions of hosts, failures, and a child's messages.
+"""What the launchers of several hosts tell each other: descriptions of hosts, failures, and a
+child's messages.
 
-Under `lockstep run -H` the launcher of each host is a child of the one that the user started: it reads commands
-(``serve``, ``go``, ``signal``, ``leave``, ``slots``, ``end``) as lines on standard input, and answers with lines on
-standard error that begin with `CONTROL_PREFIX` and hold JSON. Nothing here loads PyTorch.
+Under `lockstep run -H` the launcher of each host is a child of the one that the user started: it
+reads commands (``serve``, ``go``, ``signal``, ``leave``, ``slots``, ``end``) as lines on standard
+input, and answers with lines on standard error that begin with `CONTROL_PREFIX` and hold JSON.
+Nothing here loads PyTorch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ __all__ = [
 ]
 
 
-# --- Compatibility of hosts (pure), and the description of this one ---------------------------------------------------
+# --- Compatibility of hosts (pure), and the description of this one
+# ---------------------------------------------------
 
 MUST_MATCH = ("lockstep", "torch", "python")
 
@@ -60,7 +63,9 @@ class HostDescription(msgspec.Struct, frozen=True):
 
     @property
     def caller(self) -> str:
-        """The address of the launcher that connected to the host, as the host sees it; "" if unknown."""
+        """The address of the launcher that connected to the host, as the host sees it; "" if
+        unknown.
+        """
         return next(iter(self.connection.split()[:1]), "")
 
 
@@ -68,20 +73,28 @@ def describe_host(workers: int, problem: str = "", connection: str = "") -> Host
     """Return the description of this host; does not load PyTorch."""
     python = ".".join(platform.python_version_tuple()[:2])
     host = socket.gethostname()
-    return HostDescription(host, _version("lockstep-train"), _version("torch"), python, workers, problem, connection)
+    return HostDescription(
+        host, _version("lockstep-train"), _version("torch"), python, workers, problem, connection
+    )
 
 
 def check_compatible(hosts: Sequence[HostDescription]) -> None:
-    """Raise ConfigError if a host cannot run the program or versions differ; the message names the hosts."""
+    """Raise ConfigError if a host cannot run the program or versions differ; the message names the
+    hosts.
+    """
     for each in hosts:
         if each.problem:
-            raise ConfigError("host", f"one that can run the program ({each.host})", found=each.problem)
+            raise ConfigError(
+                "host", f"one that can run the program ({each.host})", found=each.problem
+            )
     for name in MUST_MATCH:
         versions = Counter(str(getattr(each, name)) for each in hosts)
         if len(versions) > 1:
             got = ", ".join(f"{getattr(each, name)} on {each.host}" for each in hosts)
             hint = "Install the same version on all hosts."
-            raise ConfigError("hosts", f"the same version of {name} on all hosts", found=got, hint=hint)
+            raise ConfigError(
+                "hosts", f"the same version of {name} on all hosts", found=got, hint=hint
+            )
 
 
 def _version(name: str) -> str:
@@ -92,7 +105,8 @@ def _version(name: str) -> str:
         return "unknown"
 
 
-# --- The failure of a host, as it travels to the others (pure) --------------------------------------------------------
+# --- The failure of a host, as it travels to the others (pure)
+# --------------------------------------------------------
 
 WATCHDOG_ERROR_KINDS = ("DesyncError", "RankLostError", "StallError")
 """The errors with which a worker repeats the watchdog's report, if there is one."""
@@ -139,7 +153,9 @@ class HostFailure(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_error(error: WorkerError, host: str = "", clock_offset_ns: int = 0) -> HostFailure:
-        """Return the failure described by `error`, on `host`, whose clock is `clock_offset_ns` ahead."""
+        """Return the failure described by `error`, on `host`, whose clock is `clock_offset_ns`
+        ahead.
+        """
         traceback = error.worker_traceback
         code = error.exit_code
         where = error.host or host
@@ -153,15 +169,23 @@ class HostFailure(msgspec.Struct, frozen=True):
     def earliest(failures: Sequence[HostFailure]) -> HostFailure | None:
         """Return the earliest failure, with a summary of the later ones; None if there is none.
 
-        A worker that fails because of a failure on another host fails later than that one. A worker whose error repeats
-        the watchdog's report has seen another rank's failure, or failed together with all.
+        A worker that fails because of a failure on another host fails later than that one. A worker
+        whose error repeats the watchdog's report has seen another rank's failure, or failed
+        together with all.
         """
         if not failures:
             return None
-        first, *rest = sorted(failures, key=lambda failure: (failure.repeats_watchdog, failure.time))
-        others = [first.others, *(text for each in rest if not each.repeats_watchdog for text in each._summary())]
+        first, *rest = sorted(
+            failures, key=lambda failure: (failure.repeats_watchdog, failure.time)
+        )
+        others = [
+            first.others,
+            *(text for each in rest if not each.repeats_watchdog for text in each._summary()),
+        ]
         report = first.report or next((failure.report for failure in rest if failure.report), "")
-        checkpoint = next((failure.checkpoint for failure in (first, *rest) if failure.checkpoint), None)
+        checkpoint = next(
+            (failure.checkpoint for failure in (first, *rest) if failure.checkpoint), None
+        )
         texts = "; ".join(text for text in others if text)
         return structs.replace(first, others=texts, report=report, checkpoint=checkpoint)
 
@@ -169,7 +193,8 @@ class HostFailure(msgspec.Struct, frozen=True):
         return f"rank {self.rank} on {self.host} failed later with {self.kind}", self.others
 
 
-# --- Messages of a host's launcher to its parent ----------------------------------------------------------------------
+# --- Messages of a host's launcher to its parent
+# ----------------------------------------------------------------------
 
 CONTROL_PREFIX = "\x1eLOCKSTEP "
 """Begins a line on standard error that is meant for the parent launcher."""
@@ -180,7 +205,8 @@ class ParentMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         ready: the host can run its workers.
-        port: at which it serves the job's store, or listens for the other launchers of an elastic job.
+        port: at which it serves the job's store, or listens for the other launchers of an elastic
+            job.
         address: at which it does the latter.
         failure: of its workers.
         error: of the launcher itself.

@@ -1,4 +1,6 @@
-"""What a host needs so that several processes of a job can run on it, each checked in well under a millisecond."""
+"""What a host needs so that several processes of a job can run on it, each checked in well under a
+millisecond.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,15 @@ def check_shared_memory(folder: Path = _SHM) -> None:
     except FileExistsError:
         return
     except OSError as error:
-        cure = "Mount it writable (mount -o remount,rw /dev/shm; in a container, --tmpfs /dev/shm:rw or --shm-size=1g)."
+        cure = (
+            "Mount it writable (mount -o remount,rw /dev/shm; in a container, --tmpfs /dev/shm:rw "
+            "or --shm-size=1g)."
+        )
         raise ConfigError(
-            str(folder), "a folder in which semaphores can be made", hint=cure, found=f"{error.strerror!r}"
+            str(folder),
+            "a folder in which semaphores can be made",
+            hint=cure,
+            found=f"{error.strerror!r}",
         ) from None
 
 

@@ -1,4 +1,6 @@
-"""Reports of programs that have failed, and whose threads or `atexit` functions then take long to end."""
+"""Reports of programs that have failed, and whose threads or `atexit` functions then take long to
+end.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from contextlib import contextmanager
 __all__ = ["LATE_S", "reporting", "set_reporter"]
 
 LATE_S = 5.0
-"""Seconds that a failed program may take to end before its failure is reported; the usual end takes milliseconds."""
+"""Seconds that a failed program may take to end before its failure is reported; the usual end takes
+milliseconds.
+"""
 
 Reporter = Callable[[BaseException], None]
 

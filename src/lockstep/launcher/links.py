@@ -1,8 +1,9 @@
-"""The connections between the launchers of a job whose hosts are fixed: each to that of the first host.
+"""The connections between the launchers of a job whose hosts are fixed: each to that of the first
+host.
 
-Both sides prove that they know the job's key, without showing it. The kernels notice the loss of a host or of the
-network (`system.heartbeat`), the end of a connection that of a launcher; missing pings show one that is stopped or
-hangs.
+Both sides prove that they know the job's key, without showing it. The kernels notice the loss of a
+host or of the network (`system.heartbeat`), the end of a connection that of a launcher; missing
+pings show one that is stopped or hangs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ FIRST = 0
 """The number of the host whose launcher coordinates."""
 
 
-# --- How two launchers get to know each other -------------------------------------------------------------------------
+# --- How two launchers get to know each other
+# -------------------------------------------------------------------------
 
 
 class Challenge(Tagged, frozen=True):
@@ -76,7 +78,9 @@ class HostHello(Tagged, frozen=True):
 
 
 class HostWelcome(Tagged, frozen=True):
-    """All hosts are there and can run the program together: the other half of the proof, and when that was sent."""
+    """All hosts are there and can run the program together: the other half of the proof, and when
+    that was sent.
+    """
 
     proof: str
     sent_at_ns: Integer
@@ -113,14 +117,16 @@ class _Link:
     hello: HostHello | None = None
 
 
-# --- A job on one host ------------------------------------------------------------------------------------------------
+# --- A job on one host
+# ------------------------------------------------------------------------------------------------
 
 
 class OneHost:
     """The hosts of a job on this host alone: there is nobody to wait for.
 
     Attributes:
-        selector: of the launcher's loop; the data of each key is a function to call when it is ready.
+        selector: of the launcher's loop; the data of each key is a function to call when it is
+            ready.
         node, nodes: the number of this host, and of all.
         address: of the workers' store.
         run_id: the name of the job.
@@ -150,7 +156,9 @@ class OneHost:
         self._rounds = 0
 
     def join(self, workers: int) -> None:
-        """Ask for the ranks of so many workers of this host, which are to be started, for the first time or again."""
+        """Ask for the ranks of so many workers of this host, which are to be started, for the first
+        time or again.
+        """
         self._store = serve_store(self.address)
         self.place = Round(self._rounds, 0, workers, self._store.port)
         self._rounds += 1
@@ -178,7 +186,8 @@ class OneHost:
         self.selector.close()
 
 
-# --- A job on several hosts -------------------------------------------------------------------------------------------
+# --- A job on several hosts
+# -------------------------------------------------------------------------------------------
 
 
 _RETRY_S = 0.1
@@ -188,7 +197,8 @@ _VERDICT_S = 5.0  # that others wait longer than the first host does
 
 
 class FixedHosts(OneHost):
-    """The hosts of a job on several: this launcher is connected to that of the first host, or as the first to all.
+    """The hosts of a job on several: this launcher is connected to that of the first host, or as
+    the first to all.
 
     Args:
         address: by which all hosts reach the first.
@@ -215,15 +225,20 @@ class FixedHosts(OneHost):
         self._silence = SilenceWatch(Patience.of(several_hosts=True))
         self._links: dict[int, _Link] = {}
         self._names: dict[int, str] = {}
-        self._strangers: Strangers[_Link] = Strangers(self._close)  # who have not shown that they know the key
+        self._strangers: Strangers[_Link] = Strangers(
+            self._close
+        )  # who have not shown that they know the key
         self._listener: socket.socket | None = None
         self._coordinator: Coordinator | None = None
         self._ended_at: dict[int, float] = {}
         self._notes: list[str] = []
 
-    # --- the start ----------------------------------------------------------------------------------------------------
+    # --- the start
+    # ----------------------------------------------------------------------------------------------
 
-    def meet(self, own: HostDescription, config: JobOptions, listener: socket.socket | None) -> None:
+    def meet(
+        self, own: HostDescription, config: JobOptions, listener: socket.socket | None
+    ) -> None:
         """Wait until the launchers of all hosts are connected.
 
         Args:
@@ -232,7 +247,8 @@ class FixedHosts(OneHost):
             listener: where the others connect, if this host is the first.
 
         Raises:
-            ConfigError: the first host does not answer in time, or another host has the number of this one.
+            ConfigError: the first host does not answer in time, or another host has the number of
+                this one.
             LockstepError: not all have come in time, or they cannot run the program together.
         """
         if listener is None:
@@ -240,8 +256,12 @@ class FixedHosts(OneHost):
         else:
             self._wait_for_hosts(listener, own, config)
 
-    def _wait_for_hosts(self, listener: socket.socket, own: HostDescription, config: JobOptions) -> None:
-        """As the first host, wait until all others are there, and check that they can run the program together."""
+    def _wait_for_hosts(
+        self, listener: socket.socket, own: HostDescription, config: JobOptions
+    ) -> None:
+        """As the first host, wait until all others are there, and check that they can run the
+        program together.
+        """
         listener.setblocking(False)
         self._listener = listener
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -250,7 +270,13 @@ class FixedHosts(OneHost):
             while len(self._links) < self.nodes - 1 and time.monotonic() < deadline:
                 self.turn(_TURN_S)
                 self._strangers.tick()
-            descriptions = [own, *(self._links[node].hello.description for node in sorted(self._links))]  # type: ignore[union-attr]
+            descriptions = [
+                own,
+                *(
+                    self._links[node].hello.description  # type: ignore[union-attr]
+                    for node in sorted(self._links)
+                ),
+            ]
             self._check(descriptions, config)
         except LockstepError as error:
             verdict = str(error)  # the same on all hosts
@@ -271,7 +297,9 @@ class FixedHosts(OneHost):
         if missing:
             nodes = counted(self.nodes, "node")
             late = ", ".join(missing)
-            raise LockstepError(f"of {nodes}, these did not join within {config.start_timeout:g} s: {late}")
+            raise LockstepError(
+                f"of {nodes}, these did not join within {config.start_timeout:g} s: {late}"
+            )
         check_compatible(descriptions)
         check_debug_rank(config, sum(each.workers for each in descriptions))
 
@@ -309,7 +337,9 @@ class FixedHosts(OneHost):
         except (OSError, msgspec.DecodeError):
             answer = None
         if not isinstance(answer, HostWelcome | HostRefused):
-            raise LockstepError(f"{address} is no launcher of this job, has another key, or has just ended")
+            raise LockstepError(
+                f"{address} is no launcher of this job, has another key, or has just ended"
+            )
         connection.socket.setblocking(False)
         self.selector.register(connection.socket, selectors.EVENT_READ, lambda: self._receive(link))
         return answer
@@ -351,14 +381,17 @@ class FixedHosts(OneHost):
         link.connection.is_strange = False
         self._links[hello.node] = link
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    # --- the loop
+    # ----------------------------------------------------------------------------------------------
 
     def tick(self) -> list[str]:
         """Look at the other hosts; returns what is to be said of them."""
         self._silence.tick()
         for node, link in list(self._links.items()):
             pings = link.connection.pings
-            text = f"the launcher of host {self._names.get(node, self.address)} has not answered for"
+            text = (
+                f"the launcher of host {self._names.get(node, self.address)} has not answered for"
+            )
             if self._silence.is_due(node, pings):
                 self._say(f"{text} {self._silence.patience.warning_s:g} s")
             if self._silence.is_over(node, pings):
@@ -371,7 +404,9 @@ class FixedHosts(OneHost):
         return notes
 
     def _look_for_hosts_that_have_left(self) -> None:
-        """End the job if a host has left it long ago, as one that was interrupted has, while this one goes on."""
+        """End the job if a host has left it long ago, as one that was interrupted has, while this
+        one goes on.
+        """
         coordinator = self._coordinator
         if coordinator is None or FIRST in coordinator.ended:
             return
@@ -408,7 +443,11 @@ class FixedHosts(OneHost):
             self._greet(link, message)
             return
         node = self._node_of(link)
-        if isinstance(message, ToCoordinator) and self._coordinator is not None and node is not None:
+        if (
+            isinstance(message, ToCoordinator)
+            and self._coordinator is not None
+            and node is not None
+        ):
             self._coordinator.receive(node, message)
         elif isinstance(message, FromCoordinator) and node == FIRST:
             self._take(message)
@@ -438,10 +477,13 @@ class FixedHosts(OneHost):
             self.is_disconnected = True
             self.reason = self.reason or reason
 
-    # --- messages -----------------------------------------------------------------------------------------------------
+    # --- messages
+    # ----------------------------------------------------------------------------------------------
 
     def join(self, workers: int) -> None:
-        """Ask for the ranks of so many workers of this host, which are to be started, for the first time or again."""
+        """Ask for the ranks of so many workers of this host, which are to be started, for the first
+        time or again.
+        """
         number = self._rounds if self.place is None or self.next_is_open else self.place.number + 1
         self.place = None
         self.next_is_open = False
@@ -507,7 +549,9 @@ class FixedHosts(OneHost):
                 self._notes.append(text)
 
     def _serve(self) -> int:
-        """Open the store of the next round's workers: a new one each time, as the last one still holds the old keys."""
+        """Open the store of the next round's workers: a new one each time, as the last one still
+        holds the old keys.
+        """
         self._store = serve_store(self.address, several_hosts=True)
         return int(self._store.port)
 
@@ -516,12 +560,15 @@ class FixedHosts(OneHost):
             link.connection.send(message)
             watch_unsent(self.selector, link.connection)
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- the end
+    # ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Let the last messages reach the others, and close all connections."""
         deadline = time.monotonic() + _FLUSH_S
-        while time.monotonic() < deadline and any(link.connection.has_unsent for link in self._links.values()):
+        while time.monotonic() < deadline and any(
+            link.connection.has_unsent for link in self._links.values()
+        ):
             self.turn(_TURN_S)
         for link in self._links.values():
             self._close(link)
@@ -543,7 +590,8 @@ class FixedHosts(OneHost):
 
 
 def listen_for_hosts(address: str, port: int) -> socket.socket:
-    """Return the socket at which the launcher of the first host listens for the others; port 0: the system chooses one.
+    """Return the socket at which the launcher of the first host listens for the others; port 0: the
+    system chooses one.
 
     Args:
         address: by which the others reach this host.
@@ -556,7 +604,9 @@ def listen_for_hosts(address: str, port: int) -> socket.socket:
     try:
         return listen(address, port, several_hosts=True)
     except OSError as error:
-        raise ConfigError("master_port", "a port that is free on the first host", port, f"{error.strerror}.") from None
+        raise ConfigError(
+            "master_port", "a port that is free on the first host", port, f"{error.strerror}."
+        ) from None
 
 
 def _look_up(address: str, port: int) -> None:
@@ -578,17 +628,26 @@ def _dial(address: str, port: int, seconds: float) -> socket.socket:
     while True:
         _look_up(address, port)
         try:
-            return socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic()))
+            return socket.create_connection(
+                (address, port), timeout=max(0.1, deadline - time.monotonic())
+            )
         except OSError as error:
             if time.monotonic() > deadline:
-                hint = f"The last attempt failed with: {error}. Is the launcher of node 0 running, and the port open?"
+                hint = (
+                    f"The last attempt failed with: {error}. Is the launcher of node 0 running, "
+                    "and the port open?"
+                )
                 expected = f"a host that answers within {seconds:g} s"
-                raise ConfigError("master_addr", expected, found=f"{address}:{port}", hint=hint) from None
+                raise ConfigError(
+                    "master_addr", expected, found=f"{address}:{port}", hint=hint
+                ) from None
         time.sleep(_RETRY_S)
 
 
 def interface_with_address(address: str) -> str | None:
-    """Return the name of the network interface with `address`; None if it cannot be determined (IPv4, Linux)."""
+    """Return the name of the network interface with `address`; None if it cannot be determined
+    (IPv4, Linux).
+    """
     try:
         import fcntl
         import struct
@@ -597,7 +656,9 @@ def interface_with_address(address: str) -> str | None:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                found = fcntl.ioctl(
+                    probe, 0x8915, struct.pack("256s", name.encode())
+                )  # SIOCGIFADDR
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     return None

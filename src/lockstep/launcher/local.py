@@ -1,7 +1,8 @@
-"""Run the workers of this host: an entry point or a user's program in each, as a whole job or as one host of several.
+"""Run the workers of this host: an entry point or a user's program in each, as a whole job or as
+one host of several.
 
-`HostJob` holds the state of one run on this host, `run_workers` starts and supervises the workers, and `run_host_share`
-does both for a user's program as `lockstep run` configures it.
+`HostJob` holds the state of one run on this host, `run_workers` starts and supervises the workers,
+and `run_host_share` does both for a user's program as `lockstep run` configures it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from .elastic_job import Limits
 from .elastic_workers import HostSetup
 from .fork_server import threads_per_worker
 from .links import OneHost
-from .log_multiplexer import FileOutput, LogMultiplexer, OutputTarget, RankLogFiles, inherit_output, pipe_output
+from .log_multiplexer import (
+    FileOutput,
+    LogMultiplexer,
+    OutputTarget,
+    RankLogFiles,
+    inherit_output,
+    pipe_output,
+)
 from .options import JobOptions
 from .pulse import ELASTIC_LIMIT_S, Patience, Pulse
 from .script import Script
@@ -49,20 +57,25 @@ __all__ = [
     "run_workers",
 ]
 
-# --- Running an entry point in the workers of this host ---------------------------------------------------------------
+# --- Running an entry point in the workers of this host
+# ---------------------------------------------------------------
 
-# The end of a worker is noticed at once in any case. Polling every 50 ms took 1.4 % of a core, which a host with as
-# many workers as cores lacks.
+# The end of a worker is noticed at once in any case. Polling every 50 ms took 1.4 % of a core,
+# which a host with as many workers as cores lacks.
 POLL_SECONDS = 0.2
 
 FAILED_POLL_SECONDS = 0.05
 """The same after a failure, when only what others still report is waited for."""
 
 REPORT_SECONDS = 4.0
-"""Seconds for the other workers of a group to detect that a worker has died and to report it; they need 1 to 2 s."""
+"""Seconds for the other workers of a group to detect that a worker has died and to report it; they
+need 1 to 2 s.
+"""
 
 LOCAL_DETECTION_SECONDS = 1.0
-"""Seconds for workers to detect the failure of another host's workers themselves, before the launcher reports it."""
+"""Seconds for workers to detect the failure of another host's workers themselves, before the
+launcher reports it.
+"""
 
 
 def _print(text: str) -> None:
@@ -74,7 +87,8 @@ class HostJob:
     """This host's share of a run, and its state.
 
     Attributes:
-        folder: a private directory for this run only. The caller removes it; if the caller is killed, its workers do.
+        folder: a private directory for this run only. The caller removes it; if the caller is
+            killed, its workers do.
         options: the number of workers and their settings.
         hosts: of the job.
         output_target: where the workers write.
@@ -110,7 +124,9 @@ class HostJob:
         if not self.program:
             name = program_name(sys.argv)
             self.program = " ".join([name, *sys.argv[1:2]]) if name == "lockstep" else name
-        self.watchdog = WatchdogFiles(self.folder.name, self.options.watch, self.options.debug_rank, self.log)
+        self.watchdog = WatchdogFiles(
+            self.folder.name, self.options.watch, self.options.debug_rank, self.log
+        )
         self.workers = Workers(self.folder, self.hosts.selector)
         self._reports_due = self._remote_failure_due = 0.0
 
@@ -134,16 +150,22 @@ class HostJob:
             raise LockstepError(self.lapse)
         if self.supervisor is not None:
             failure = first_failure(self.results())
-            self.log("restarting the workers" + (f" after {str(failure).splitlines()[0]}" if failure else ""))
+            self.log(
+                "restarting the workers"
+                + (f" after {str(failure).splitlines()[0]}" if failure else "")
+            )
         self.first_rank = first_rank
         self.workers.forget()
         options = self.options
         self.watchdog.start_attempt(attempt, first_rank, options.workers)
         self._reports_due = 0.0
-        self.supervisor = WorkerSupervisor(self.workers, self.signals, options.exit_grace, options.grace)
+        self.supervisor = WorkerSupervisor(
+            self.workers, self.signals, options.exit_grace, options.grace
+        )
 
     def awaits_reports(self, restarts_left: int) -> bool:
-        """Return whether workers in a group with a dead worker may still report what they know about it.
+        """Return whether workers in a group with a dead worker may still report what they know
+        about it.
 
         Nobody reads that about an attempt after which the workers are restarted.
         """
@@ -153,8 +175,16 @@ class HostJob:
         unreported = [rank for rank, worker in self.workers.all.items() if not worker.has_reported]
         states = self.watchdog.rank_states()
         first = self.first_rank
-        alive = [first + rank for rank in unreported if states.get(first + rank, "runs") in ("waits", "runs")]
-        if not restarts_left and time.monotonic() < self._reports_due and self.watchdog.any_recorded(alive):
+        alive = [
+            first + rank
+            for rank in unreported
+            if states.get(first + rank, "runs") in ("waits", "runs")
+        ]
+        if (
+            not restarts_left
+            and time.monotonic() < self._reports_due
+            and self.watchdog.any_recorded(alive)
+        ):
             return True
         frozen = [rank for rank in unreported if states.get(first + rank) == "frozen"]
         self.workers.end(frozen, signal.SIGKILL)  # it handles no signal
@@ -172,11 +202,18 @@ class HostJob:
         if self.pulse is None or seconds < self.patience.limit_s or self.is_blocked():
             return ""
         limit = f"LOCKSTEP_LAUNCHER_TIMEOUT is {self.patience.limit_s:g} s"
-        return f"this launcher did not answer for {seconds:.0f} s ({limit}), and its workers have ended"
+        return (
+            f"this launcher did not answer for {seconds:.0f} s ({limit}), and its workers have "
+            "ended"
+        )
 
     def deliver_remote_failure(self) -> None:
-        """Report another host's failure to this host's workers, once: no rank over there may be left to do so."""
-        self._remote_failure_due = self._remote_failure_due or time.monotonic() + LOCAL_DETECTION_SECONDS
+        """Report another host's failure to this host's workers, once: no rank over there may be
+        left to do so.
+        """
+        self._remote_failure_due = (
+            self._remote_failure_due or time.monotonic() + LOCAL_DETECTION_SECONDS
+        )
         if time.monotonic() >= self._remote_failure_due:
             self._remote_failure_due = float("inf")
             if self.hosts.failure is not None:
@@ -190,13 +227,23 @@ class HostJob:
         if supervisor is None:
             return WorkerResults(signals=list(self.signals), workers=size)
         codes = {
-            rank: worker.code for rank, worker in self.workers.all.items() if worker.code and not worker.is_ended_here
+            rank: worker.code
+            for rank, worker in self.workers.all.items()
+            if worker.code and not worker.is_ended_here
         }
         lost = supervisor.dead_ranks
         at = supervisor.checked_at
         report = self.watchdog.report()
         return WorkerResults(
-            self.workers.failures, lost, codes, list(self.signals), supervisor.killed, size, first, at, report
+            self.workers.failures,
+            lost,
+            codes,
+            list(self.signals),
+            supervisor.killed,
+            size,
+            first,
+            at,
+            report,
         )
 
 
@@ -217,14 +264,20 @@ def run_workers(task: Callable[[], object], job: HostJob) -> None:
     with collect_signals(job.signals):
         run_id = environment.run_id() or job.folder.name
         options = job.options
-        setup = worker.WorkerSetup(job.folder, options.threads, job.output_target, run_id, job.program, job.patience)
+        setup = worker.WorkerSetup(
+            job.folder, options.threads, job.output_target, run_id, job.program, job.patience
+        )
         attempts = _Attempts(partial(worker.main, task, setup), _shared_variables(setup, job), job)
         try:
             with Pulse(job.ping, job.is_blocked) as job.pulse:
                 problem = attempts.run()
             results = job.results()
         finally:
-            left = end_orphans(run_id, keep_children=True, term_grace_s=0.0 if len(job.signals) > 1 else TERM_GRACE_S)
+            left = end_orphans(
+                run_id,
+                keep_children=True,
+                term_grace_s=0.0 if len(job.signals) > 1 else TERM_GRACE_S,
+            )
             if left:
                 job.log(f"lockstep: ended processes that the ranks left running: {left}")
             job.watchdog.close()
@@ -235,12 +288,18 @@ def run_workers(task: Callable[[], object], job: HostJob) -> None:
         error.checkpoint = error.checkpoint or job.workers.checkpoint
         raise
     if problem is not None:
-        raise LockstepError(f"the workers could not be run: {type(problem).__name__}: {problem}") from problem
+        raise LockstepError(
+            f"the workers could not be run: {type(problem).__name__}: {problem}"
+        ) from problem
 
 
 def _raise_failure(results: WorkerResults, reason: str) -> None:
-    """Raise the error of this host's workers, or else `reason`, for which another host ended them, if there is one."""
-    if not reason or results.watchdog_report is not None:  # only this host may have the watchdog's report
+    """Raise the error of this host's workers, or else `reason`, for which another host ended them,
+    if there is one.
+    """
+    if (
+        not reason or results.watchdog_report is not None
+    ):  # only this host may have the watchdog's report
         raise_failure(results)
     if reason:
         raise LockstepError(f"the run was ended: {reason}")
@@ -254,7 +313,9 @@ def _shared_variables(setup: worker.WorkerSetup, job: HostJob) -> dict[str, str]
     variables = environment.variables()
     if job.hosts.nodes == 1:
         variables = loopback_variables() | variables
-    variables |= environment.variables_for_workers(setup.run_id, setup.threads, job.options.debug_rank)
+    variables |= environment.variables_for_workers(
+        setup.run_id, setup.threads, job.options.debug_rank
+    )
     return variables | _emulate(job)
 
 
@@ -262,7 +323,9 @@ _NETWORK = "network"  # the folder of the link clocks, in that of the job
 
 
 def _emulate(job: HostJob) -> dict[str, str]:
-    """Return the variables of the network that is emulated, if one is, and make the folder of its link clocks."""
+    """Return the variables of the network that is emulated, if one is, and make the folder of its
+    link clocks.
+    """
     network = job.options.network
     if network is None:
         return {}
@@ -272,7 +335,8 @@ def _emulate(job: HostJob) -> dict[str, str]:
 
 
 class _Attempts:
-    """Starts the workers of this host, and starts all again after a failure as often as the job allows.
+    """Starts the workers of this host, and starts all again after a failure as often as the job
+    allows.
 
     Args:
         entry: what each worker runs, with its local rank; picklable by name.
@@ -280,7 +344,9 @@ class _Attempts:
         job: this host's share of the run.
     """
 
-    def __init__(self, entry: Callable[[int], object], variables: dict[str, str], job: HostJob) -> None:
+    def __init__(
+        self, entry: Callable[[int], object], variables: dict[str, str], job: HostJob
+    ) -> None:
         self._entry = entry
         self._variables = variables
         self._job = job
@@ -293,7 +359,11 @@ class _Attempts:
             while (place := self._next_place()) is not None:
                 try:
                     self._start(place)
-                except (OSError, EOFError, LockstepError) as error:  # the fork server cannot be reached, say
+                except (
+                    OSError,
+                    EOFError,
+                    LockstepError,
+                ) as error:  # the fork server cannot be reached, say
                     return error
                 if self._supervise(job.options.restarts - place.number):
                     self._end()
@@ -310,7 +380,9 @@ class _Attempts:
         return None
 
     def _next_place(self) -> Round | None:
-        """Return where the workers of this host are to start next, once all hosts are ready; None if they are not."""
+        """Return where the workers of this host are to start next, once all hosts are ready; None
+        if they are not.
+        """
         job = self._job
         job.hosts.join(job.options.workers)
         while job.hosts.place is None and self._may_restart:
@@ -330,7 +402,9 @@ class _Attempts:
         job = self._job
         count = self._job.options.workers
         job.start_attempt(place.number, place.first_rank)
-        of_attempt = environment.attempt_variables(place.number, job.options.restarts, job.hosts.run_id)
+        of_attempt = environment.attempt_variables(
+            place.number, job.options.restarts, job.hosts.run_id
+        )
         of_attempt |= job.watchdog.variables()
         # a fork server that is still loading PyTorch is waited for
         with Activity(f"lockstep: starting {count} worker{'s'[: count != 1]}", job.shows_progress):
@@ -340,11 +414,17 @@ class _Attempts:
                 rank = place.first_rank + local_rank
                 world = World(rank, place.world_size, local_rank, count, node, nodes, "lockstep")
                 of_worker = environment.world_variables(world, job.hosts.address, place.port)
-                variables = {**self._variables, **of_worker, **of_attempt}  # the launcher may have some of these
+                variables = {
+                    **self._variables,
+                    **of_worker,
+                    **of_attempt,
+                }  # the launcher may have some of these
                 job.workers.start(local_rank, self._entry, variables, job.options.start_method)
 
     def _supervise(self, restarts_left: int) -> bool:
-        """Watch the workers until they have ended, or one has failed; returns whether to start all again."""
+        """Watch the workers until they have ended, or one has failed; returns whether to start all
+        again.
+        """
         job = self._job
         while job.workers.living and not self._has_failed():
             job.turn(POLL_SECONDS)
@@ -362,10 +442,15 @@ class _Attempts:
     def _has_failed(self) -> bool:
         """Return whether the process of a worker has ended, but not in good order."""
         workers = self._job.workers.all.values()
-        return any(worker.code is not None and (worker.code or not worker.is_finished) for worker in workers)
+        return any(
+            worker.code is not None and (worker.code or not worker.is_finished)
+            for worker in workers
+        )
 
     def _end(self) -> None:
-        """End the workers that are left; those that take longer than their grace period are killed."""
+        """End the workers that are left; those that take longer than their grace period are
+        killed.
+        """
         job = self._job
         job.workers.signal(job.workers.living, signal.SIGTERM)
         for ended in job.workers.living.values():
@@ -401,7 +486,8 @@ class _Attempts:
             job.supervisor.check(is_over=is_over or job.is_over)
 
 
-# --- Running a user's program and relaying its output -----------------------------------------------------------------
+# --- Running a user's program and relaying its output
+# -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -423,7 +509,9 @@ class OutputSettings:
     quiet: bool = False
 
 
-def run_program(script: Script, options: WorkerOptions, output: OutputSettings, hosts: OneHost) -> None:
+def run_program(
+    script: Script, options: WorkerOptions, output: OutputSettings, hosts: OneHost
+) -> None:
     """Run `script` in `options.workers` processes, as this host's share of the job on `hosts`.
 
     Raises:
@@ -465,14 +553,19 @@ def _open_output(
                 show = stack.enter_context(RankLogFiles(output.folder, show)).write
             ranks = range(options.workers)
             output_target = stack.enter_context(
-                pipe_output(folder, ranks, lambda local, stream, piece: show(first_rank() + local, stream, piece))
+                pipe_output(
+                    folder,
+                    ranks,
+                    lambda local, stream, piece: show(first_rank() + local, stream, piece),
+                )
             )
         if options.debug_rank is not None:
             output_target = stack.enter_context(lend_terminal(options.debug_rank, output_target))
         yield output_target
 
 
-# --- One host's share of `lockstep run` -------------------------------------------------------------------------------
+# --- One host's share of `lockstep run`
+# -------------------------------------------------------------------------------
 
 
 def run_host_share(
@@ -485,28 +578,48 @@ def run_host_share(
         multiplexer.write_message(_startup_message(workers, threads, config))
     method = config.start_method
     debug_rank = config.debug_rank
-    network = None if config.network is None else config.network.resolved(workers, environment.usable_cores())
+    network = (
+        None
+        if config.network is None
+        else config.network.resolved(workers, environment.usable_cores())
+    )
     options = WorkerOptions(
-        workers, threads, config.grace, EXIT_GRACE, config.restarts, method, debug_rank, watch, network
+        workers,
+        threads,
+        config.grace,
+        EXIT_GRACE,
+        config.restarts,
+        method,
+        debug_rank,
+        watch,
+        network,
     )
     folder = Path(config.output_dir) if config.output_dir is not None else None
     alone = workers == 1 and hosts.nodes == 1 and folder is None
-    run_program(script, options, OutputSettings(multiplexer, folder, alone, config.tee, config.quiet), hosts)
+    run_program(
+        script, options, OutputSettings(multiplexer, folder, alone, config.tee, config.quiet), hosts
+    )
 
 
-def elastic_setup(script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer) -> HostSetup:
+def elastic_setup(
+    script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer
+) -> HostSetup:
     """Return how to run the workers of an elastic job on this host."""
     threads = threads_per_worker(config, workers)
     watch = _watchdog_options(config)
     if not config.quiet:
         multiplexer.write_message(_startup_message(workers, threads, config))
-    options = WorkerOptions(workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch)
+    options = WorkerOptions(
+        workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch
+    )
     assert config.elastic is not None
     several = config.nnodes > 1 or config.as_host or config.master_addr is not None
     variables = {} if several else loopback_variables()
     patience = Patience.of(several, ELASTIC_LIMIT_S)
     pause_s = environment.pause_timeout() or config.stall_timeout or environment.stall_timeout()
-    return HostSetup(script, options, Limits(*config.elastic, pause_s), multiplexer, variables, patience)
+    return HostSetup(
+        script, options, Limits(*config.elastic, pause_s), multiplexer, variables, patience
+    )
 
 
 def _watchdog_options(config: JobOptions) -> WatchdogOptions:
@@ -519,7 +632,12 @@ def _watchdog_options(config: JobOptions) -> WatchdogOptions:
 
 def _startup_message(workers: int, threads: int, config: JobOptions) -> str:
     of = f"{threads} thread{'s'[: threads != 1]}" + (" each" if workers > 1 else "")
-    text = f"lockstep run: {workers} worker{'s'[: workers != 1]}, {of} ({environment.usable_cores()} cores)"
+    text = (
+        f"lockstep run: {workers} worker{'s'[: workers != 1]}, {of} ({environment.usable_cores()} "
+        "cores)"
+    )
     if config.output_dir is None:
         return text
-    return f"{text}, output in {config.output_dir}/" + ("rank.*/std*" if config.tee else "rank-*.log")
+    return f"{text}, output in {config.output_dir}/" + (
+        "rank.*/std*" if config.tee else "rank-*.log"
+    )

@@ -1,7 +1,9 @@
-"""Log multiplexing: where the output of ranks goes, and how their lines and progress bars share one terminal.
+"""Log multiplexing: where the output of ranks goes, and how their lines and progress bars share one
+terminal.
 
-`OutputTarget` is what a worker redirects its standard streams to, `LogMultiplexer` prints the lines of all ranks with
-their rank in front, and `RankLogFiles` writes them into one file per rank and stream.
+`OutputTarget` is what a worker redirects its standard streams to, `LogMultiplexer` prints the lines
+of all ranks with their rank in front, and `RankLogFiles` writes them into one file per rank and
+stream.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ __all__ = [
 ]
 
 
-# --- Lines and progress bars of one stream (pure) ---------------------------------------------------------------------
+# --- Lines and progress bars of one stream (pure)
+# ---------------------------------------------------------------------
 
 _MAX_LINE = 1 << 20  # bytes without a line end after which the text is passed on as a complete line
 
@@ -55,7 +58,8 @@ class OutputLine:
 
     Attributes:
         text: the text without line end.
-        is_bar: whether it belongs to a line that is drawn repeatedly with carriage returns, as progress bars are.
+        is_bar: whether it belongs to a line that is drawn repeatedly with carriage returns, as
+            progress bars are.
         is_complete: whether the line is complete; a progress bar that is not will be drawn over.
     """
 
@@ -112,31 +116,48 @@ class LineSplitter:
         return line
 
 
-# --- The terminal that all ranks share --------------------------------------------------------------------------------
+# --- The terminal that all ranks share
+# --------------------------------------------------------------------------------
 
-_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # of the terminal: cyan, yellow, magenta, green, blue, and lighter
+_COLOURS = (
+    36,
+    33,
+    35,
+    32,
+    34,
+    96,
+    93,
+    95,
+    92,
+    94,
+)  # of the terminal: cyan, yellow, magenta, green, blue, and lighter
 _CLEAR = b"\r\x1b[K"
 _LOST = (
-    b"lockstep: standard output: no space left on its device; the output of the ranks is lost from here on. Free some "
+    b"lockstep: standard output: no space left on its device; the output of the ranks is lost "
+    b"from here on. Free some "
     b"space, or write to another place.\n"
 )
 _BLOCKED_S = 1.0  # after which a write is not merely slow
 
 
 class LogMultiplexer:
-    """Writes the lines of all ranks, with the rank in front, to the launcher's standard output and standard error.
+    """Writes the lines of all ranks, with the rank in front, to the launcher's standard output and
+    standard error.
 
-    One progress bar is shown, that of the first rank that draws one, below all lines. If the output is no terminal,
-    only its final state is written.
+    One progress bar is shown, that of the first rank that draws one, below all lines. If the output
+    is no terminal, only its final state is written.
 
     Args:
         descriptors: file descriptors of standard output and standard error.
         colours: whether the ranks are shown in different colours.
         prefixes: whether lines begin with their rank.
-        live: whether to draw progress bars even if the output is no terminal; the process that reads it may have one.
+        live: whether to draw progress bars even if the output is no terminal; the process that
+            reads it may have one.
     """
 
-    def __init__(self, descriptors: Sequence[int], colours: bool, prefixes: bool = True, live: bool = False) -> None:
+    def __init__(
+        self, descriptors: Sequence[int], colours: bool, prefixes: bool = True, live: bool = False
+    ) -> None:
         self._descriptors = descriptors
         self._colours = colours
         self._prefixes = prefixes
@@ -161,7 +182,9 @@ class LogMultiplexer:
             if line.is_bar:
                 self._draw_bar(rank, to, line)
             else:
-                self._write(to, self._without_bar(to) + self._with_prefix(rank, to, line.text) + b"\n")
+                self._write(
+                    to, self._without_bar(to) + self._with_prefix(rank, to, line.text) + b"\n"
+                )
                 self._write(self._bar_to, self._bar)
 
     def write_message(self, text: str) -> None:
@@ -225,11 +248,14 @@ class LogMultiplexer:
             self._writes_since = 0.0
 
 
-# --- A notebook -------------------------------------------------------------------------------------------------------
+# --- A notebook
+# --------------------------------------------------------------------------------------------------
 
 
 class NotebookOutput:
-    """Shows the lines of all ranks in a notebook's cell, and their progress in one output that updates in place."""
+    """Shows the lines of all ranks in a notebook's cell, and their progress in one output that
+    updates in place.
+    """
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()  # it knows the cell
@@ -256,13 +282,16 @@ class NotebookOutput:
             self._handle.update(bundle, raw=True)
 
 
-# --- Targets of a worker's standard streams ---------------------------------------------------------------------------
+# --- Targets of a worker's standard streams
+# ---------------------------------------------------------------------------
 
 _READ_BYTES = 1 << 16
 
 
 class OutputTarget(Protocol):
-    """Where a worker's output goes; the launcher sends it to each worker, which calls `redirect` at its start."""
+    """Where a worker's output goes; the launcher sends it to each worker, which calls `redirect` at
+    its start.
+    """
 
     def redirect(self, local_rank: int) -> None:
         """Redirect this process's file descriptors 1 and 2 to the target."""
@@ -317,15 +346,22 @@ class FileOutput:
 
 @contextmanager
 def inherit_output() -> Iterator[InheritedOutput]:
-    """Return this process's current standard output and standard error, in a form that multiprocessing can pass on."""
+    """Return this process's current standard output and standard error, in a form that
+    multiprocessing can pass on.
+    """
     with ExitStack() as stack:
         yield InheritedOutput(
-            {number: stack.enter_context(Connection(os.dup(number), readable=False)) for number in (1, 2)}
+            {
+                number: stack.enter_context(Connection(os.dup(number), readable=False))
+                for number in (1, 2)
+            }
         )
 
 
 @contextmanager
-def pipe_output(folder: Path, local_ranks: Sequence[int], write: WriteLine) -> Iterator[PipedOutput]:
+def pipe_output(
+    folder: Path, local_ranks: Sequence[int], write: WriteLine
+) -> Iterator[PipedOutput]:
     """Open pipes that a thread reads during the body, and to their end after it.
 
     Args:
@@ -365,11 +401,14 @@ class Pipes:
         for stream in (0, 1):
             path = self._output.path(local_rank, stream)
             os.mkfifo(path, 0o600)
-            # opened for writing too: otherwise the pipe is at its end whenever no other process has it open
+            # opened for writing too: otherwise the pipe is at its end whenever no other process has
+            # it open
             self._reader.add(os.open(path, os.O_RDWR | os.O_NONBLOCK), local_rank, stream)
 
     def release(self, local_rank: int) -> None:
-        """Let the pipes of a worker that has ended close when no process that it has left behind has them open."""
+        """Let the pipes of a worker that has ended close when no process that it has left behind
+        has them open.
+        """
         for stream in (0, 1):
             path = self._output.path(local_rank, stream)
             # this one is open for reading only
@@ -400,7 +439,10 @@ class _PipeReader:
     def run(self) -> None:
         stopping = False
         while not stopping:
-            for key, _ in self._selector.select():  # `add` may register more meanwhile, from another thread
+            for (
+                key,
+                _,
+            ) in self._selector.select():  # `add` may register more meanwhile, from another thread
                 if key.fd == self._wake_from:
                     stopping = b"." in os.read(self._wake_from, _READ_BYTES)
                     self._replace()
@@ -445,11 +487,17 @@ class _PipeReader:
     def close(self) -> None:
         """Close all that is open; the thread has ended."""
         self._selector.close()
-        for descriptor in (*self._lines, *(replaced[0] for replaced in self._replaced), self._wake_from, self._wake_to):
+        for descriptor in (
+            *self._lines,
+            *(replaced[0] for replaced in self._replaced),
+            self._wake_from,
+            self._wake_to,
+        ):
             os.close(descriptor)
 
 
-# --- Log files of ranks -----------------------------------------------------------------------------------------------
+# --- Log files of ranks
+# -----------------------------------------------------------------------------------------------
 
 
 class RankLogFiles:
@@ -485,6 +533,8 @@ class RankLogFiles:
         if (rank, stream) not in self._files:
             path = self._folder / f"rank.{rank}"
             path.mkdir(exist_ok=True)
-            for number, name in enumerate(("stdout", "stderr")):  # both, even if the rank never writes to one of them
+            for number, name in enumerate(
+                ("stdout", "stderr")
+            ):  # both, even if the rank never writes to one of them
                 self._files[rank, number] = self._stack.enter_context((path / name).open("wb"))
         return self._files[rank, stream]

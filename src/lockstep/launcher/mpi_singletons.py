@@ -1,4 +1,6 @@
-"""Refuses programs that use mpi4py under a launcher that is not MPI's: each worker would be a job of one rank."""
+"""Refuses programs that use mpi4py under a launcher that is not MPI's: each worker would be a job
+of one rank.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ _MODULE = "mpi4py.MPI"
 
 
 def install() -> None:
-    """Let the use of `MPI.COMM_WORLD` by the program's own code be an error, where it has one rank and the job several.
+    """Let the use of `MPI.COMM_WORLD` by the program's own code be an error, where it has one rank
+    and the job several.
 
-    Libraries may import mpi4py and use it, as they do in a program of one process, which is noted; so may Lockstep.
+    Libraries may import mpi4py and use it, as they do in a program of one process, which is noted;
+    so may Lockstep.
     """
     if _MODULE not in sys.modules and not any(isinstance(each, _Finder) for each in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -32,7 +36,9 @@ def install() -> None:
 class _Finder(MetaPathFinder):
     """Finds `mpi4py.MPI` as the other finders do, and watches it once it is imported."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != _MODULE:
             return None
         for finder in sys.meta_path:
@@ -72,11 +78,14 @@ class _SingletonModule(ModuleType):
             size = world.world_size
             words = " ".join(sys.argv)
             where = f"MPI.COMM_WORLD has one rank in each of the {size} workers"
-            cure = f"`mpiexec -n {size} python {words}` starts an MPI job, whose ranks lockstep.init() finds"
+            cure = (
+                f"`mpiexec -n {size} python {words}` starts an MPI job, whose ranks "
+                "lockstep.init() finds"
+            )
             if not is_library(file):
                 raise LockstepError(
-                    f"the program uses mpi4py, but its launcher starts no MPI job: {where}. {cure}. Without MPI, use "
-                    "lockstep.init() or torch.distributed."
+                    f"the program uses mpi4py, but its launcher starts no MPI job: {where}. "
+                    f"{cure}. Without MPI, use lockstep.init() or torch.distributed."
                 )
             if world.rank == 0 and not self.__dict__.get("_lockstep_said"):
                 self.__dict__["_lockstep_said"] = True
@@ -86,7 +95,9 @@ class _SingletonModule(ModuleType):
 
 
 def _calling_file(frame: FrameType | None) -> str:
-    """Return the file of the first frame that does not belong to the import system; "" without one."""
+    """Return the file of the first frame that does not belong to the import system; "" without
+    one.
+    """
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return "" if frame is None else frame.f_code.co_filename

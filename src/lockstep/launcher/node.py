@@ -18,7 +18,13 @@ import msgspec
 from .. import environment, messages
 from ..errors import InterruptedRunError, LockstepError, WorkerError
 from ..system.heartbeat import address_towards
-from .host_protocol import CONTROL_PREFIX, HostDescription, HostFailure, ParentMessage, describe_host
+from .host_protocol import (
+    CONTROL_PREFIX,
+    HostDescription,
+    HostFailure,
+    ParentMessage,
+    describe_host,
+)
 from .links import FIRST, FixedHosts, interface_with_address, listen_for_hosts
 from .local import run_host_share
 from .log_multiplexer import LogMultiplexer
@@ -46,7 +52,9 @@ def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) 
     if config.as_host:
         _run_for_parent(script, config, workers, problem)
         return
-    multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
+    multiplexer = LogMultiplexer(
+        (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
+    )
     address = str(config.master_addr)
     port = config.master_port
     listener = listen_for_hosts(address, port) if config.node_rank == FIRST else None
@@ -71,7 +79,14 @@ def _run_for_parent(script: Script, config: JobOptions, workers: int, problem: s
     multiplexer = LogMultiplexer((1, 2), colours=False, prefixes=not config.no_prefix, live=True)
     try:
         hosts = FixedHosts(address, int(port), config.node_rank, config.nnodes)
-        _run(script, replace(config, quiet=True), describe_host(workers, problem), multiplexer, hosts, listener)
+        _run(
+            script,
+            replace(config, quiet=True),
+            describe_host(workers, problem),
+            multiplexer,
+            hosts,
+            listener,
+        )
     except (LockstepError, KeyboardInterrupt) as error:
         send_to_parent(ParentMessage(error=str(error)))
         raise
@@ -126,13 +141,17 @@ def _run(
 
 
 def _check_interruption(error: LockstepError, hosts: FixedHosts) -> None:
-    """Raise InterruptedRunError if workers failed, or cannot continue, because those of an interrupted host exited."""
+    """Raise InterruptedRunError if workers failed, or cannot continue, because those of an
+    interrupted host exited.
+    """
     from ..watchdog import report
 
     interruption = hosts.interruption
     cause = error if isinstance(error, WorkerError) else error.__cause__
     if isinstance(cause, WorkerError):
-        follows = cause.in_collective or (error.report_json and report.from_json(error.report_json).kind != "raised")
+        follows = cause.in_collective or (
+            error.report_json and report.from_json(error.report_json).kind != "raised"
+        )
     else:
         follows = bool(hosts.reason)  # that host, or the first one, is gone
     if interruption is not None and follows:
@@ -142,7 +161,9 @@ def _check_interruption(error: LockstepError, hosts: FixedHosts) -> None:
 
 
 def failure_of(error: LockstepError, clock_offset_ns: int = 0) -> HostFailure | None:
-    """Return the failure of a worker; an error that all of this host's workers share counts as the first worker's."""
+    """Return the failure of a worker; an error that all of this host's workers share counts as the
+    first worker's.
+    """
     cause = error if isinstance(error, WorkerError) else error.__cause__
     if not isinstance(cause, WorkerError):
         return None
@@ -150,7 +171,9 @@ def failure_of(error: LockstepError, clock_offset_ns: int = 0) -> HostFailure | 
 
 
 def _choose_interface(config: JobOptions, hosts: FixedHosts) -> None:
-    """Make Gloo and NCCL use the network of the first host; by default Gloo uses the address of the host name."""
+    """Make Gloo and NCCL use the network of the first host; by default Gloo uses the address of the
+    host name.
+    """
     name = config.network_interface
     if name is None and hosts.nodes > 1:
         with suppress(OSError):
@@ -160,7 +183,9 @@ def _choose_interface(config: JobOptions, hosts: FixedHosts) -> None:
 
 
 def _forward_parent_signals() -> None:
-    """Send this process the parent's signals, and end it if the parent or the connection to it is gone."""
+    """Send this process the parent's signals, and end it if the parent or the connection to it is
+    gone.
+    """
     for line in sys.stdin:
         command, _, number = line.partition(" ")
         if command == "signal":

@@ -1,7 +1,9 @@
-"""The options of a job: the table from which the command lines of `run`, `horovodrun` and `submit` are made.
+"""The options of a job: the table from which the command lines of `run`, `horovodrun` and `submit`
+are made.
 
-To add an option, add an entry to `JobOptions`; `option_table.Option` explains its parts. What it sets is read where it
-is needed, as an attribute of `JobOptions` or, with `variable`, in the workers' environment.
+To add an option, add an entry to `JobOptions`; `option_table.Option` explains its parts. What it
+sets is read where it is needed, as an attribute of `JobOptions` or, with `variable`, in the
+workers' environment.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from .worker_options import SAVE_GRACE
 __all__ = ["AUTO", "JobOptions", "check_debug_rank", "check_network"]
 
 
-# --- Values -----------------------------------------------------------------------------------------------------------
+# --- Values
+# --------------------------------------------------------------------------------------------------
 
 AUTO = 0
 """The value of `JobOptions.nnodes` for ``auto``."""
@@ -87,7 +90,8 @@ def _range_text(limits: tuple[int, int]) -> str:
     return f"{limits[0]}:{limits[1]}"
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+# --- The table
+# --------------------------------------------------------------------------------------------------
 
 # the groups of the help
 WORKERS = "workers"
@@ -98,140 +102,274 @@ OUTPUT = "output and debugging"
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The options of ``lockstep run``, and its program: the script's path or module's name, and its arguments."""
-
-    # fmt: off
+    """The options of ``lockstep run``, and its program: the script's path or module's name, and its
+    arguments.
+    """
 
     program: tuple[str, ...]
     module: bool = option(
-        False, "--module", "-m", to_hosts=True, help="`script` is the name of a module, as in python -m",
+        False,
+        "--module",
+        "-m",
+        to_hosts=True,
+        help="`script` is the name of a module, as in python -m",
     )
 
     # --- workers
     workers: int | None = option(
-        None, "-np", "-n", "--nproc", "--num-proc", group=WORKERS, metavar="N", parse=_worker_count, to_scheduler=True,
-        help="number of workers (default: one per GPU, or 1 without GPUs; with -H one per slot; with --nnodes, the "
-        "number on each host)",
-        horovodrun=Typed(("-np", "--num-proc"), help="number of workers (default: as for `lockstep run`)"),
+        None,
+        "-np",
+        "-n",
+        "--nproc",
+        "--num-proc",
+        group=WORKERS,
+        metavar="N",
+        parse=_worker_count,
+        to_scheduler=True,
+        help="number of workers (default: one per GPU, or 1 without GPUs; with -H one per slot; "
+        "with --nnodes, the number on each host)",
+        horovodrun=Typed(
+            ("-np", "--num-proc"), help="number of workers (default: as for `lockstep run`)"
+        ),
     )
     threads: int | None = option(
-        None, "--threads", group=WORKERS, metavar="N", parse=integer(1, 1 << 16), to_hosts=True,
-        help="intra-op threads of PyTorch per worker (default: OMP_NUM_THREADS, or usable cores / workers)",
+        None,
+        "--threads",
+        group=WORKERS,
+        metavar="N",
+        parse=integer(1, 1 << 16),
+        to_hosts=True,
+        help="intra-op threads of PyTorch per worker (default: OMP_NUM_THREADS, or usable cores / "
+        "workers)",
     )
     restarts: int = option(
-        0, "--restarts", group=WORKERS, metavar="N", parse=integer(0, 1 << 16), to_hosts=True,
+        0,
+        "--restarts",
+        group=WORKERS,
+        metavar="N",
+        parse=integer(0, 1 << 16),
+        to_hosts=True,
         help="restart all workers after a failure, at most N times",
     )
     elastic: tuple[int, int] | None = option(
-        None, "--elastic", group=WORKERS, metavar="MIN:MAX", parse=_elastic_range, write=_range_text, to_hosts=True,
-        help="replace workers that are lost, while the others go on from memory without losing a step; the training "
-        "waits below MIN workers, and `lockstep resize` changes their number up to MAX",
+        None,
+        "--elastic",
+        group=WORKERS,
+        metavar="MIN:MAX",
+        parse=_elastic_range,
+        write=_range_text,
+        to_hosts=True,
+        help="replace workers that are lost, while the others go on from memory without losing a "
+        "step; the training waits below MIN workers, and `lockstep resize` changes their "
+        "number up to MAX",
     )
     start_method: str = option(
-        "forkserver", "--start-method", group=WORKERS, metavar="M", parse=choice(("forkserver", "spawn")),
+        "forkserver",
+        "--start-method",
+        group=WORKERS,
+        metavar="M",
+        parse=choice(("forkserver", "spawn")),
         to_hosts=True,
-        help="forkserver forks workers from a process that has loaded PyTorch, which is fast; spawn starts new "
-        "interpreters",
+        help="forkserver forks workers from a process that has loaded PyTorch, which is fast; "
+        "spawn starts new interpreters",
     )
     preload: tuple[str, ...] = option(
-        (), "--preload", group=WORKERS, metavar="MODULES", parse=names, write=",".join, to_hosts=True,
+        (),
+        "--preload",
+        group=WORKERS,
+        metavar="MODULES",
+        parse=names,
+        write=",".join,
+        to_hosts=True,
         help="modules that the fork server imports as well, e.g. torchvision,numpy",
     )
     resume: str | None = option(
-        None, "--resume", group=WORKERS, metavar="RUN", variable="LOCKSTEP_RESUME", to_scheduler=True,
-        help="resume the training of the program's lockstep.Trainer from the run directory RUN, or with `latest` from "
-        "the newest run in its run_dir; the number of workers may differ",
+        None,
+        "--resume",
+        group=WORKERS,
+        metavar="RUN",
+        variable="LOCKSTEP_RESUME",
+        to_scheduler=True,
+        help="resume the training of the program's lockstep.Trainer from the run directory RUN, or "
+        "with `latest` from the newest run in its run_dir; the number of workers may differ",
     )
     as_horovod: bool = option(
-        False, "--as-horovod", group=WORKERS, to_hosts=True,
-        help="run an unmodified Horovod program: `import horovod.torch` imports lockstep.compat.horovod, and "
-        "HOROVOD_RANK etc. are set",
+        False,
+        "--as-horovod",
+        group=WORKERS,
+        to_hosts=True,
+        help="run an unmodified Horovod program: `import horovod.torch` imports "
+        "lockstep.compat.horovod, and HOROVOD_RANK etc. are set",
     )
     grace: float = option(
-        SAVE_GRACE, "--grace", group=WORKERS, metavar="S", parse=_SECONDS, to_hosts=True,
-        help="seconds that workers may take to save after Ctrl-C if they ask for it, as Lockstep's Trainer does; "
-        "others are killed after 1 s",
+        SAVE_GRACE,
+        "--grace",
+        group=WORKERS,
+        metavar="S",
+        parse=_SECONDS,
+        to_hosts=True,
+        help="seconds that workers may take to save after Ctrl-C if they ask for it, as Lockstep's "
+        "Trainer does; others are killed after 1 s",
     )
 
     # --- multiple hosts
     hosts: tuple[Host, ...] = option(
-        (), "-H", "--hosts", group=HOSTS, metavar="A:4,B:4", parse=_hosts,
+        (),
+        "-H",
+        "--hosts",
+        group=HOSTS,
+        metavar="A:4,B:4",
+        parse=_hosts,
         help="hosts, each with its slots: the maximum number of workers on it",
         horovodrun=Typed(("-H", "--hosts")),
     )
     hostfile: str | None = option(
-        None, "--hostfile", "-hostfile", group=HOSTS, metavar="FILE",
+        None,
+        "--hostfile",
+        "-hostfile",
+        group=HOSTS,
+        metavar="FILE",
         help="file with one host per line, such as `A slots=4`",
         horovodrun=Typed(("-hostfile", "--hostfile")),
     )
     ssh_port: int | None = option(
-        None, "--ssh-port", "-p", group=HOSTS, metavar="PORT", parse=integer(1, 65535),
+        None,
+        "--ssh-port",
+        "-p",
+        group=HOSTS,
+        metavar="PORT",
+        parse=integer(1, 65535),
         help="port of sshd on all hosts (default: as ssh is configured)",
         horovodrun=Typed(("-p", "--ssh-port")),
     )
     identity: str | None = option(
-        None, "--identity", "-i", group=HOSTS, metavar="FILE", parse=_key_file,
+        None,
+        "--identity",
+        "-i",
+        group=HOSTS,
+        metavar="FILE",
+        parse=_key_file,
         help="private key file for ssh (default: as ssh is configured)",
         horovodrun=Typed(("-i", "--ssh-identity-file")),
     )
     remote_python: str | None = option(
-        None, "--remote-python", group=HOSTS, metavar="PATH",
+        None,
+        "--remote-python",
+        group=HOSTS,
+        metavar="PATH",
         help="Python interpreter on the other hosts (default: the path of this one)",
     )
     dry_run: bool = option(
-        False, "--dry-run", group=HOSTS, help="print the command for each host and exit",
+        False,
+        "--dry-run",
+        group=HOSTS,
+        help="print the command for each host and exit",
     )
     env: tuple[str, ...] = option(
-        (), "-x", "--env", group=HOSTS, metavar="NAME", parse=names, repeats=True, to_scheduler=True,
-        help="pass this environment variable to all workers, or set it with NAME=VALUE (visible to all users of this "
-        "host in `ps`); PYTHONPATH and the variables of Lockstep, PyTorch, NCCL and Gloo are always passed",
+        (),
+        "-x",
+        "--env",
+        group=HOSTS,
+        metavar="NAME",
+        parse=names,
+        repeats=True,
+        to_scheduler=True,
+        help="pass this environment variable to all workers, or set it with NAME=VALUE (visible to "
+        "all users of this host in `ps`); PYTHONPATH and the variables of Lockstep, PyTorch, "
+        "NCCL and Gloo are always passed",
     )
     nnodes: int = option(
-        1, "--nnodes", "--nodes", group=HOSTS, metavar="N", parse=_node_count,
-        help="number of hosts, if `lockstep run` is started on each; `auto`: as the scheduler says that has started it "
-        "(Kubernetes, Kubeflow Trainer, SkyPilot, dstack, SageMaker; Slurm's srun needs no option)",
+        1,
+        "--nnodes",
+        "--nodes",
+        group=HOSTS,
+        metavar="N",
+        parse=_node_count,
+        help="number of hosts, if `lockstep run` is started on each; `auto`: as the scheduler says "
+        "that has started it (Kubernetes, Kubeflow Trainer, SkyPilot, dstack, SageMaker; "
+        "Slurm's srun needs no option)",
     )
     node_rank: int = option(
-        0, "--node-rank", group=HOSTS, metavar="I", parse=integer(0, 1 << 16),
+        0,
+        "--node-rank",
+        group=HOSTS,
+        metavar="I",
+        parse=integer(0, 1 << 16),
         help="with --nnodes: the number of this host, from 0",
     )
     master_addr: str | None = option(
-        None, "--master-addr", group=HOSTS, metavar="ADDR",
+        None,
+        "--master-addr",
+        group=HOSTS,
+        metavar="ADDR",
         help="name or address of the first host, as the others reach it",
     )
     master_port: int = option(
-        29500, "--master-port", group=HOSTS, metavar="PORT", parse=integer(1, 65535),
+        29500,
+        "--master-port",
+        group=HOSTS,
+        metavar="PORT",
+        parse=integer(1, 65535),
         help="with --nnodes: a free port on the first host",
     )
     network_interface: str | None = option(
-        None, "--network-interface", group=HOSTS, metavar="NAME", parse=_interfaces, repeats=True, to_hosts=True,
+        None,
+        "--network-interface",
+        group=HOSTS,
+        metavar="NAME",
+        parse=_interfaces,
+        repeats=True,
+        to_hosts=True,
         help="network interface for Gloo and NCCL (default: the one towards the first host)",
         horovodrun=Typed(("--network-interfaces", "--network-interface")),
     )
     start_timeout: float = option(
-        60.0, "--start-timeout", group=HOSTS, metavar="S", parse=_SECONDS, to_hosts=True,
+        60.0,
+        "--start-timeout",
+        group=HOSTS,
+        metavar="S",
+        parse=_SECONDS,
+        to_hosts=True,
         help="seconds to wait for the other hosts",
         horovodrun=Typed(
-            ("--start-timeout",), WORKERS,
+            ("--start-timeout",),
+            WORKERS,
             help="seconds to wait for the other hosts; without it HOROVOD_START_TIMEOUT counts",
         ),
     )
     heartbeat_timeout: float | None = option(
-        None, "--heartbeat-timeout", group=HOSTS, metavar="S", parse=_POSITIVE_SECONDS, to_hosts=True,
+        None,
+        "--heartbeat-timeout",
+        group=HOSTS,
+        metavar="S",
+        parse=_POSITIVE_SECONDS,
+        to_hosts=True,
         variable="LOCKSTEP_HEARTBEAT_TIMEOUT",
-        help="seconds without an answer after which a host is lost, and a launcher is said to be silent (default: "
-        "LOCKSTEP_HEARTBEAT_TIMEOUT, or 30)",
+        help="seconds without an answer after which a host is lost, and a launcher is said to be "
+        "silent (default: LOCKSTEP_HEARTBEAT_TIMEOUT, or 30)",
     )
     launcher_timeout: float | None = option(
-        None, "--launcher-timeout", group=HOSTS, metavar="S", parse=_POSITIVE_SECONDS, to_hosts=True,
+        None,
+        "--launcher-timeout",
+        group=HOSTS,
+        metavar="S",
+        parse=_POSITIVE_SECONDS,
+        to_hosts=True,
         variable="LOCKSTEP_LAUNCHER_TIMEOUT",
-        help="seconds after which a launcher is lost that hangs, or is stopped, though its host answers (default: "
-        "LOCKSTEP_LAUNCHER_TIMEOUT, or 120, with --elastic 10; on one host none)",
+        help="seconds after which a launcher is lost that hangs, or is stopped, though its host "
+        "answers (default: LOCKSTEP_LAUNCHER_TIMEOUT, or 120, with --elastic 10; on one host "
+        "none)",
     )
     network: VirtualNetwork | None = option(  # noqa: RUF009 - as the others
-        None, "--network", group=HOSTS, metavar="N", parse=_network,
-        help='put the workers on virtual hosts of this host, between which messages take as long as on such a network: '
-        '"4 hosts, 25Gbit, 50us"; further parts: "jitter 10us", "slow host 3 4x", "cut 0-2 after 30s", "dilation auto"',
+        None,
+        "--network",
+        group=HOSTS,
+        metavar="N",
+        parse=_network,
+        help="put the workers on virtual hosts of this host, between which messages take as long "
+        "as on such a network: "
+        '"4 hosts, 25Gbit, 50us"; further parts: "jitter 10us", "slow host 3 4x", "cut 0-2 after '
+        '30s", "dilation auto"',
     )
     # set by the launcher that starts this one on another host
     as_host: bool = option(False, "--as-host")
@@ -239,54 +377,99 @@ class JobOptions:
 
     # --- watchdog
     stall_timeout: float | None = option(
-        None, "--stall-timeout", group=WATCHDOG, metavar="S", parse=_POSITIVE_SECONDS, to_hosts=True,
-        help="seconds to wait in a collective for a missing rank before that is an error (default: 600); a warning is "
-        "logged after 5 s",
+        None,
+        "--stall-timeout",
+        group=WATCHDOG,
+        metavar="S",
+        parse=_POSITIVE_SECONDS,
+        to_hosts=True,
+        help="seconds to wait in a collective for a missing rank before that is an error (default: "
+        "600); a warning is logged after 5 s",
         horovodrun=Typed(
-            ("--stall-check-shutdown-time-seconds",), "timeline and stall check",
-            help="seconds of waiting for a rank after which that is an error; 0 for never (default: 600)",
+            ("--stall-check-shutdown-time-seconds",),
+            "timeline and stall check",
+            help="seconds of waiting for a rank after which that is an error; 0 for never "
+            "(default: 600)",
         ),
     )
     strict: bool = option(
-        False, "--strict", group=WATCHDOG, to_hosts=True,
-        help="raise an error, not a warning, if ranks call the same collective at different source lines",
+        False,
+        "--strict",
+        group=WATCHDOG,
+        to_hosts=True,
+        help="raise an error, not a warning, if ranks call the same collective at different source "
+        "lines",
     )
     no_watchdog: bool = option(
-        False, "--no-watchdog", group=WATCHDOG, to_hosts=True, help="disable desync and stall detection",
+        False,
+        "--no-watchdog",
+        group=WATCHDOG,
+        to_hosts=True,
+        help="disable desync and stall detection",
     )
     timeline: str | None = option(
-        None, "--timeline", group=WATCHDOG, metavar="DIR", parse=_folder, to_hosts=True,
+        None,
+        "--timeline",
+        group=WATCHDOG,
+        metavar="DIR",
+        parse=_folder,
+        to_hosts=True,
         help="record all collectives in DIR, for `lockstep timeline DIR`",
     )
 
     # --- output and debugging
     output_dir: str | None = option(
-        None, "--output-dir", group=OUTPUT, metavar="DIR", parse=_folder, to_hosts=True,
+        None,
+        "--output-dir",
+        group=OUTPUT,
+        metavar="DIR",
+        parse=_folder,
+        to_hosts=True,
         help="write the output of each rank to DIR/rank-N.log instead of printing it",
         horovodrun=Typed(
-            ("--output-filename",), WORKERS,
+            ("--output-filename",),
+            WORKERS,
             help="also write the output of rank N to DIR/rank.N/stdout and DIR/rank.N/stderr",
         ),
     )
     tee: bool = option(
-        False, "--tee", group=OUTPUT, to_hosts=True,
-        help="with --output-dir: print the output as well, and write DIR/rank.N/stdout and DIR/rank.N/stderr",
+        False,
+        "--tee",
+        group=OUTPUT,
+        to_hosts=True,
+        help="with --output-dir: print the output as well, and write DIR/rank.N/stdout and "
+        "DIR/rank.N/stderr",
     )
     no_prefix: bool = option(
-        False, "--no-prefix", group=OUTPUT, to_hosts=True, help="print lines without their [rank]",
+        False,
+        "--no-prefix",
+        group=OUTPUT,
+        to_hosts=True,
+        help="print lines without their [rank]",
     )
     quiet: bool = option(
-        False, "--quiet", "-q", group=OUTPUT, to_scheduler=True,
+        False,
+        "--quiet",
+        "-q",
+        group=OUTPUT,
+        to_scheduler=True,
         help="print no messages of the launcher except errors",
     )
     debug_rank: int | None = option(
-        None, "--debug-rank", group=OUTPUT, metavar="R", parse=integer(0, 1 << 24),
-        help="give rank R the terminal for breakpoint(); collectives of all ranks then have no time limit",
+        None,
+        "--debug-rank",
+        group=OUTPUT,
+        metavar="R",
+        parse=integer(0, 1 << 24),
+        help="give rank R the terminal for breakpoint(); collectives of all ranks then have no "
+        "time limit",
     )
     debug: bool = option(
-        False, "--debug", group=OUTPUT, help="print the traceback of the launcher's own errors",
+        False,
+        "--debug",
+        group=OUTPUT,
+        help="print the traceback of the launcher's own errors",
     )
-    # fmt: on
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
@@ -349,7 +532,11 @@ class JobOptions:
         if self.elastic is not None:
             self._check_elastic(*self.elastic)
         if self.network is not None:
-            several = {"hosts": bool(self.hosts), "nnodes": self.nnodes != 1, "elastic": self.elastic is not None}
+            several = {
+                "hosts": bool(self.hosts),
+                "nnodes": self.nnodes != 1,
+                "elastic": self.elastic is not None,
+            }
             _refuse(several, "not to be given with --network, which emulates hosts on this one")
         if self.tee and self.output_dir is None:
             raise ConfigError("tee", "--output-dir as well, for the log files", found="no folder")
@@ -357,9 +544,14 @@ class JobOptions:
     def _check_hosts(self) -> None:
         if self.hosts and self.nnodes != 1:
             found = "auto" if self.nnodes == AUTO else self.nnodes
-            raise ConfigError("nnodes", "none with -H or --hostfile, which start all hosts", found=str(found))
+            raise ConfigError(
+                "nnodes", "none with -H or --hostfile, which start all hosts", found=str(found)
+            )
         if self.nnodes == AUTO:
-            is_told = {"node_rank": self.node_rank != 0, "master_addr": self.master_addr is not None}
+            is_told = {
+                "node_rank": self.node_rank != 0,
+                "master_addr": self.master_addr is not None,
+            }
             _refuse(is_told, "not to be given with --nodes auto, which finds it")
         elif self.node_rank >= self.nnodes:
             expected = f"a number from 0 to {self.nnodes - 1} (--nnodes {self.nnodes})"
@@ -368,7 +560,9 @@ class JobOptions:
             expected = "the name or address of the first host (--nnodes is given)"
             raise ConfigError("master_addr", expected, found="nothing")
         if self.dry_run and not self.hosts:
-            raise ConfigError("dry_run", "-H or --hostfile: it prints the commands for the hosts", found="neither")
+            raise ConfigError(
+                "dry_run", "-H or --hostfile: it prints the commands for the hosts", found="neither"
+            )
         slots = sum(host.slots for host in self.hosts)
         if self.hosts and (self.workers or slots) > slots:
             listed = ", ".join(f"{host.name}:{host.slots}" for host in self.hosts)
@@ -384,7 +578,11 @@ class JobOptions:
         _refuse(fixed, "not to be given with --elastic")
         several = self.nnodes != 1 or self.as_host  # where it is the number on each host
         if self.workers is not None and not several and not least <= self.workers <= most:
-            raise ConfigError("workers", f"a number from {least} to {most}, as --elastic {least}:{most}", self.workers)
+            raise ConfigError(
+                "workers",
+                f"a number from {least} to {most}, as --elastic {least}:{most}",
+                self.workers,
+            )
 
 
 def _refuse(given: Mapping[str, bool], expected: str) -> None:

@@ -1,4 +1,6 @@
-"""The pulse of a launcher: a sign that its loop runs, by which its workers and the other hosts know that it answers."""
+"""The pulse of a launcher: a sign that its loop runs, by which its workers and the other hosts know
+that it answers.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from ..watchdog.diagnosis import ObservationClock
 __all__ = ["ELASTIC_LIMIT_S", "Patience", "Pulse", "SilenceWatch", "write_to_launcher"]
 
 _BEAT_S = 0.5
-_TURN_S = 5.0  # in which the loop must have turned: it may wait for a disk, or for many processes to end
+_TURN_S = (
+    5.0  # in which the loop must have turned: it may wait for a disk, or for many processes to end
+)
 _DEFAULT_LIMIT_S = 120.0
 
 ELASTIC_LIMIT_S = 10.0
-"""Seconds after which an elastic job goes on without a host whose launcher does not answer; it may join again."""
+"""Seconds after which an elastic job goes on without a host whose launcher does not answer; it may
+join again.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,8 @@ class Patience:
 
     Attributes:
         warning_s: seconds after which that is said.
-        limit_s: seconds after which its host is out; infinite for a job on one host, whose launcher may be stopped for
-            the night (Ctrl-Z), unless a limit is set.
+        limit_s: seconds after which its host is out; infinite for a job on one host, whose launcher
+            may be stopped for the night (Ctrl-Z), unless a limit is set.
     """
 
     warning_s: float
@@ -50,14 +56,18 @@ class Patience:
 
 
 class Pulse:
-    """A launcher's sign of life, in a thread: it beats as long as the loop turns, or waits for a reader of its output.
+    """A launcher's sign of life, in a thread: it beats as long as the loop turns, or waits for a
+    reader of its output.
 
     Args:
         on_beat: called in the thread at each beat: tells the workers, or other launchers.
-        is_blocked: returns whether this process waits for whoever reads its output, which is no fault of its own.
+        is_blocked: returns whether this process waits for whoever reads its output, which is no
+            fault of its own.
     """
 
-    def __init__(self, on_beat: Callable[[], None], is_blocked: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, on_beat: Callable[[], None], is_blocked: Callable[[], bool] = lambda: False
+    ) -> None:
         self._on_beat = on_beat
         self._is_blocked = is_blocked
         self._turned = self._beaten = time.monotonic()
@@ -105,7 +115,8 @@ class Pulse:
 
 
 class SilenceWatch:
-    """Notices when a value does not change any more: a pulse that was seen. Call `check` about once a second.
+    """Notices when a value does not change any more: a pulse that was seen. Call `check` about once
+    a second.
 
     Only time in which this process has run counts.
 
@@ -127,15 +138,22 @@ class SilenceWatch:
         return self._clock.observed_s((name, pulse)) >= self.patience.limit_s
 
     def is_due(self, name: Hashable, pulse: Hashable) -> bool:
-        """Return whether it is to be said that it has been the same for long; once for each silence."""
-        if self._clock.observed_s((name, pulse)) < self.patience.warning_s or self._said.get(name) == pulse:
+        """Return whether it is to be said that it has been the same for long; once for each
+        silence.
+        """
+        if (
+            self._clock.observed_s((name, pulse)) < self.patience.warning_s
+            or self._said.get(name) == pulse
+        ):
             return False
         self._said[name] = pulse
         return True
 
 
 def write_to_launcher(pid: int, text: str) -> None:
-    """Write a line to the standard error of a launcher that does not read what its workers write; never waits."""
+    """Write a line to the standard error of a launcher that does not read what its workers write;
+    never waits.
+    """
     for path in (f"/proc/{pid}/fd/2", "/proc/self/fd/2"):
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND | os.O_NOCTTY)

@@ -22,7 +22,8 @@ __all__ = ["in_one_line", "last_line", "run_quietly"]
 def run_quietly(
     script: Script, workers: int, threads: int, folder: Path, network: VirtualNetwork | None = None
 ) -> LockstepError | None:
-    """Run `script` on `workers` processes of this host, and return the error by which it failed, if it did.
+    """Run `script` on `workers` processes of this host, and return the error by which it failed, if
+    it did.
 
     Args:
         script: the script.
@@ -36,11 +37,15 @@ def run_quietly(
         KeyboardInterrupt: after Ctrl-C.
     """
     fork_server.check_memory(workers)
-    with environment.with_variables({"OMP_NUM_THREADS": str(threads)}):  # a later run may have more workers
+    with environment.with_variables(
+        {"OMP_NUM_THREADS": str(threads)}
+    ):  # a later run may have more workers
         fork_server.start_fork_server()
     options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE, network=network)
     (folder / _OUTPUT).mkdir()
-    output = local.OutputSettings(LogMultiplexer((1, 2), colours=False), folder / _OUTPUT, quiet=True)
+    output = local.OutputSettings(
+        LogMultiplexer((1, 2), colours=False), folder / _OUTPUT, quiet=True
+    )
     try:
         with closing(links.OneHost()) as hosts:
             local.run_program(script, options, output, hosts)
@@ -53,12 +58,24 @@ def in_one_line(script: Script, failure: LockstepError, workers: int = 1) -> Loc
     """Return the error for a script that has failed; one of Lockstep's own is returned as it is."""
     if not isinstance(failure, WorkerError):
         return failure
-    lines = re.findall(rf'File "[^"]*{re.escape(Path(script.name).name)}", line (\d+)', failure.worker_traceback)
+    lines = re.findall(
+        rf'File "[^"]*{re.escape(Path(script.name).name)}", line (\d+)', failure.worker_traceback
+    )
     place = f":{lines[-1]}" if lines else ""
     reason = " ".join(failure.reason.split())
-    words = ["lockstep", "run", "-np", str(workers), *["-m"] * script.is_module, script.name, *script.arguments]
+    words = [
+        "lockstep",
+        "run",
+        "-np",
+        str(workers),
+        *["-m"] * script.is_module,
+        script.name,
+        *script.arguments,
+    ]
     shown = shlex.join(words)
-    error = LockstepError(f"{script.name}{place} failed: {failure.kind}: {reason}. `{shown}` shows the traceback.")
+    error = LockstepError(
+        f"{script.name}{place} failed: {failure.kind}: {reason}. `{shown}` shows the traceback."
+    )
     error.exit_code = failure.exit_code
     error.__cause__ = failure
     return error
@@ -69,7 +86,9 @@ def last_line(folder: Path) -> str:
     lines: Sequence[str] = ()
     for path in sorted((folder / _OUTPUT).glob("*.log")):
         lines = path.read_text(errors="replace").strip().splitlines() or lines
-    return f"one whose last line of output is {lines[-1][:200]!r}" if lines else "one without output"
+    return (
+        f"one whose last line of output is {lines[-1][:200]!r}" if lines else "one without output"
+    )
 
 
 _OUTPUT = "output"

@@ -1,6 +1,7 @@
 """The command lines and environments of the launchers on other hosts (pure).
 
-Command lines are visible to every user of a host (`ps`); environment variables are sent over standard input instead.
+Command lines are visible to every user of a host (`ps`); environment variables are sent over
+standard input instead.
 """
 
 from __future__ import annotations
@@ -27,20 +28,29 @@ __all__ = [
     "ssh_command",
 ]
 
-# Reads variables as one line of JSON from standard input, and replaces itself by the command in its arguments. It reads
-# no byte after that line and imports none of the user's modules.
+# Reads variables as one line of JSON from standard input, and replaces itself by the command in its
+# arguments. It reads no byte after that line and imports none of the user's modules.
 _READ_ENVIRONMENT = (
     'import json, os, sys; line = open(0, "rb", 0, closefd=False).readline() or sys.exit(1); '
     "os.environ.update(json.loads(line)); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 
 # variables that belong to the program rather than to the host
-_FORWARDED = ("PYTHONPATH", "PYTHONUNBUFFERED", "LOCKSTEP_", "TORCH", "NCCL_", "GLOO_", "OMP_NUM_THREADS")
+_FORWARDED = (
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "LOCKSTEP_",
+    "TORCH",
+    "NCCL_",
+    "GLOO_",
+    "OMP_NUM_THREADS",
+)
 _NOT_FORWARDED = ("LOCKSTEP_RUN_ID", "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHDOG_DIR")
 
 
 def assign_workers(config: JobOptions) -> list[Host]:
-    """Return the hosts that take part, each with its number of workers as slots: a host is filled before the next.
+    """Return the hosts that take part, each with its number of workers as slots: a host is filled
+    before the next.
 
     In an elastic job all take part, with all their slots.
     """
@@ -64,7 +74,9 @@ def host_commands(config: JobOptions, hosts: Sequence[Host]) -> list[list[str]]:
 
 
 def host_command(config: JobOptions, host: Host, node: int, nodes: int) -> list[str]:
-    """Return the command for `host`, the one with the number `node` of so many `nodes`, see `host_commands`."""
+    """Return the command for `host`, the one with the number `node` of so many `nodes`, see
+    `host_commands`.
+    """
     is_local = is_this_host(host.name)
     python = sys.executable if is_local else config.remote_python or sys.executable
     launcher = [python, *_launcher_command(config, nodes, node, host.slots)]
@@ -72,7 +84,11 @@ def host_command(config: JobOptions, host: Host, node: int, nodes: int) -> list[
     if is_local:
         # the ssh connection of this host's user says nothing about the way to the other hosts
         return ["env", "-u", "SSH_CONNECTION", *words]
-    return [*_ssh_session(config), host.login, f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}"]
+    return [
+        *_ssh_session(config),
+        host.login,
+        f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(words)}",
+    ]
 
 
 def _launcher_command(config: JobOptions, nodes: int, node: int, workers: int) -> list[str]:
@@ -80,11 +96,21 @@ def _launcher_command(config: JobOptions, nodes: int, node: int, workers: int) -
     if config.elastic is not None:
         start = config.workers or sum(host.slots for host in config.hosts)
         own += ["--elastic-start", str(min(start, config.elastic[1]))]
-    return ["-m", "lockstep", "run", *own, *config.words(), config.program[0], "--", *config.program[1:]]
+    return [
+        "-m",
+        "lockstep",
+        "run",
+        *own,
+        *config.words(),
+        config.program[0],
+        "--",
+        *config.program[1:],
+    ]
 
 
 def _ssh_session(config: JobOptions) -> list[str]:
-    # it must not prompt: its standard input is the connection to the launcher; and a broken connection must be noticed
+    # it must not prompt: its standard input is the connection to the launcher; and a broken
+    # connection must be noticed
     limit = max(1, min(15, int(config.start_timeout)))
     # the connection ends after three probes without an answer
     silence_s = config.heartbeat_timeout or environment.heartbeat_timeout()
@@ -128,7 +154,9 @@ def requested_variables(config: JobOptions, variables: Mapping[str, str]) -> dic
 
 
 def redact_variables(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with ``-x NAME=...`` for ``-x NAME=VALUE``, to be shown and stored."""
+    """Return the words of a command line with ``-x NAME=...`` for ``-x NAME=VALUE``, to be shown
+    and stored.
+    """
     redacted = list(words)
     for number, word in enumerate(words):
         follows = number > 0 and words[number - 1] in ("-x", "--env")

@@ -24,10 +24,22 @@ from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..hosts import Host
 from ..interruption import collect_signals
 from ..system.heartbeat import address_in_a_network
-from .host_protocol import CONTROL_PREFIX, HostDescription, HostFailure, ParentMessage, check_compatible
+from .host_protocol import (
+    CONTROL_PREFIX,
+    HostDescription,
+    HostFailure,
+    ParentMessage,
+    check_compatible,
+)
 from .log_multiplexer import LineSplitter, LogMultiplexer, OutputLine
 from .options import JobOptions, check_debug_rank
-from .remote_command import assign_workers, host_command, host_commands, remote_environment, ssh_command
+from .remote_command import (
+    assign_workers,
+    host_command,
+    host_commands,
+    remote_environment,
+    ssh_command,
+)
 from .worker_options import EXIT_GRACE, FAILURE_GRACE
 
 __all__ = ["run_on_hosts"]
@@ -49,7 +61,8 @@ class _HostLauncher:
         host: with the slots that it was told last.
         started: when.
         ready, failure, error, is_over: what it has reported.
-        port: where it serves the job store, or in an elastic job listens for the other launchers; 0 until it does.
+        port: where it serves the job store, or in an elastic job listens for the other launchers; 0
+            until it does.
         address: where it listens in an elastic job; "" until it takes part.
         has_begun: whether it was told to take part.
         last_lines: its last lines of output.
@@ -78,13 +91,20 @@ class _HostLauncher:
     def has_crashed(self) -> bool:
         """Whether it ended without reporting a worker's failure, and not because of a signal."""
         code = self.exit_code()
-        return code not in (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM) and self.failure is None
+        return (
+            code not in (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+            and self.failure is None
+        )
 
     @property
     def is_disconnected(self) -> bool:
         """Whether it was killed, or the connection to it broke, since it has begun."""
         code = self.exit_code() if self.has_begun else None
-        return code is not None and (code == _SSH_FAILED or code < 0) and not (self.failure or self.error)
+        return (
+            code is not None
+            and (code == _SSH_FAILED or code < 0)
+            and not (self.failure or self.error)
+        )
 
     def begin(self, address: str, port: int) -> None:
         """Let it begin, as another launcher of the job serves or listens there."""
@@ -92,11 +112,15 @@ class _HostLauncher:
         self.send(f"go {address} {port} {time.time_ns()}")
 
     def exit_code(self) -> int | None:
-        """Return the exit code once the launcher has ended and all its output is read; None before."""
+        """Return the exit code once the launcher has ended and all its output is read; None
+        before.
+        """
         code = self.process.poll()
         if code is not None:
             for thread in self.readers:
-                thread.join(_READ_S)  # a process that it has started may hold its pipes open forever
+                thread.join(
+                    _READ_S
+                )  # a process that it has started may hold its pipes open forever
             self.readers.clear()
         return code
 
@@ -122,14 +146,19 @@ def run_on_hosts(config: JobOptions, listed: Callable[[], Sequence[Host]] | None
     hosts = assign_workers(config)
     check_debug_rank(config, sum(host.slots for host in hosts))
     if config.debug_rank is not None:
-        raise ConfigError("debug_rank", "one host, whose terminal the rank can use", found="-H or --hostfile")
+        raise ConfigError(
+            "debug_rank", "one host, whose terminal the rank can use", found="-H or --hostfile"
+        )
     commands = host_commands(config, hosts)
     variables = remote_environment(config, environment.variables())
     if config.dry_run:
         for command in commands:
             print(shlex.join(command))
         if variables:
-            print("# with these variables, sent to standard input:", *(f"{name}=..." for name in sorted(variables)))
+            print(
+                "# with these variables, sent to standard input:",
+                *(f"{name}=..." for name in sorted(variables)),
+            )
         return
     _RemoteRun(config, hosts, commands, variables, listed).run()
 
@@ -167,10 +196,16 @@ class _RemoteRun:
         self._hosts = hosts
         self._commands = commands
         self._variables = {"LOCKSTEP_JOB_KEY": secrets.token_hex(16), **variables}
-        self._multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=False)
+        self._multiplexer = LogMultiplexer(
+            (1, 2), colours=environment.wants_colours(), prefixes=False
+        )
         self._events: queue.Queue[None] = queue.Queue()
         self._launchers: list[_HostLauncher] = []
-        self._listed = None if listed is None else _ListedHosts(listed, self._launchers, config, self._add, self._say)
+        self._listed = (
+            None
+            if listed is None
+            else _ListedHosts(listed, self._launchers, config, self._add, self._say)
+        )
         self._signals: list[int] = []
         self._disconnected: list[_HostLauncher] = []
 
@@ -224,15 +259,21 @@ class _RemoteRun:
             launcher.port = message.port or launcher.port
             launcher.address = message.address or launcher.address
             self._events.put(None)
-        elif launcher.ready is not None and not (stream == 1 and (launcher.failure or launcher.error)):
+        elif launcher.ready is not None and not (
+            stream == 1 and (launcher.failure or launcher.error)
+        ):
             self._multiplexer.write(0, stream, line)
         else:
             launcher.last_lines.append(line.text.decode(errors="replace"))
 
     def _rendezvous(self) -> None:
-        """Wait until all launchers are ready, check that their hosts are compatible, and start the workers."""
+        """Wait until all launchers are ready, check that their hosts are compatible, and start the
+        workers.
+        """
         self._wait_until(self._launchers, lambda launcher: launcher.ready is not None)
-        descriptions = [launcher.ready for launcher in self._launchers if launcher.ready is not None]
+        descriptions = [
+            launcher.ready for launcher in self._launchers if launcher.ready is not None
+        ]
         check_compatible(descriptions)
         address = self._address(descriptions)
         if not self._config.quiet:
@@ -243,7 +284,9 @@ class _RemoteRun:
         for launcher in self._launchers:
             launcher.begin(address, first.port)
 
-    def _wait_until(self, launchers: Sequence[_HostLauncher], is_done: Callable[[_HostLauncher], bool]) -> None:
+    def _wait_until(
+        self, launchers: Sequence[_HostLauncher], is_done: Callable[[_HostLauncher], bool]
+    ) -> None:
         deadline = time.monotonic() + self._config.start_timeout
         while not all(map(is_done, launchers)):
             self._wait()
@@ -253,12 +296,16 @@ class _RemoteRun:
             if self._signals:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
-                late = ", ".join(launcher.host.name for launcher in launchers if not is_done(launcher))
+                late = ", ".join(
+                    launcher.host.name for launcher in launchers if not is_done(launcher)
+                )
                 expected = f"hosts that answer within {self._config.start_timeout:g} s"
                 raise ConfigError("hosts", expected, found=f"no answer from {late}")
 
     def _address(self, descriptions: Sequence[HostDescription]) -> str:
-        """Return the address by which all other hosts reach the first; only this user's ssh may know its name."""
+        """Return the address by which all other hosts reach the first; only this user's ssh may
+        know its name.
+        """
         if len(descriptions) == 1 and self._listed is None:
             return _LOOPBACK
         callers = [each.caller for each in descriptions if each.caller]
@@ -273,7 +320,9 @@ class _RemoteRun:
             return address_in_a_network(self._config.network_interface or "")
         except OSError as error:
             if self._config.network_interface:
-                raise ConfigError("network_interface", "one of this host", found=str(error)) from None
+                raise ConfigError(
+                    "network_interface", "one of this host", found=str(error)
+                ) from None
             return _LOOPBACK
 
     def _supervise(self) -> None:
@@ -282,7 +331,9 @@ class _RemoteRun:
         deadline = float("inf")
         while any(launcher.process.poll() is None for launcher in self._launchers):
             self._wait()
-            if self._listed is not None and not (self._signals or any(each.is_over for each in self._launchers)):
+            if self._listed is not None and not (
+                self._signals or any(each.is_over for each in self._launchers)
+            ):
                 self._listed.follow()
             while forwarded < len(self._signals):
                 for launcher in self._launchers:
@@ -290,9 +341,15 @@ class _RemoteRun:
                 forwarded += 1
                 if forwarded > 1:
                     deadline = time.monotonic() + EXIT_GRACE
-            self._disconnected = self._disconnected or [each for each in self._launchers if each.is_disconnected]
+            self._disconnected = self._disconnected or [
+                each for each in self._launchers if each.is_disconnected
+            ]
             goes_on = self._config.elastic is not None
-            if not goes_on and deadline == float("inf") and any(launcher.has_crashed for launcher in self._launchers):
+            if (
+                not goes_on
+                and deadline == float("inf")
+                and any(launcher.has_crashed for launcher in self._launchers)
+            ):
                 self._disconnect()  # the others may be waiting for its ranks
                 deadline = time.monotonic() + FAILURE_GRACE + EXIT_GRACE
             if deadline == float("inf") and any(launcher.is_over for launcher in self._launchers):
@@ -302,7 +359,9 @@ class _RemoteRun:
 
     def _add(self, host: Host) -> _HostLauncher:
         """Start the launcher on one more host."""
-        launcher = self._start(host, host_command(self._config, host, len(self._launchers), len(self._launchers) + 1))
+        launcher = self._start(
+            host, host_command(self._config, host, len(self._launchers), len(self._launchers) + 1)
+        )
         self._launchers.append(launcher)
         return launcher
 
@@ -335,21 +394,33 @@ class _RemoteRun:
 
     def _raise_failure(self) -> None:
         """Raise the error of the run, if it failed."""
-        first = HostFailure.earliest([each.failure for each in self._launchers if each.failure is not None])
-        failed = next((each for each in self._launchers if each.process.returncode and not each.failure), None)
+        first = HostFailure.earliest(
+            [each.failure for each in self._launchers if each.failure is not None]
+        )
+        failed = next(
+            (each for each in self._launchers if each.process.returncode and not each.failure), None
+        )
         over = [launcher for launcher in self._launchers if launcher.is_over]
         if any(launcher.process.returncode == 0 for launcher in over) and not self._signals:
             return
         if self._disconnected and not (self._signals or over):
             names = ", ".join(launcher.host.name for launcher in self._disconnected)
-            text = " ".join(" ".join(launcher.last_lines[-3:]) for launcher in self._disconnected).strip()
-            raise LockstepError(f"lost {names}: the connection broke, or the launcher there was killed. {text}")
+            text = " ".join(
+                " ".join(launcher.last_lines[-3:]) for launcher in self._disconnected
+            ).strip()
+            raise LockstepError(
+                f"lost {names}: the connection broke, or the launcher there was killed. {text}"
+            )
         if first is not None:
             raise first.as_error()
         if self._signals and failed is not None:
             number = self._signals[0]
             how = failed.error or "the workers have exited"
-            raise KeyboardInterrupt(how) if number == signal.SIGINT else InterruptedRunError(how, number)
+            raise (
+                KeyboardInterrupt(how)
+                if number == signal.SIGINT
+                else InterruptedRunError(how, number)
+            )
         if failed is not None:
             text = failed.error or " ".join(failed.last_lines[-3:]) or "its launcher has ended"
             error = LockstepError(f"{failed.host.name}: {text}")
@@ -366,21 +437,28 @@ def _control_message(text: bytes) -> ParentMessage | None:
 
 
 def _start_error(launcher: _HostLauncher, config: JobOptions) -> LockstepError:
-    text = " ".join(" ".join(launcher.last_lines[-4:]).split()) or f"exit code {launcher.process.returncode}"
+    text = (
+        " ".join(" ".join(launcher.last_lines[-4:]).split())
+        or f"exit code {launcher.process.returncode}"
+    )
     name = launcher.host.name
     if launcher.process.returncode == _SSH_FAILED:
         command = shlex.join([*ssh_command(config), launcher.host.login, "true"])
         hint = f"`{command}` must work without asking for input."
         return ConfigError("hosts", f"a host that ssh reaches ({name})", found=text, hint=hint)
     hint = f"Lockstep must be installed there for {config.remote_python or sys.executable}."
-    return ConfigError("hosts", f"a host on which the launcher starts ({name})", found=text, hint=hint)
+    return ConfigError(
+        "hosts", f"a host on which the launcher starts ({name})", found=text, hint=hint
+    )
 
 
-# --- Hosts that come and go -------------------------------------------------------------------------------------------
+# --- Hosts that come and go
+# -------------------------------------------------------------------------------------------
 
 
 class _ListedHosts:
-    """Adds the hosts to an elastic job that a list names, and lets those leave that it does not name any more.
+    """Adds the hosts to an elastic job that a list names, and lets those leave that it does not
+    name any more.
 
     A host whose launcher cannot start or is lost is left alone, until the list has been without it.
 
@@ -420,7 +498,11 @@ class _ListedHosts:
         listed = {host.name: host for host in self._listed()}
         self._begin_or_give_up(listed)
         running = {each.host.name: each for each in self._launchers if each.process.poll() is None}
-        lost = (self._running or {each.host.name for each in self._launchers}) - running.keys() - self._leaving
+        lost = (
+            (self._running or {each.host.name for each in self._launchers})
+            - running.keys()
+            - self._leaving
+        )
         self._given_up = (self._given_up | lost) & listed.keys()
         self._leaving &= running.keys()
         self._running = set(running)
@@ -470,7 +552,9 @@ class _ListedHosts:
             launcher.send(f"slots {slots}")
 
     def _let_leave(self, listed: Mapping[str, Host]) -> None:
-        """Tell hosts to leave, if enough slots remain without them; repeatedly, as one may not take part yet."""
+        """Tell hosts to leave, if enough slots remain without them; repeatedly, as one may not take
+        part yet.
+        """
         running = [each for each in self._launchers if each.takes_part]
         unlisted = [each for each in running if each.host.name not in listed]
         remaining = sum(each.host.slots for each in running if each.host.name in listed)
@@ -479,7 +563,8 @@ class _ListedHosts:
         is_enough = remaining >= least
         if not is_enough and names and names != self._kept:
             self._say(
-                f"{names} would leave, but the other hosts have {remaining} slots, and at least {least} are needed"
+                f"{names} would leave, but the other hosts have {remaining} slots, and at least "
+                f"{least} are needed"
             )
         self._kept = "" if is_enough else names
         for launcher in unlisted if is_enough else ():

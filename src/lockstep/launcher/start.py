@@ -1,4 +1,6 @@
-"""Starts what ``lockstep run`` was asked for: on this host, as one of several, on several, or as a Slurm step."""
+"""Starts what ``lockstep run`` was asked for: on this host, as one of several, on several, or as a
+Slurm step.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,18 @@ from .script import HOROVOD_SETUP, Script
 __all__ = ["config_for_slurm_task", "start"]
 
 
-# --- A launcher per node under srun (pure) ----------------------------------------------------------------------------
+# --- A launcher per node under srun (pure)
+# ----------------------------------------------------------------------------
 
 
-def config_for_slurm_task(config: JobOptions, world: World, variables: Mapping[str, str]) -> JobOptions:
-    """Return `config` with the nodes of the Slurm step in which this launcher is the task at `world`.
+def config_for_slurm_task(
+    config: JobOptions, world: World, variables: Mapping[str, str]
+) -> JobOptions:
+    """Return `config` with the nodes of the Slurm step in which this launcher is the task at
+    `world`.
 
-    The master address is the first node of the step, and the port is derived from the job and step IDs, unless
-    MASTER_ADDR and MASTER_PORT are among the `variables` or `config` sets them.
+    The master address is the first node of the step, and the port is derived from the job and step
+    IDs, unless MASTER_ADDR and MASTER_PORT are among the `variables` or `config` sets them.
 
     Raises:
         LockstepError: srun started several launchers on one node.
@@ -42,13 +48,16 @@ def config_for_slurm_task(config: JobOptions, world: World, variables: Mapping[s
     if config.hosts:
         hint = "Leave -H out, or start `lockstep run -H` without srun."
         raise ConfigError(
-            "hosts", "no -H or --hostfile under srun, which starts a launcher on each node", found="both", hint=hint
+            "hosts",
+            "no -H or --hostfile under srun, which starts a launcher on each node",
+            found="both",
+            hint=hint,
         )
     if world.local_world_size > 1:
         raise LockstepError(
-            f"srun started {world.local_world_size} launchers on this node, but one starts all its workers: "
-            f"srun --ntasks-per-node=1 lockstep run -np {world.local_world_size} ..., "
-            "or let srun start the workers: srun python SCRIPT"
+            f"srun started {world.local_world_size} launchers on this node, but one starts all "
+            f"its workers: srun --ntasks-per-node=1 lockstep run -np {world.local_world_size} "
+            "..., or let srun start the workers: srun python SCRIPT"
         )
     if config.nnodes > 1:  # the user gave the nodes
         return config
@@ -59,10 +68,13 @@ def config_for_slurm_task(config: JobOptions, world: World, variables: Mapping[s
     host = variables["MASTER_ADDR"] if by_address else found.host
     port = int(variables["MASTER_PORT"]) if by_address else found.port
     host = config.master_addr or host
-    return replace(config, nnodes=world.nodes, node_rank=world.node, master_addr=host, master_port=port)
+    return replace(
+        config, nnodes=world.nodes, node_rank=world.node, master_addr=host, master_port=port
+    )
 
 
-# --- A launcher on each of a scheduler's nodes ------------------------------------------------------------------------
+# --- A launcher on each of a scheduler's nodes
+# ------------------------------------------------------------------------
 
 
 def config_for_node(config: JobOptions, variables: Mapping[str, str], host: str) -> JobOptions:
@@ -79,17 +91,24 @@ def config_for_node(config: JobOptions, variables: Mapping[str, str], host: str)
     place = find_node(variables, host)
     if place is None:
         hint = (
-            "`lockstep doctor` shows what there is. Without a scheduler: --nnodes N --node-rank I --master-addr ADDR, "
-            "or -H."
+            "`lockstep doctor` shows what there is. Without a scheduler: --nnodes N --node-rank I "
+            "--master-addr ADDR, or -H."
         )
         *names, last = (scheduler.title for scheduler in SCHEDULERS)
         expected = f"a node of {', '.join(names)} or {last}"
         raise ConfigError("nnodes", expected, found="no variables of any", hint=hint)
     port = place.port or config.master_port
-    return replace(config, nnodes=place.nodes, node_rank=place.node, master_addr=place.address, master_port=port)
+    return replace(
+        config,
+        nnodes=place.nodes,
+        node_rank=place.node,
+        master_addr=place.address,
+        master_port=port,
+    )
 
 
-# --- Starting a run ---------------------------------------------------------------------------------------------------
+# --- Starting a run
+# --------------------------------------------------------------------------------------------------
 
 
 def start(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None) -> None:
@@ -97,8 +116,8 @@ def start(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None
 
     Args:
         config: of the run.
-        listed: returns the hosts that an elastic job shall have now, with `config.hosts` at the start; None if these
-            stay.
+        listed: returns the hosts that an elastic job shall have now, with `config.hosts` at the
+            start; None if these stay.
 
     Raises:
         ConfigError: the configuration is invalid; found before any worker starts.
@@ -119,7 +138,11 @@ def start(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None
         from . import ssh
 
         ssh.run_on_hosts(config, listed)
-    elif config.nnodes > 1 or config.as_host or (config.elastic is not None and config.master_addr is not None):
+    elif (
+        config.nnodes > 1
+        or config.as_host
+        or (config.elastic is not None and config.master_addr is not None)
+    ):
         _run_on_several_hosts(script, config)
     else:
         script.check()
@@ -127,19 +150,28 @@ def start(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None
 
 
 def _apply_slurm_step(config: JobOptions) -> JobOptions:
-    """Return `config` with the nodes of the Slurm step; refuse to start inside a worker of any other launcher."""
+    """Return `config` with the nodes of the Slurm step; refuse to start inside a worker of any
+    other launcher.
+    """
     world = environment.find_world()
     if world.source == "slurm" and not config.as_host:
         return config_for_slurm_task(config, world, environment.variables())
     is_node = config.nnodes == AUTO and environment.gives_nodes_ranks()
     if environment.is_launched() and not config.as_host and not is_node:
-        what = f"this process is already a worker ({world.source}, rank {world.rank} of {world.world_size})"
-        cure = "If its variables are left over from another job, `env -u RANK -u WORLD_SIZE lockstep run ...` starts."
+        what = (
+            f"this process is already a worker ({world.source}, rank {world.rank} of "
+            f"{world.world_size})"
+        )
+        cure = (
+            "If its variables are left over from another job, `env -u RANK -u WORLD_SIZE lockstep "
+            "run ...` starts."
+        )
         raise LockstepError(f"`lockstep run` starts workers, but {what}. {cure}")
     return config
 
 
-# Neither this module nor what it imports at its top loads PyTorch, so that the fork server loads it at the same time.
+# Neither this module nor what it imports at its top loads PyTorch, so that the fork server loads it
+# at the same time.
 
 
 def _run_on_this_host(script: Script, config: JobOptions) -> None:
@@ -153,7 +185,9 @@ def _run_on_this_host(script: Script, config: JobOptions) -> None:
         with deferred_signals():
             from . import elastic_host, links, local
 
-    multiplexer = LogMultiplexer((1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix)
+    multiplexer = LogMultiplexer(
+        (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
+    )
     if config.elastic is not None:
         elastic_host.run_on_one_host(local.elastic_setup(script, config, workers, multiplexer))
         return
@@ -174,7 +208,9 @@ def _run_on_several_hosts(script: Script, config: JobOptions) -> None:
 
 
 def _prepare_host(script: Script, config: JobOptions, workers: int) -> str:
-    """Prepare for the workers; return why this host cannot run them, which all hosts are told, or ""."""
+    """Prepare for the workers; return why this host cannot run them, which all hosts are told, or
+    "".
+    """
     try:
         prepare_workers(config, workers)
         script.check()

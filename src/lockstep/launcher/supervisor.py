@@ -1,4 +1,6 @@
-"""The launcher's supervision of running workers: signals, grace periods, and the watchdog's files and messages."""
+"""The launcher's supervision of running workers: signals, grace periods, and the watchdog's files
+and messages.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def program_name(argv: Sequence[str]) -> str:
     return Path(argv[0]).name.replace("__main__.py", "lockstep")
 
 
-# --- Supervision of the workers ---------------------------------------------------------------------------------------
+# --- Supervision of the workers
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -47,7 +50,8 @@ class WorkerSupervisor:
         exit_grace: seconds that workers may take to exit after a signal.
         save_grace: the same if one of them has asked for time to save.
         dead_ranks: the numbers of the workers that were dead at the first check that found any.
-        checked_at: time of the check before that one, in nanoseconds since the epoch: they were alive then.
+        checked_at: time of the check before that one, in nanoseconds since the epoch: they were
+            alive then.
         killed: whether the grace period ran out and the remaining workers were killed.
         informed: the workers that get no signal from here, because they are told in another way.
     """
@@ -79,10 +83,14 @@ class WorkerSupervisor:
         self.checked_at = self.checked_at if self.dead_ranks else now
         stops = bool(self.signals) or any(failure.stopped for failure in failures)
         self._stop_requested = self._stop_requested or stops
-        failed = is_over or bool(self.dead_ranks) or any(not failure.stopped for failure in failures)
+        failed = (
+            is_over or bool(self.dead_ranks) or any(not failure.stopped for failure in failures)
+        )
         self._set_deadline(failed)
         if failed:
-            stopped = [number for number, worker in living.items() if worker.pid and is_stopped(worker.pid)]
+            stopped = [
+                number for number, worker in living.items() if worker.pid and is_stopped(worker.pid)
+            ]
             self.workers.end(stopped, signal.SIGKILL)  # it cannot clean up
         if living and self.deadline_passed:
             self._end_overdue(living)
@@ -91,7 +99,9 @@ class WorkerSupervisor:
     @property
     def deadline_passed(self) -> bool:
         """Whether the grace period of the workers is over."""
-        needs_time = self._stop_requested and any(worker.needs_time for worker in self.workers.all.values())
+        needs_time = self._stop_requested and any(
+            worker.needs_time for worker in self.workers.all.values()
+        )
         extra = self.save_grace - self.exit_grace if needs_time else 0.0
         return time.monotonic() >= self._deadline + max(0.0, extra) * (len(self.signals) < 2)
 
@@ -101,7 +111,9 @@ class WorkerSupervisor:
         self.workers.end(self.workers.living, signal.SIGKILL)
 
     def _end_overdue(self, living: Mapping[int, WorkerProcess]) -> None:
-        """Kill workers past their deadline; without a signal from outside they get SIGTERM and a moment first."""
+        """Kill workers past their deadline; without a signal from outside they get SIGTERM and a
+        moment first.
+        """
         now = time.monotonic()
         if self.signals or now >= self._kill_at:
             self.kill_all()
@@ -111,7 +123,9 @@ class WorkerSupervisor:
             self.workers.end(living, signal.SIGTERM)
 
     def _forward_signals(self, living: Mapping[int, WorkerProcess]) -> None:
-        """Forward the first signal to the workers; one that has not connected does not handle any yet."""
+        """Forward the first signal to the workers; one that has not connected does not handle any
+        yet.
+        """
         if not self.signals:
             return
         connected = {number for number, worker in living.items() if worker.connection is not None}
@@ -127,14 +141,17 @@ class WorkerSupervisor:
             self._deadline = now + (self.exit_grace if self._stop_requested else FAILURE_GRACE)
 
 
-_STOPPED_POLL_S = 0.25  # less than the clock's longest tick, so that all time counts in which this process runs
+_STOPPED_POLL_S = (
+    0.25  # less than the clock's longest tick, so that all time counts in which this process runs
+)
 
 
 class StoppedWorkers:
-    """Finds the workers of an elastic job that have been stopped by a signal for as long as a stall may last.
+    """Finds the workers of an elastic job that have been stopped by a signal for as long as a stall
+    may last.
 
-    Only time in which this process has run and another worker was not stopped counts: a whole job may be stopped for a
-    night and continue.
+    Only time in which this process has run and another worker was not stopped counts: a whole job
+    may be stopped for a night and continue.
 
     Args:
         limit_s: seconds after which a stall is an error.
@@ -162,13 +179,15 @@ class StoppedWorkers:
         return [number for number in stopped if self._clock.observed_s(number) >= self.limit_s]
 
 
-# --- The watchdog's files and messages --------------------------------------------------------------------------------
+# --- The watchdog's files and messages
+# --------------------------------------------------------------------------------
 
 _UNLIMITED_S = 7 * 24 * 3600.0  # seconds that ranks wait for one in a debugger
 
 _FAILURES = {"exit": ("lost", "died", "died"), "SystemExit": ("left", "ended", "ended")}
 _ADVICE = {
-    "lost": "Read its last output, and the kernel's log on that host (dmesg) for out-of-memory kills.",
+    "lost": "Read its last output, and the kernel's log on that host (dmesg) for out-of-memory "
+    "kills.",
     "left": "Let all ranks run the same number of steps and end together.",
     "raised": "Fix the error in its traceback; the other ranks were ended because of it.",
 }
@@ -176,7 +195,8 @@ _ADVICE = {
 
 @dataclass
 class WatchdogFiles:
-    """The launcher's side of the watchdog of one run: the folder for flight records, its messages and its report.
+    """The launcher's side of the watchdog of one run: the folder for flight records, its messages
+    and its report.
 
     Attributes:
         name: the unique name of the run.
@@ -204,19 +224,28 @@ class WatchdogFiles:
         return (self.options.mode or environment.watchdog_mode()) != "off"
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables of the watchdog for the workers that are about to be started."""
-        chosen = {"LOCKSTEP_WATCHDOG": self.options.mode, "LOCKSTEP_TIMELINE": self.options.timeline}
+        """Return the environment variables of the watchdog for the workers that are about to be
+        started.
+        """
+        chosen = {
+            "LOCKSTEP_WATCHDOG": self.options.mode,
+            "LOCKSTEP_TIMELINE": self.options.timeline,
+        }
         limit = self.options.stall_timeout
         chosen["LOCKSTEP_STALL_TIMEOUT"] = None if limit is None else str(limit)
         if self.debug_rank is not None:
-            chosen |= dict.fromkeys(("LOCKSTEP_STALL_TIMEOUT", "LOCKSTEP_STALL_WARNING"), str(_UNLIMITED_S))
+            chosen |= dict.fromkeys(
+                ("LOCKSTEP_STALL_TIMEOUT", "LOCKSTEP_STALL_WARNING"), str(_UNLIMITED_S)
+            )
         chosen["LOCKSTEP_WATCHDOG_DIR"] = str(self.folder) if self.folder is not None else ""
         if not self._has_folder:
             chosen |= {"LOCKSTEP_WATCHDOG": "off", "LOCKSTEP_WATCHDOG_DIR": ""}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def start_attempt(self, attempt: int, first_rank: int, workers: int) -> None:
-        """Create the folder for the next workers; if that fails, for want of space say, the watchdog is off."""
+        """Create the folder for the next workers; if that fails, for want of space say, the
+        watchdog is off.
+        """
         if not self.is_enabled:
             return
         before = self.folder
@@ -227,7 +256,9 @@ class WatchdogFiles:
             self._create_folder(self.folder, first_rank, workers)
             self._has_folder = True
         except OSError as error:
-            self.log(f"lockstep: the watchdog is off: {self._base or layout.parent()}: {error.strerror}")
+            self.log(
+                f"lockstep: the watchdog is off: {self._base or layout.parent()}: {error.strerror}"
+            )
             if self.folder is not None:
                 self._remove(self.folder.parent)
             self.folder = None
@@ -248,7 +279,9 @@ class WatchdogFiles:
         host = socket.gethostname()
         now = time.time()
         folders = (str(Path.cwd()), self.options.folder)
-        job = jobs.JobDescription(program, os.getpid(), workers, first_rank, now, host, *folders, control=self.control)
+        job = jobs.JobDescription(
+            program, os.getpid(), workers, first_rank, now, host, *folders, control=self.control
+        )
         jobs.write_description(folder, job)
 
     def relay_messages(self) -> None:
@@ -282,11 +315,17 @@ class WatchdogFiles:
         return {row.rank: row.state for row in report.ranks} if report is not None else {}
 
     def deliver_failure(self, failure: HostFailure) -> None:
-        """Make this host's workers raise the `failure` of another host, unless there is a report already."""
+        """Make this host's workers raise the `failure` of another host, unless there is a report
+        already.
+        """
         if self.folder is not None:
-            with suppress(OSError, ValueError):  # the disk is full, or that host runs another version
+            with suppress(
+                OSError, ValueError
+            ):  # the disk is full, or that host runs another version
                 report = (
-                    reports.from_json(failure.report) if failure.report else _report_on_failure(failure, self.folder)
+                    reports.from_json(failure.report)
+                    if failure.report
+                    else _report_on_failure(failure, self.folder)
                 )
                 reports.write_once(self.folder, report)
 
@@ -304,15 +343,21 @@ class WatchdogFiles:
 
 
 def _report_on_failure(failure: HostFailure, folder: Path) -> reports.Report:
-    """Return a report on a worker of another host, with the states of this host's workers from their records."""
+    """Return a report on a worker of another host, with the states of this host's workers from
+    their records.
+    """
     from ..watchdog.states import rank_status
 
     kind, state, verb = _FAILURES.get(failure.kind, ("raised", "raised", f"raised {failure.kind}"))
     reason = failure.reason.strip().partition("\n")[0]
-    rows = [reports.RankStatus(failure.rank, state, reason, failure.host, traceback=failure.traceback)]
+    rows = [
+        reports.RankStatus(failure.rank, state, reason, failure.host, traceback=failure.traceback)
+    ]
     for recording in open_job(folder).values():
         rows.append(rank_status(recording.state(), True, False, False))
         recording.close()
     rows.sort(key=lambda row: row.rank)
     sentence = f"Rank {failure.rank} on {failure.host} {verb}: {reason}."
-    return reports.Report(kind, sentence, tuple(rows), (failure.rank,), advice=_ADVICE[kind], time=time.time())
+    return reports.Report(
+        kind, sentence, tuple(rows), (failure.rank,), advice=_ADVICE[kind], time=time.time()
+    )

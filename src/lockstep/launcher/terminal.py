@@ -35,7 +35,9 @@ class TerminalOutput:
     others: OutputTarget
 
     def redirect(self, local_rank: int) -> None:
-        """Redirect this process's standard streams, and remove the timeout of collectives of torch.distributed."""
+        """Redirect this process's standard streams, and remove the timeout of collectives of
+        torch.distributed.
+        """
         _extend_timeouts()
         if find_world().rank != self.rank:
             self.others.redirect(local_rank)
@@ -58,8 +60,12 @@ def lend_terminal(rank: int, others: OutputTarget) -> Iterator[TerminalOutput]:
     try:
         terminal = os.open(_TERMINAL, os.O_RDWR)
     except OSError:
-        raise ConfigError("debug_rank", "a terminal for that rank", found="a process without one") from None
-    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background process takes the terminal back
+        raise ConfigError(
+            "debug_rank", "a terminal for that rank", found="a process without one"
+        ) from None
+    before = signal.signal(
+        signal.SIGTTOU, signal.SIG_IGN
+    )  # a background process takes the terminal back
     try:
         yield TerminalOutput(rank, others)
     finally:

@@ -1,4 +1,6 @@
-"""A worker process: it sets itself up, runs its task or script, reports its exit, and leaves no process behind."""
+"""A worker process: it sets itself up, runs its task or script, reports its exit, and leaves no
+process behind.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,16 @@ from .workers import worker_socket
 __all__ = ["WorkerSetup", "main", "refuse_bad_fork"]
 
 
-# --- The worker process -----------------------------------------------------------------------------------------------
+# --- The worker process
+# -----------------------------------------------------------------------------------------------
 
-# A worker with an error of Lockstep waits this long for the others to raise the same one. If the input is bad, all do
-# so at nearly the same time; if only one worker fails, the launch fails this much later.
+# A worker with an error of Lockstep waits this long for the others to raise the same one. If the
+# input is bad, all do so at nearly the same time; if only one worker fails, the launch fails this
+# much later.
 SAME_ERROR_WAIT_SECONDS = 1.0
 
-# Between the moment in which the kernel closes the launcher's end of the pipe and that in which its process has ended.
+# Between the moment in which the kernel closes the launcher's end of the pipe and that in which its
+# process has ended.
 _LAUNCHER_ENDS_S = 5.0
 
 _OTHERS_FIRST_S = 3.0  # by which the other hosts give up a launcher before its workers do
@@ -75,7 +80,8 @@ class WorkerSetup:
         threads: intra-op threads of PyTorch.
         output: the target of its standard output and standard error.
         run_id: value of LOCKSTEP_RUN_ID in all processes of the run.
-        program: what the job runs, for lists of processes; "" to keep the title that the process has.
+        program: what the job runs, for lists of processes; "" to keep the title that the process
+            has.
         patience: with a launcher that does not answer; None where there is none.
     """
 
@@ -90,9 +96,9 @@ class WorkerSetup:
 def main(task: Callable[[], object], setup: WorkerSetup, rank: int) -> object:
     """Run `task` as the worker with the local rank `rank`, and return its value.
 
-    An exception is reported to the launcher and ends the process with the exception's exit code. One that shuts a
-    worker down cleanly on a signal (InterruptedRunError) ends it with exit code 0: the launcher ends the peers of a
-    worker that fails.
+    An exception is reported to the launcher and ends the process with the exception's exit code.
+    One that shuts a worker down cleanly on a signal (InterruptedRunError) ends it with exit code 0:
+    the launcher ends the peers of a worker that fails.
     """
     _set_up_signals()
     client = _connect(setup, rank)
@@ -130,7 +136,9 @@ def _connect(setup: WorkerSetup, rank: int) -> JobClient:
         incoming = ToAnyWorker | Down
     launcher = _Launcher(setup)
     try:
-        client = JobClient(worker_socket(setup.folder), rank, incoming, launcher.look, launcher.lost)
+        client = JobClient(
+            worker_socket(setup.folder), rank, incoming, launcher.look, launcher.lost
+        )
     except OSError:  # it has ended by now
         os.killpg(os.getpid(), signal.SIGKILL)
         raise
@@ -154,32 +162,40 @@ def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
 
 
 def _set_title(name: str, program: str) -> None:
-    """Show `name` and `program` as this process's command line in ps and top, where setproctitle is installed."""
+    """Show `name` and `program` as this process's command line in ps and top, where setproctitle is
+    installed.
+    """
     with suppress(ImportError):
         import setproctitle
 
         setproctitle.setproctitle(f"{name}: {program}")
-        setproctitle.setthreadtitle(name)  # where the place of the command line is not known: not forked, but spawned
+        setproctitle.setthreadtitle(
+            name
+        )  # where the place of the command line is not known: not forked, but spawned
 
 
 def refuse_bad_fork() -> None:
-    """Raise LockstepError if an accelerator was in use in the process from which this one was forked."""
+    """Raise LockstepError if an accelerator was in use in the process from which this one was
+    forked.
+    """
     found = torch.accelerator.current_accelerator()
     kind = "cuda" if found is None else found.type
     if getattr(torch.get_device_module(kind), "_is_in_bad_fork", bool)():
         raise LockstepError(
-            f"a module in --preload initialises {kind} on import, and a process that uses it cannot be forked. "
-            "Remove the module from --preload, or use --start-method spawn."
+            f"a module in --preload initialises {kind} on import, and a process that uses it "
+            "cannot be forked. Remove the module from --preload, or use --start-method spawn."
         )
 
 
 def _set_up_signals() -> None:
     # In its own process group a worker gets Ctrl-C only from the launcher, and so once.
     os.setpgid(0, 0)
-    # Outside the terminal's foreground group, writing to it must not stop the process ("stty tostop").
+    # Outside the terminal's foreground group, writing to it must not stop the process ("stty
+    # tostop").
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     if sys.platform == "linux":
-        # PyTorch requests SIGINT at the death of the fork server, but a worker follows the launcher.
+        # PyTorch requests SIGINT at the death of the fork server, but a worker follows the
+        # launcher.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -197,16 +213,21 @@ class _Launcher:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self.client: JobClient | None = None
-        parent = multiprocessing.parent_process()  # in an actor of Ray, which ends with its job, there is none
+        parent = (
+            multiprocessing.parent_process()
+        )  # in an actor of Ray, which ends with its job, there is none
         self._pid = 0 if parent is None else parent.pid or 0
         self._liveness = ProcessLiveness({0: self._pid})
         self._silence: SilenceWatch | None = None
-        if setup.patience is not None:  # the others know first why this worker ends, and do not take it for dead
+        if (
+            setup.patience is not None
+        ):  # the others know first why this worker ends, and do not take it for dead
             limit_s = setup.patience.limit_s + _OTHERS_FIRST_S
             self._silence = SilenceWatch(replace(setup.patience, limit_s=limit_s))
 
     def look(self) -> None:
-        """Say that the launcher has not answered for long, and end this worker when that has lasted too long.
+        """Say that the launcher has not answered for long, and end this worker when that has lasted
+        too long.
 
         The others go on without this host by then, or have ended.
         """
@@ -224,18 +245,25 @@ class _Launcher:
         limit_s = limits.limit_s - _OTHERS_FIRST_S
         if is_due and _is_first(folder, "silent", limits.warning_s):
             hint = (
-                f"; it is stopped by a signal, `kill -CONT {self._pid}` lets it go on" if is_stopped(self._pid) else ""
+                f"; it is stopped by a signal, `kill -CONT {self._pid}` lets it go on"
+                if is_stopped(self._pid)
+                else ""
             )
             text = f"the launcher of host {name} has not answered for {limits.warning_s:g} s{hint}"
             write_to_launcher(self._pid, f"lockstep: {text}")
         if is_over:
             if _is_first(folder, "over", limit_s):
-                text = f"the launcher of host {name} has not answered for {limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)"
+                text = (
+                    f"the launcher of host {name} has not answered for {limit_s:g} s "
+                    "(LOCKSTEP_LAUNCHER_TIMEOUT)"
+                )
                 write_to_launcher(self._pid, f"lockstep: {text}; its workers end")
             os.killpg(os.getpid(), signal.SIGKILL)  # the folder stays the launcher's
 
     def lost(self) -> None:
-        """End this process and those that it has started; if the launcher has ended, remove what it has left."""
+        """End this process and those that it has started; if the launcher has ended, remove what it
+        has left.
+        """
         if not self._pid:
             return
         try:
@@ -245,7 +273,9 @@ class _Launcher:
             os.killpg(os.getpid(), signal.SIGKILL)
 
     def _has_ended(self) -> bool:
-        """Return whether the launcher has ended, and has not only given up this worker: its folder is its own then."""
+        """Return whether the launcher has ended, and has not only given up this worker: its folder
+        is its own then.
+        """
         deadline = time.monotonic() + _LAUNCHER_ENDS_S
         while not self._liveness.poll():
             if time.monotonic() > deadline:
@@ -254,18 +284,23 @@ class _Launcher:
         return True
 
     def _remove_traces(self) -> None:
-        """Remove the folders of a run whose launcher is gone, and end the processes that its ranks have started."""
+        """Remove the folders of a run whose launcher is gone, and end the processes that its ranks
+        have started.
+        """
         records = records_dir()
         shutil.rmtree(self._setup.folder, ignore_errors=True)
         if records is not None:
             jobs.remove(records.parent)
-        # Every rank does this and then kills itself: a rank killed by another would leave its own cleanup undone.
+        # Every rank does this and then kills itself: a rank killed by another would leave its own
+        # cleanup undone.
         peers = frozenset({os.getpid()}) if self.client is None else self.client.peers
         end_orphans(self._setup.run_id, keep_children=False, keep=peers)
 
 
 def _is_first(folder: Path, kind: str, seconds: float) -> bool:
-    """Return whether no other worker of this host has left a mark of this kind within so many seconds."""
+    """Return whether no other worker of this host has left a mark of this kind within so many
+    seconds.
+    """
     marks = list(folder.glob(f"{kind}-*"))
     try:
         newest = max((mark.stat().st_mtime for mark in marks), default=0.0)
@@ -312,7 +347,10 @@ def _message(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"ended with exit code {_exit_code(error)}"
     if isinstance(error, bdb.BdbQuit) and not (sys.stdin and sys.stdin.isatty()):
-        return f"breakpoint() has no terminal. Start the job with `lockstep run --debug-rank {find_world().rank} ...`."
+        return (
+            "breakpoint() has no terminal. Start the job with `lockstep run --debug-rank "
+            f"{find_world().rank} ...`."
+        )
     try:
         return str(error)
     except Exception as second:
@@ -337,14 +375,19 @@ def _traceback(error: BaseException) -> str:
 def _is_launcher_frame(frames: TracebackType) -> bool:
     """Return whether this is a frame of the launcher or runpy and not of the program."""
     names = frames.tb_frame.f_globals
-    return names.get("__package__") in (__package__, f"{_PACKAGE}.ray") or names.get("__name__") == "runpy"
+    return (
+        names.get("__package__") in (__package__, f"{_PACKAGE}.ray")
+        or names.get("__name__") == "runpy"
+    )
 
 
 def _exit_with_report(report: Failure, client: JobClient) -> None:
     _flush()
     client.fail(report)
     may_be_alike = report.pickled and not report.repeats_watchdog
-    if may_be_alike and environment.elastic_worker() is None:  # the launcher knows which reports are still to come
+    if (
+        may_be_alike and environment.elastic_worker() is None
+    ):  # the launcher knows which reports are still to come
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         client.wait_for_release(SAME_ERROR_WAIT_SECONDS)
     raise SystemExit(report.exit_code) from None
@@ -353,13 +396,17 @@ def _exit_with_report(report: Failure, client: JobClient) -> None:
 def _report_late(client: JobClient, error: BaseException) -> None:
     """Report the failure of a program that something keeps running, and what that is.
 
-    The launcher then ends the job as after every failure. A job of one rank is left to end by itself, as Python does.
+    The launcher then ends the job as after every failure. A job of one rank is left to end by
+    itself, as Python does.
     """
     report = _make_report(client, error)
     if report.stopped or not report.exit_code:
         return
     number = find_world().rank
-    text = f"rank {number} has failed ({report.kind}: {report.reason.partition(_NEW_LINE)[0]}) and does not end:"
+    text = (
+        f"rank {number} has failed ({report.kind}: {report.reason.partition(_NEW_LINE)[0]}) and "
+        "does not end:"
+    )
     with suppress(OSError):  # the launcher is gone, or the disk is full
         jobs.write_message(records_dir(), f"{text}\n  {describe_activity()}")
     if find_world().world_size > 1:

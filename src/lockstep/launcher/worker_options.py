@@ -9,14 +9,16 @@ from ..network import VirtualNetwork
 __all__ = ["EXIT_GRACE", "FAILURE_GRACE", "SAVE_GRACE", "WatchdogOptions", "WorkerOptions"]
 
 SAVE_GRACE = 120.0
-"""Seconds to finish a step and save. At the 100 MB/s of a slow disk that is a checkpoint of 12 GB; a second signal ends
-the wait."""
+"""Seconds to finish a step and save. At the 100 MB/s of a slow disk that is a checkpoint of 12 GB;
+a second signal ends the wait."""
 
 EXIT_GRACE = 1.0
 """Seconds to exit for a program that does not ask for time to save."""
 
 FAILURE_GRACE = 5.0
-"""Seconds until the other workers are killed after one has failed. They cannot continue, only clean up."""
+"""Seconds until the other workers are killed after one has failed. They cannot continue, only clean
+up.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class WorkerOptions:
     Attributes:
         workers: their number.
         threads: intra-op threads of PyTorch in each worker.
-        grace: seconds that workers may take to exit after a signal if one of them has asked for time to save.
+        grace: seconds that workers may take to exit after a signal if one of them has asked for
+            time to save.
         exit_grace: the same if none has.
         restarts: how often to restart all workers after a failure.
         start_method: "forkserver", or "spawn" for new interpreters.

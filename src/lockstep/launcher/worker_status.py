@@ -1,7 +1,9 @@
-"""The results of workers: what they have told and what the ends of their processes add, and the error of a run.
+"""The results of workers: what they have told and what the ends of their processes add, and the
+error of a run.
 
-After the last worker has ended, the launcher collects everything in `WorkerResults`, from which `raise_failure` selects
-the error. `HostFailure` is the form in which the first failure of a host travels to the other hosts.
+After the last worker has ended, the launcher collects everything in `WorkerResults`, from which
+`raise_failure` selects the error. `HostFailure` is the form in which the first failure of a host
+travels to the other hosts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ import torch
 from msgspec import structs
 
 from .. import environment
-from ..errors import ConfigError, InterruptedRunError, LockstepError, MissingPackageError, WorkerError, ranks_in_words
+from ..errors import (
+    ConfigError,
+    InterruptedRunError,
+    LockstepError,
+    MissingPackageError,
+    WorkerError,
+    ranks_in_words,
+)
 from ..job.messages import Failure
 from ..pickling import Pickler, pickled
 from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
@@ -42,7 +51,8 @@ __all__ = [
 ]
 
 
-# --- Pickled calls and values -----------------------------------------------------------------------------------------
+# --- Pickled calls and values
+# -----------------------------------------------------------------------------------------
 
 
 class _Pickler(Pickler):
@@ -55,12 +65,16 @@ class _Pickler(Pickler):
 
 
 def pickle_by_value(value: object) -> bytes:
-    """Return `value` as bytes that another process of this Python can rebuild; tensors arrive on the CPU."""
+    """Return `value` as bytes that another process of this Python can rebuild; tensors arrive on
+    the CPU.
+    """
     return pickled(value, _Pickler)
 
 
 def unpickle(data: bytes) -> Any:
-    """Return the value of `pickle_by_value`. Only for bytes that this program has written itself."""
+    """Return the value of `pickle_by_value`. Only for bytes that this program has written
+    itself.
+    """
     return pickle.loads(data)
 
 
@@ -95,7 +109,8 @@ def _not_picklable(name: str, value: object, error: Exception) -> ConfigError:
 
 
 def run_stored_call(call: Path, value: Path, find_rank: Callable[[], int] | None = None) -> None:
-    """Execute the pickled call in a file as a worker; rank 0 writes its pickled value into another, if it has one.
+    """Execute the pickled call in a file as a worker; rank 0 writes its pickled value into another,
+    if it has one.
 
     Args:
         call: of `pickle_call`.
@@ -114,20 +129,25 @@ def run_call(call: bytes, find_rank: Callable[[], int] | None = None) -> bytes |
 
     Args:
         call: of `pickle_call`.
-        find_rank: called after the function; by default the rank is the one that the environment gives.
+        find_rank: called after the function; by default the rank is the one that the environment
+            gives.
     """
     fn, args, kwargs = unpickle(call)
-    # the function chooses its own start method: what it defines cannot be imported by name in a new interpreter
+    # the function chooses its own start method: what it defines cannot be imported by name in a new
+    # interpreter
     multiprocessing.set_start_method(None, force=True)
     value = fn(*args, **kwargs)
     rank = find_rank() if find_rank is not None else environment.find_world().rank
     return pickle_by_value(value) if value is not None and rank == 0 else None
 
 
-# --- The error that a run raises (pure) -------------------------------------------------------------------------------
+# --- The error that a run raises (pure)
+# -------------------------------------------------------------------------------
 
 FORCED_EXIT_CODE = 86
-"""The exit code with which a worker's own watchdog ends it after a report, if its threads cannot be interrupted."""
+"""The exit code with which a worker's own watchdog ends it after a report, if its threads cannot be
+interrupted.
+"""
 
 
 @dataclass(frozen=True)
@@ -139,7 +159,8 @@ class WorkerResults:
         dead_ranks: the ranks that were found dead first.
         dead_since: the earliest time at which they can have died, in nanoseconds since the epoch.
         watchdog_report: the watchdog's report on all ranks.
-        codes: exit code of each rank that ended before the launcher ended the others; negative for a signal.
+        codes: exit code of each rank that ended before the launcher ended the others; negative for
+            a signal.
         signals: the signals that the launcher received.
         killed: whether the launcher killed workers after their grace period.
         workers: how many there were.
@@ -160,9 +181,12 @@ class WorkerResults:
 
     @property
     def failures(self) -> list[Failure]:
-        """The reports of failed workers, the earliest first; those that only repeat the watchdog's report come last."""
+        """The reports of failed workers, the earliest first; those that only repeat the watchdog's
+        report come last.
+        """
         return sorted(
-            (report for report in self.reports if not report.stopped), key=lambda report: report.repeats_watchdog
+            (report for report in self.reports if not report.stopped),
+            key=lambda report: report.repeats_watchdog,
         )
 
 
@@ -194,7 +218,9 @@ def combine(hosts: Sequence[WorkerResults], signals: Sequence[int] = ()) -> Work
         any(host.killed for host in hosts),
         sum(host.workers for host in hosts),
         dead_since=min((since for since, _ in dead), default=0),
-        watchdog_report=next((host.watchdog_report for host in hosts if host.watchdog_report is not None), None),
+        watchdog_report=next(
+            (host.watchdog_report for host in hosts if host.watchdog_report is not None), None
+        ),
         ends=ends,
     )
 
@@ -204,16 +230,21 @@ def raise_failure(results: WorkerResults) -> None:
 
     Raises:
         WorkerError: a worker failed. Exiting on a signal that the launcher received is no failure.
-        LockstepError: all workers failed with this same error, which is therefore not specific to one worker; or some
-            repeat the watchdog's report, and none failed otherwise.
-        InterruptedRunError: workers shut down cleanly on a signal, or the launcher received SIGTERM.
+        LockstepError: all workers failed with this same error, which is therefore not specific to
+            one worker; or some repeat the watchdog's report, and none failed otherwise.
+        InterruptedRunError: workers shut down cleanly on a signal, or the launcher received
+            SIGTERM.
         KeyboardInterrupt: the launcher received SIGINT.
     """
     error = first_failure(results)
     if error is not None and results.watchdog_report is not None:
         error.report_json = with_exit_details(results.watchdog_report, results).to_json()
-    stopped = sorted((report for report in results.reports if report.stopped), key=lambda report: report.rank)
-    if error is not None and not ((results.signals or stopped) and _follows_from_signal(error, results)):
+    stopped = sorted(
+        (report for report in results.reports if report.stopped), key=lambda report: report.rank
+    )
+    if error is not None and not (
+        (results.signals or stopped) and _follows_from_signal(error, results)
+    ):
         shared = common_error(results) or _watchdog_error(error, results)
         if shared is not None:
             shared.report_json = error.report_json
@@ -221,10 +252,16 @@ def raise_failure(results: WorkerResults) -> None:
         error.others = later_failures(results, error)
         raise error
     if stopped:
-        raise InterruptedRunError(stopped[0].reason, stopped[0].signal_number, stopped[0].checkpoint)
+        raise InterruptedRunError(
+            stopped[0].reason, stopped[0].signal_number, stopped[0].checkpoint
+        )
     if results.signals:
         number = results.signals[0]
-        how = "the workers did not exit in time and were killed" if results.killed else "the workers have exited"
+        how = (
+            "the workers did not exit in time and were killed"
+            if results.killed
+            else "the workers have exited"
+        )
         if number == signal.SIGINT:
             raise KeyboardInterrupt(how)
         raise InterruptedRunError(f"stopped by {signal_name(number)}: {how}", number)
@@ -233,12 +270,14 @@ def raise_failure(results: WorkerResults) -> None:
 def first_failure(results: WorkerResults) -> WorkerError | None:
     """Return the first failure, or None if no worker failed.
 
-    A report without dead peers precedes all others, the earliest first; then a death without a report; then a failure
-    after a peer's death. The last resort is a worker that repeats the watchdog's report, or that its watchdog ended
-    before it could.
+    A report without dead peers precedes all others, the earliest first; then a death without a
+    report; then a failure after a peer's death. The last resort is a worker that repeats the
+    watchdog's report, or that its watchdog ended before it could.
     """
     failures = results.failures
-    causes = [report for report in failures if not report.dead_peers and not report.repeats_watchdog]
+    causes = [
+        report for report in failures if not report.dead_peers and not report.repeats_watchdog
+    ]
     if causes:
         return _error_from_report(causes[0], results)
     silent = _ranks_without_report(results)
@@ -246,8 +285,12 @@ def first_failure(results: WorkerResults) -> WorkerError | None:
         error = _error_of_silent_rank(silent[0], results)
         error.time = results.dead_since
         return error
-    ended_by_watchdog = [rank for rank, code in (results.codes or {}).items() if code == FORCED_EXIT_CODE]
-    if results.watchdog_report is not None and (failures[0].repeats_watchdog if failures else ended_by_watchdog):
+    ended_by_watchdog = [
+        rank for rank, code in (results.codes or {}).items() if code == FORCED_EXIT_CODE
+    ]
+    if results.watchdog_report is not None and (
+        failures[0].repeats_watchdog if failures else ended_by_watchdog
+    ):
         return _culprit_error(results.watchdog_report, failures, results, ended_by_watchdog)
     return _error_from_report(failures[0], results) if failures else None
 
@@ -257,21 +300,38 @@ def _error_of_silent_rank(rank: int, results: WorkerResults) -> WorkerError:
     ends = results.ends or {}
     if rank in ends and rank not in codes:
         return WorkerError(results.first_rank + rank, "exit", ends[rank])
-    if results.signals and rank not in codes:  # it ended with code 0, or so early that nobody has its code
+    if (
+        results.signals and rank not in codes
+    ):  # it ended with code 0, or so early that nobody has its code
         number = results.signals[0]
-        return WorkerError(results.first_rank + rank, "exit", f"ended on {signal_name(number)}", exit_code=128 + number)
+        return WorkerError(
+            results.first_rank + rank,
+            "exit",
+            f"ended on {signal_name(number)}",
+            exit_code=128 + number,
+        )
     return _error_from_exit_code(results.first_rank + rank, codes.get(rank, 0))
 
 
 def _ranks_without_report(results: WorkerResults) -> list[int]:
-    """Return the local ranks that died without a report, those first that are known to have died first."""
+    """Return the local ranks that died without a report, those first that are known to have died
+    first.
+    """
     reported = {report.rank for report in results.reports}
     if results.watchdog_report is not None:
-        reported |= {rank for rank, code in (results.codes or {}).items() if code == FORCED_EXIT_CODE}
+        reported |= {
+            rank for rank, code in (results.codes or {}).items() if code == FORCED_EXIT_CODE
+        }
     seen = [rank for rank in results.codes or {} if rank not in reported]
     dead_ranks = [rank for rank in results.dead_ranks if rank not in reported]
-    if results.watchdog_report is not None:  # the others were alive when it was made, and were ended afterwards
-        dead = [row.rank - results.first_rank for row in results.watchdog_report.ranks if row.state in ("died", "lost")]
+    if (
+        results.watchdog_report is not None
+    ):  # the others were alive when it was made, and were ended afterwards
+        dead = [
+            row.rank - results.first_rank
+            for row in results.watchdog_report.ranks
+            if row.state in ("died", "lost")
+        ]
         dead_ranks = [rank for rank in dead_ranks if rank in dead or rank in seen]
     silent = [rank for rank in dead_ranks if rank in seen] or dead_ranks or seen
     culprits = results.watchdog_report.culprits if results.watchdog_report is not None else ()
@@ -279,14 +339,23 @@ def _ranks_without_report(results: WorkerResults) -> list[int]:
 
 
 def _culprit_error(
-    report: WatchdogReport, failures: Sequence[Failure], results: WorkerResults, ended_by_watchdog: Sequence[int]
+    report: WatchdogReport,
+    failures: Sequence[Failure],
+    results: WorkerResults,
+    ended_by_watchdog: Sequence[int],
 ) -> WorkerError:
-    """Return the failure of the report's culprit, or else of the first rank that it was raised on or ended."""
+    """Return the failure of the report's culprit, or else of the first rank that it was raised on
+    or ended.
+    """
     own_ranks = range(results.first_rank, results.first_rank + results.workers)
     for row in report.ranks:
-        if row.rank in report.culprits and row.rank in own_ranks and row.state == "raised":  # and joins its threads
+        if (
+            row.rank in report.culprits and row.rank in own_ranks and row.state == "raised"
+        ):  # and joins its threads
             kind, _, reason = row.note.partition(": ")
-            return WorkerError(row.rank, kind or "exit", _whole_message(kind, reason, row.traceback), row.traceback)
+            return WorkerError(
+                row.rank, kind or "exit", _whole_message(kind, reason, row.traceback), row.traceback
+            )
     culprits = [each for each in failures if results.first_rank + each.rank in report.culprits]
     if failures:
         return _error_from_report((culprits or failures)[0], results)
@@ -297,18 +366,32 @@ def _culprit_error(
 
 
 def _whole_message(kind: str, first_line: str, traceback: str) -> str:
-    """Return the message of an exception of which only the first line is known; `traceback` ends with all of it."""
+    """Return the message of an exception of which only the first line is known; `traceback` ends
+    with all of it.
+    """
     starts = list(
-        re.finditer(rf"^(?:[\w.]+\.)?{re.escape(kind)}: (?={re.escape(first_line)})", traceback, re.MULTILINE)
+        re.finditer(
+            rf"^(?:[\w.]+\.)?{re.escape(kind)}: (?={re.escape(first_line)})",
+            traceback,
+            re.MULTILINE,
+        )
     )
     return traceback[starts[-1].end() :].rstrip() if starts and first_line else first_line
 
 
 def with_exit_details(report: WatchdogReport, results: WorkerResults) -> WatchdogReport:
-    """Return `report` with what only the launcher knows: exit codes and the workers' own reports."""
-    reports = {results.first_rank + each.rank: each for each in results.failures if not each.repeats_watchdog}
+    """Return `report` with what only the launcher knows: exit codes and the workers' own
+    reports.
+    """
+    reports = {
+        results.first_rank + each.rank: each
+        for each in results.failures
+        if not each.repeats_watchdog
+    }
     codes = {
-        results.first_rank + rank: code for rank, code in (results.codes or {}).items() if code != FORCED_EXIT_CODE
+        results.first_rank + rank: code
+        for rank, code in (results.codes or {}).items()
+        if code != FORCED_EXIT_CODE
     }
     rows = []
     for row in report.ranks:
@@ -334,9 +417,15 @@ def common_error(results: WorkerResults) -> LockstepError | None:
 
 
 def _watchdog_error(error: WorkerError, results: WorkerResults) -> LockstepError | None:
-    """Return the worker's exception if `error` repeats the watchdog's report: it is not specific to one worker."""
+    """Return the worker's exception if `error` repeats the watchdog's report: it is not specific to
+    one worker.
+    """
     for report in results.failures:
-        if report.repeats_watchdog and report.pickled and results.first_rank + report.rank == error.rank:
+        if (
+            report.repeats_watchdog
+            and report.pickled
+            and results.first_rank + report.rank == error.rank
+        ):
             shared: LockstepError = unpickle(base64.b64decode(report.pickled))
             return shared
     return None
@@ -346,9 +435,14 @@ def later_failures(results: WorkerResults, first: WorkerError) -> str:
     """Return one line about the workers that failed after `first`; "" if there are none."""
     kinds: dict[str, list[int]] = {}
     for report in results.reports:
-        if not (report.stopped or report.repeats_watchdog) and results.first_rank + report.rank != first.rank:
+        if (
+            not (report.stopped or report.repeats_watchdog)
+            and results.first_rank + report.rank != first.rank
+        ):
             kinds.setdefault(report.kind, []).append(results.first_rank + report.rank)
-    return "; ".join(f"{ranks_in_words(ranks)} failed later with {kind}" for kind, ranks in kinds.items())
+    return "; ".join(
+        f"{ranks_in_words(ranks)} failed later with {kind}" for kind, ranks in kinds.items()
+    )
 
 
 def _error_from_report(report: Failure, results: WorkerResults) -> WorkerError:
@@ -361,18 +455,30 @@ def _error_from_report(report: Failure, results: WorkerResults) -> WorkerError:
 
 def _error_from_exit_code(rank: int, code: int) -> WorkerError:
     if code == UNKNOWN_EXIT_CODE:
-        reason = "ended without an error message; its exit code is not known, as the fork server had ended before it"
+        reason = (
+            "ended without an error message; its exit code is not known, as the fork server had "
+            "ended before it"
+        )
         return WorkerError(rank, "exit", reason, exit_code=1)
     if code > 0:
-        return WorkerError(rank, "exit", f"ended with exit code {code} and without an error message", exit_code=code)
+        return WorkerError(
+            rank,
+            "exit",
+            f"ended with exit code {code} and without an error message",
+            exit_code=code,
+        )
     if code == 0:
-        return WorkerError(rank, "exit", "ended with exit code 0 before its work was done", exit_code=1)
+        return WorkerError(
+            rank, "exit", "ended with exit code 0 before its work was done", exit_code=1
+        )
     hint = " (as the kernel does when memory runs out)" if code == -signal.SIGKILL else ""
     return WorkerError(rank, "exit", f"killed by {signal_name(-code)}{hint}", exit_code=128 - code)
 
 
 def _follows_from_signal(error: WorkerError, results: WorkerResults) -> bool:
-    """Return whether the worker failed because the launcher, or before it a peer, received a signal."""
+    """Return whether the worker failed because the launcher, or before it a peer, received a
+    signal.
+    """
     if error.kind in ("exit", "SystemExit"):
         exit_codes = {128 + number for number in results.signals}
         return error.exit_code in exit_codes or (results.killed and error.kind == "exit")

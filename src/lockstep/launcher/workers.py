@@ -31,7 +31,9 @@ Entry = Callable[[int], object]
 
 
 def worker_socket(folder: Path) -> str:
-    """Return the path of the socket at which the launcher of the job with this private folder listens."""
+    """Return the path of the socket at which the launcher of the job with this private folder
+    listens.
+    """
     return str(folder / "workers")
 
 
@@ -63,7 +65,9 @@ class WorkerProcess:
 
     @property
     def lives(self) -> bool:
-        """Whether its process has not ended; of one that was not started here its connection tells."""
+        """Whether its process has not ended; of one that was not started here its connection
+        tells.
+        """
         return self.code is None if self.process is not None else self.connection is not None
 
     @property
@@ -80,13 +84,14 @@ class WorkerProcess:
 class Workers:
     """The workers that were started on this host, by number.
 
-    The kernel closes a process's descriptors in ascending order, and the connection to the launcher is older than all
-    sockets between workers. So when a worker reports a failure that follows from another one's death, the end of that
-    one's connection has come already.
+    The kernel closes a process's descriptors in ascending order, and the connection to the launcher
+    is older than all sockets between workers. So when a worker reports a failure that follows from
+    another one's death, the end of that one's connection has come already.
 
     Args:
         folder: a private directory for the socket.
-        selector: of the launcher's loop; the data of each key is a function to call when it is ready.
+        selector: of the launcher's loop; the data of each key is a function to call when it is
+            ready.
         on_message: called with the number of a worker and each message that not all jobs have.
         incoming: the type of all messages of workers.
 
@@ -117,7 +122,8 @@ class Workers:
         self._listener.setblocking(False)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    # --- what is known ------------------------------------------------------------------------------------------------
+    # --- what is known
+    # ----------------------------------------------------------------------------------------------
 
     def __getitem__(self, number: int) -> WorkerProcess:
         return self._workers[number]
@@ -140,12 +146,17 @@ class Workers:
     @property
     def failures(self) -> list[Failure]:
         """What workers have reported about their failures, the earliest first."""
-        reported = [worker.failure for worker in self._workers.values() if worker.failure is not None]
+        reported = [
+            worker.failure for worker in self._workers.values() if worker.failure is not None
+        ]
         return sorted(reported, key=lambda failure: failure.time)
 
-    # --- start and end ------------------------------------------------------------------------------------------------
+    # --- start and end
+    # ----------------------------------------------------------------------------------------------
 
-    def start(self, number: int, entry: Entry, variables: Mapping[str, str], start_method: str) -> None:
+    def start(
+        self, number: int, entry: Entry, variables: Mapping[str, str], start_method: str
+    ) -> None:
         """Start a worker.
 
         Args:
@@ -167,7 +178,9 @@ class Workers:
             return
         worker.pid = process.pid or 0
         note_how_to_know(process, lambda: worker.is_finished)
-        self._selector.register(process.sentinel, selectors.EVENT_READ, lambda: self._note_end(number))
+        self._selector.register(
+            process.sentinel, selectors.EVENT_READ, lambda: self._note_end(number)
+        )
 
     def remove(self, number: int) -> WorkerProcess:
         """Forget a worker whose process has ended, and return what is known of it."""
@@ -188,7 +201,8 @@ class Workers:
                     os.kill(worker.pid, signal_number)
 
     def end(self, numbers: Iterable[int], signal_number: int) -> None:
-        """Send a signal to those of the workers that live, and to the processes that they have started.
+        """Send a signal to those of the workers that live, and to the processes that they have
+        started.
 
         What their exit codes are does not count from here on.
         """
@@ -197,7 +211,9 @@ class Workers:
             if not worker.lives or not worker.pid:
                 continue
             worker.is_ended_here = True
-            if worker.connection is not None:  # before it connects, a worker makes a process group of its own
+            if (
+                worker.connection is not None
+            ):  # before it connects, a worker makes a process group of its own
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal_number)
             self.signal([number], signal_number)
@@ -208,7 +224,8 @@ class Workers:
             if worker.process is not None:
                 worker.process.join(seconds)
 
-    # --- messages -----------------------------------------------------------------------------------------------------
+    # --- messages
+    # ----------------------------------------------------------------------------------------------
 
     def send(self, number: int, message: object) -> None:
         """Send a message to a worker; ignored if it is gone or not connected."""
@@ -277,7 +294,10 @@ class Workers:
         return True
 
     def _number_of(self, connection: Connection[Any, Any]) -> int | None:
-        return next((number for number, worker in self._workers.items() if worker.connection is connection), None)
+        return next(
+            (number for number, worker in self._workers.items() if worker.connection is connection),
+            None,
+        )
 
     def _tell_peers(self) -> None:
         """Tell all workers the processes of all, once all that were started have connected."""
@@ -317,7 +337,8 @@ class Workers:
             for number in self.living:
                 self.send(number, Release())
 
-    # --- ends ---------------------------------------------------------------------------------------------------------
+    # --- ends
+    # ----------------------------------------------------------------------------------------------
 
     def _note_end(self, number: int) -> None:
         """The process of a worker has ended."""
@@ -338,7 +359,9 @@ class Workers:
         self._release()
 
     def _meet_waiting(self) -> None:
-        """Take what has come on new connections: a worker may have connected, finished and ended in one turn."""
+        """Take what has come on new connections: a worker may have connected, finished and ended in
+        one turn.
+        """
         while True:
             self._accept()
             waiting = list(self._strangers)
@@ -348,7 +371,9 @@ class Workers:
                 return
 
     def _receive_rest(self, number: int, connection: Connection[Any, Any]) -> None:
-        """Receive what a worker has sent before its end, such as the values that it has published."""
+        """Receive what a worker has sent before its end, such as the values that it has
+        published.
+        """
         with suppress(EOFError, OSError, msgspec.DecodeError):
             for message in connection.receive_available():
                 self._note(number, message)
@@ -387,7 +412,9 @@ class Workers:
 
 
 def _run_worker(entry: Entry, number: int, variables: dict[str, str]) -> None:
-    """Run `entry` in a process of its own; the environment is set first, as the fork server's is older."""
+    """Run `entry` in a process of its own; the environment is set first, as the fork server's is
+    older.
+    """
     environment.set_variables(variables)
     entry(number)
 

@@ -30,7 +30,8 @@ __all__ = [
     "resnet18",
 ]
 
-# A module must not have the name of its function: importing the module would replace the function in this package.
+# A module must not have the name of its function: importing the module would replace the function
+# in this package.
 MODELS = Registry(
     "model",
     {
@@ -46,32 +47,41 @@ MODELS = Registry(
 
 _LAZY = {
     **MODELS.targets,
-    **{name: f"lockstep.models.transformer:{name}" for name in ("GPT", "continue_text", "next_token_loss")},
+    **{
+        name: f"lockstep.models.transformer:{name}"
+        for name in ("GPT", "continue_text", "next_token_loss")
+    },
 }
 
 
 def build(
-    name: str, classes: int | None, shape: tuple[int, ...], vocabulary: int | None = None, **chosen: Any
+    name: str,
+    classes: int | None,
+    shape: tuple[int, ...],
+    vocabulary: int | None = None,
+    **chosen: Any,
 ) -> torch.nn.Module:
     """Build the model `name`, freshly initialised, on the CPU.
 
     Args:
-        name: a short name, or ``package.module:factory`` of a callable that returns an ``nn.Module``. A factory
-            with parameters named ``classes`` or ``shape``, or for text ``vocabulary`` or ``context``, gets them; other
-            parameters must have defaults.
+        name: a short name, or ``package.module:factory`` of a callable that returns an
+            ``nn.Module``. A factory with parameters named ``classes`` or ``shape``, or for text
+            ``vocabulary`` or ``context``, gets them; other parameters must have defaults.
         classes: number of outputs; not passed on if None.
         shape: the shape of one sample, e.g. (1, 28, 28), or of text (context,).
         vocabulary: the number of different tokens of text; None for other data.
         chosen: what the user has chosen, such as ``layers``; the factory must have such parameters.
 
     Raises:
-        ConfigError: for an unknown name, a factory that requires other arguments or does not have one that was chosen,
-            or one that returns no module.
+        ConfigError: for an unknown name, a factory that requires other arguments or does not have
+            one that was chosen, or one that returns no module.
     """
     from torch import nn
 
     factory = MODELS.load(name)
-    available: dict[str, Any] = {"shape": shape} if classes is None else {"classes": classes, "shape": shape}
+    available: dict[str, Any] = (
+        {"shape": shape} if classes is None else {"classes": classes, "shape": shape}
+    )
     if vocabulary is not None:
         available |= {"vocabulary": vocabulary, "context": shape[0]}
     try:
@@ -84,11 +94,15 @@ def build(
         expected = f"a factory callable with at most {' and '.join(f'{key}=' for key in available)}"
         raise ConfigError("model", expected, name, f"{error}.") from None
     if unknown is not None:
-        raise ConfigError(unknown, f"nothing, as the model {name} has no such argument", chosen[unknown])
+        raise ConfigError(
+            unknown, f"nothing, as the model {name} has no such argument", chosen[unknown]
+        )
     model = factory(**arguments)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            "model", "a factory that returns a torch.nn.Module", found=f"{name} -> {type(model).__name__}"
+            "model",
+            "a factory that returns a torch.nn.Module",
+            found=f"{name} -> {type(model).__name__}",
         )
     return model
 

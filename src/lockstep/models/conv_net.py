@@ -9,8 +9,11 @@ from ..errors import ConfigError
 __all__ = ["convnet"]
 
 
-def convnet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), dropout: float = 0.5) -> nn.Module:
-    """Build convolutions of 64 and 128 channels (3×3), max-pooling, 1,024 units, dropout: (n, *shape) → (n, classes).
+def convnet(
+    classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), dropout: float = 0.5
+) -> nn.Module:
+    """Build convolutions of 64 and 128 channels (3×3), max-pooling, 1,024 units, dropout: (n,
+    *shape) → (n, classes).
 
     Raises:
         ConfigError: if images are smaller than 2×2.

@@ -10,14 +10,17 @@ __all__ = ["lenet"]
 
 
 def lenet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
-    """Build two convolutions (20 of 3×3, 50 of 5×5), ReLU, average pooling, 128 units: (n, *shape) → (n, classes).
+    """Build two convolutions (20 of 3×3, 50 of 5×5), ReLU, average pooling, 128 units: (n, *shape)
+    → (n, classes).
 
-    The widths are those of "Dive into Deep Learning", section 13.5, after LeCun et al., "Gradient-based learning
-    applied to document recognition", 1998. Weights have PyTorch's default initialisation: with the tutorial's
-    (normal, standard deviation 0.01) the model learns nothing in the first epochs.
+    The widths are those of "Dive into Deep Learning", section 13.5, after LeCun et al.,
+    "Gradient-based learning applied to document recognition", 1998. Weights have PyTorch's default
+    initialisation: with the tutorial's (normal, standard deviation 0.01) the model learns nothing
+    in the first epochs.
 
     Raises:
-        ConfigError: if images are too small for the two convolutions and poolings (less than 16×16).
+        ConfigError: if images are too small for the two convolutions and poolings (less than
+            16×16).
     """
     channels, height, width = shape
     pooled = [((side - 2) // 2 - 4) // 2 for side in (height, width)]

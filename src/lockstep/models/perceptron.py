@@ -10,7 +10,9 @@ from torch import nn
 __all__ = ["mlp"]
 
 
-def mlp(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), hidden: tuple[int, ...] = (256, 128)) -> nn.Module:
+def mlp(
+    classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), hidden: tuple[int, ...] = (256, 128)
+) -> nn.Module:
     """Build fully connected layers with ReLU between them: (n, *shape) → (n, classes)."""
     widths = [math.prod(shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]

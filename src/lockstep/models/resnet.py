@@ -11,7 +11,8 @@ __all__ = ["Residual", "resnet18"]
 
 
 class Residual(nn.Module):
-    """Two 3×3 convolutions with batch norm, added to the input: (n, in, h, w) → (n, out, h/stride, w/stride).
+    """Two 3×3 convolutions with batch norm, added to the input: (n, in, h, w) → (n, out, h/stride,
+    w/stride).
 
     Source: He et al., "Deep residual learning for image recognition", CVPR 2016.
     """
@@ -34,14 +35,19 @@ class Residual(nn.Module):
 
 
 def resnet18(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
-    """Build ResNet-18 with a 3×3 first convolution of stride 1 and no max-pooling: (n, *shape) → (n, classes).
+    """Build ResNet-18 with a 3×3 first convolution of stride 1 and no max-pooling: (n, *shape) →
+    (n, classes).
 
-    The adaptation to small images follows "Dive into Deep Learning", section 13.6; its convolutions have biases.
+    The adaptation to small images follows "Dive into Deep Learning", section 13.6; its convolutions
+    have biases.
     """
     widths = (64, 64, 128, 256, 512)
     blocks: list[nn.Module] = []
     for number, (width_in, width_out) in enumerate(pairwise(widths)):
-        blocks += [Residual(width_in, width_out, stride=1 if number == 0 else 2), Residual(width_out, width_out)]
+        blocks += [
+            Residual(width_in, width_out, stride=1 if number == 0 else 2),
+            Residual(width_out, width_out),
+        ]
     return nn.Sequential(
         nn.Conv2d(shape[0], 64, kernel_size=3, padding=1),
         nn.BatchNorm2d(64),

@@ -1,4 +1,6 @@
-"""A small GPT: a transformer that predicts the next token of a text, its loss, and texts that it writes."""
+"""A small GPT: a transformer that predicts the next token of a text, its loss, and texts that it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        """Return, for each position, a mixture of the values at this position and those before it."""
+        """Return, for each position, a mixture of the values at this position and those before
+        it.
+        """
         n, t, width = x.shape
         parts = self.queries_keys_values(x).view(n, t, 3, self.heads, width // self.heads)
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)  # each (n, heads, t, width / heads)
         dropout = self.dropout if self.training else 0.0
         queries = rotate(queries, rotation)
         keys = rotate(keys, rotation)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=dropout, is_causal=True
+        )
         joined: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(n, t, width))
         return joined
 
@@ -46,7 +52,8 @@ class Attention(nn.Module):
 class MLP(nn.Sequential):
     """Two layers with ReLU between them, four times as wide inside: (n, t, width) → (n, t, width).
 
-    ReLU in place takes a CPU a fifth of the time of GELU, 5 % of a step; SwiGLU was not faster, and is more to read.
+    ReLU in place takes a CPU a fifth of the time of GELU, 5 % of a step; SwiGLU was not faster, and
+    is more to read.
     """
 
     def __init__(self, width: int) -> None:
@@ -58,9 +65,10 @@ class MLP(nn.Sequential):
 class Block(nn.Module):
     """Attention and an MLP, side by side, both added to their input: (n, t, width) → (n, t, width).
 
-    Their input is normalised (Zhang, Sennrich, "Root mean square layer normalization", NeurIPS 2019), the sum is not,
-    as in GPT-2. The norm has no gains of its own: the matrices after it can hold these. Side by side needs one norm a
-    block instead of two (Chowdhery et al., "PaLM: scaling language modeling with pathways", 2022, section 2).
+    Their input is normalised (Zhang, Sennrich, "Root mean square layer normalization", NeurIPS
+    2019), the sum is not, as in GPT-2. The norm has no gains of its own: the matrices after it can
+    hold these. Side by side needs one norm a block instead of two (Chowdhery et al., "PaLM: scaling
+    language modeling with pathways", 2022, section 2).
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -73,20 +81,26 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         """Return the block's output for `x`."""
         normed = self.norm(x)
-        y: torch.Tensor = x + self.dropout(self.attention(normed, rotation)) + self.dropout(self.mlp(normed))
+        y: torch.Tensor = (
+            x + self.dropout(self.attention(normed, rotation)) + self.dropout(self.mlp(normed))
+        )
         return y
 
 
 def norm(width: int) -> nn.RMSNorm:
-    """Return a layer that divides the numbers of a position by their root mean square: (n, t, width) → the same."""
+    """Return a layer that divides the numbers of a position by their root mean square: (n, t,
+    width) → the same.
+    """
     return nn.RMSNorm(width, elementwise_affine=False)
 
 
 class GPT(nn.Module):
-    """A transformer decoder: tokens (n, t), int64 → logits of the tokens that follow each of them (n, t, vocabulary).
+    """A transformer decoder: tokens (n, t), int64 → logits of the tokens that follow each of them
+    (n, t, vocabulary).
 
-    Positions are rotations of queries and keys, see `rotations`, so that t is not limited. The embedding is also the
-    output layer ("tied weights": Press, Wolf, "Using the output embedding to improve language models", EACL 2017).
+    Positions are rotations of queries and keys, see `rotations`, so that t is not limited. The
+    embedding is also the output layer ("tied weights": Press, Wolf, "Using the output embedding to
+    improve language models", EACL 2017).
 
     Args:
         vocabulary: number of different tokens.
@@ -97,7 +111,8 @@ class GPT(nn.Module):
         dropout: the probability with which a number is zeroed in training.
 
     Raises:
-        ConfigError: for sizes below 1, a width that does not fit the heads, or a dropout that is no probability.
+        ConfigError: for sizes below 1, a width that does not fit the heads, or a dropout that is no
+            probability.
     """
 
     def __init__(
@@ -110,15 +125,26 @@ class GPT(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        sizes = {"vocabulary": vocabulary, "context": context, "layers": layers, "heads": heads, "width": width}
+        sizes = {
+            "vocabulary": vocabulary,
+            "context": context,
+            "layers": layers,
+            "heads": heads,
+            "width": width,
+        }
         for name, size in sizes.items():
             arguments.whole(name, size, least=1)
         if width % (2 * heads):
-            raise ConfigError("width", f"a multiple of {2 * heads}, twice the number of heads", width)
-        arguments.number("dropout", dropout, least=0, below=1, expected="a probability from 0 to below 1")
+            raise ConfigError(
+                "width", f"a multiple of {2 * heads}, twice the number of heads", width
+            )
+        arguments.number(
+            "dropout", dropout, least=0, below=1, expected="a probability from 0 to below 1"
+        )
         self.context = context
         self.pairs = width // heads // 2
-        # a parameter, not an nn.Embedding: the output layer uses it too, and so it belongs to neither
+        # a parameter, not an nn.Embedding: the output layer uses it too, and so it belongs to
+        # neither
         self.embedding = nn.Parameter(torch.empty(vocabulary, width))
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
@@ -126,9 +152,11 @@ class GPT(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Draw the weights as GPT-2 does: those that add to the residual stream are smaller the more of them there are.
+        """Draw the weights as GPT-2 does: those that add to the residual stream are smaller the
+        more of them there are.
 
-        Source: Radford et al., "Language models are unsupervised multitask learners", 2019, section 2.3.
+        Source: Radford et al., "Language models are unsupervised multitask learners", 2019, section
+        2.3.
         """
         nn.init.normal_(self.embedding, std=_STD)
         for name, weight in self.named_parameters():
@@ -138,7 +166,9 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=_STD)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits for `tokens`; those at a position depend on the tokens up to it alone."""
+        """Return the logits for `tokens`; those at a position depend on the tokens up to it
+        alone.
+        """
         rotation = rotations(tokens.shape[1], self.pairs, tokens.device)
         x = self.dropout(F.embedding(tokens, self.embedding))
         for block in self.blocks:
@@ -155,7 +185,13 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Return `tokens` (n, t) with `count` more, see `continue_text`."""
         return continue_text(
-            self, tokens, count, self.context, temperature=temperature, top_k=top_k, generator=generator
+            self,
+            tokens,
+            count,
+            self.context,
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
         )
 
 
@@ -167,21 +203,24 @@ def gpt(
     width: int = 128,
     dropout: float = 0.0,
 ) -> GPT:
-    """Build a small GPT, of 0.8 million parameters by default: tokens (n, t), int64 → logits (n, t, vocabulary).
+    """Build a small GPT, of 0.8 million parameters by default: tokens (n, t), int64 → logits (n, t,
+    vocabulary).
 
     See `GPT` for the arguments and `lockstep.data.text` for data.
     """
     return GPT(vocabulary, context, layers, heads, width, dropout)
 
 
-# --- Rotary positions -------------------------------------------------------------------------------------------------
+# --- Rotary positions
+# -------------------------------------------------------------------------------------------------
 
 
 def rotations(positions: int, pairs: int, device: torch.device) -> torch.Tensor:
-    """Return for each position the angles by which the pairs of numbers of a query or key are turned, as e^(i angle).
+    """Return for each position the angles by which the pairs of numbers of a query or key are
+    turned, as e^(i angle).
 
-    A pair is turned by an angle in proportion to its position, so that the product of a query and a key depends on the
-    distance of their positions alone.
+    A pair is turned by an angle in proportion to its position, so that the product of a query and a
+    key depends on the distance of their positions alone.
 
     Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021.
 
@@ -193,7 +232,8 @@ def rotations(positions: int, pairs: int, device: torch.device) -> torch.Tensor:
     Returns:
         complex64 tensor (positions, pairs), in this precision whatever that of the model is.
     """
-    # computed anew in each pass, which costs next to nothing: as buffers they would be cast with the model
+    # computed anew in each pass, which costs next to nothing: as buffers they would be cast with
+    # the model
     speeds = _ROTATION_BASE ** (-torch.arange(pairs, device=device, dtype=torch.float32) / pairs)
     angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * speeds
     return torch.polar(torch.ones_like(angles), angles)
@@ -202,7 +242,8 @@ def rotations(positions: int, pairs: int, device: torch.device) -> torch.Tensor:
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Turn each pair of neighbours in `x` (n, heads, t, 2 × pairs) by the angle of its position.
 
-    A pair is a complex number here, so that one product turns it: half of the time of the four real ones on a CPU.
+    A pair is a complex number here, so that one product turns it: half of the time of the four real
+    ones on a CPU.
 
     Args:
         x: queries or keys.
@@ -212,17 +253,24 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(turned).flatten(-2).type_as(x)
 
 
-# --- The loss, and texts ----------------------------------------------------------------------------------------------
+# --- The loss, and texts
+# ----------------------------------------------------------------------------------------------
 
 
-def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | int]:
-    """Return the sum of the cross-entropies of all tokens, and their number: a loss for `lockstep.Trainer`.
+def next_token_loss(
+    logits: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | int]:
+    """Return the sum of the cross-entropies of all tokens, and their number: a loss for
+    `lockstep.Trainer`.
 
     Args:
         logits: of shape (n, t, vocabulary).
-        targets: the token that follows at each position, int64 of shape (n, t); -100 is not counted.
+        targets: the token that follows at each position, int64 of shape (n, t); -100 is not
+            counted.
     """
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum")
+    total = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum"
+    )
     return total, (targets != _IGNORED).sum()
 
 
@@ -240,22 +288,26 @@ def continue_text(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Return `tokens` with `count` more after them, each drawn with the probability that `model` gives it.
+    """Return `tokens` with `count` more after them, each drawn with the probability that `model`
+    gives it.
 
     Args:
-        model: tokens (n, t) → logits (n, t, vocabulary). If it has dropout, put it into evaluation mode before.
+        model: tokens (n, t) → logits (n, t, vocabulary). If it has dropout, put it into evaluation
+            mode before.
         tokens: the beginnings of n texts, int64 of shape (n, t), t at least 1.
         count: number of tokens to add.
         context: number of last tokens that the model sees of a longer text.
         temperature: the logits are divided by it; 0 takes the most probable token.
         top_k: draw from so many most probable tokens; from all when None.
-        generator: draws on the CPU, so that they do not depend on the device; torch's global one when None.
+        generator: draws on the CPU, so that they do not depend on the device; torch's global one
+            when None.
 
     Returns:
         Tokens (n, t + count), on the device of `tokens`.
 
     Raises:
-        ConfigError: for tokens of another form, a negative count or temperature, or a context or top_k below 1.
+        ConfigError: for tokens of another form, a negative count or temperature, or a context or
+            top_k below 1.
     """
     if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.dtype != torch.int64:
         expected = "torch.int64 of shape (texts, tokens), with at least one token"

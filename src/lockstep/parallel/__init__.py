@@ -1,4 +1,6 @@
-"""Data parallelism: how a model and its training state are distributed over workers; the strategies by name."""
+"""Data parallelism: how a model and its training state are distributed over workers; the strategies
+by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The buffers that forward passes change: running statistics, and others; after each step all workers have the same."""
+"""The buffers that forward passes change: running statistics, and others; after each step all
+workers have the same.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +17,49 @@ from .strategy import accumulation_dtype
 
 __all__ = ["Buffers", "is_running_statistic"]
 
-# Where their buffers, the weights of classes, are None, no pass makes one of them, and none need be looked for there.
+# Where their buffers, the weights of classes, are None, no pass makes one of them, and none need be
+# looked for there.
 _TORCH_LOSSES = "torch.nn.modules.loss"
 
 
 def is_running_statistic(layer: nn.Module, buffer: torch.Tensor) -> bool:
-    """Return whether a buffer of `layer` is a running mean or variance, of which parts of a batch have an average."""
+    """Return whether a buffer of `layer` is a running mean or variance, of which parts of a batch
+    have an average.
+    """
     return isinstance(layer, _NormBase) and buffer.is_floating_point()
 
 
 class Buffers:
     """The buffers of a model that forward passes change.
 
-    Each shard of a step's batch starts with the buffers of the beginning of the step. At its end, running statistics of
-    normalisation layers become the mean over the shards of what each has made of them, weighted by samples; their
-    counters and all other buffers become those of shard 0, which always has samples. A step is `begin`; for each of
-    this worker's shards `restore` (but for the first one), its forward passes, and `of_shard`; then `set` with the sums
-    of what `of_shard` has returned for all shards of all workers. `restore` also undoes a step that was not completed.
+    Each shard of a step's batch starts with the buffers of the beginning of the step. At its end,
+    running statistics of normalisation layers become the mean over the shards of what each has made
+    of them, weighted by samples; their counters and all other buffers become those of shard 0,
+    which always has samples. A step is `begin`; for each of this worker's shards `restore` (but for
+    the first one), its forward passes, and `of_shard`; then `set` with the sums of what `of_shard`
+    has returned for all shards of all workers. `restore` also undoes a step that was not completed.
 
-    Most buffers outside of normalisation layers are constants, such as masks and position tables, and need neither be
-    copied nor broadcast. All are copied at the first step, because it is not known which of them change; later only
-    those that have changed are copied again. A buffer that has changed once on any worker is broadcast from then on.
+    Most buffers outside of normalisation layers are constants, such as masks and position tables,
+    and need neither be copied nor broadcast. All are copied at the first step, because it is not
+    known which of them change; later only those that have changed are copied again. A buffer that
+    has changed once on any worker is broadcast from then on.
 
     Args:
         model: the model, on its device, with the same buffers on every worker.
         comm: communicator over the workers; None to save and restore only.
-        saves: whether `restore` is called, because this worker has several shards or a step may be undone.
-        at_once: broadcast a newly changed buffer in the same step, even if the host has to wait for the device.
+        saves: whether `restore` is called, because this worker has several shards or a step may be
+            undone.
+        at_once: broadcast a newly changed buffer in the same step, even if the host has to wait for
+            the device.
     """
 
     def __init__(
-        self, model: nn.Module, comm: Communicator | None = None, *, saves: bool = True, at_once: bool = False
+        self,
+        model: nn.Module,
+        comm: Communicator | None = None,
+        *,
+        saves: bool = True,
+        at_once: bool = False,
     ) -> None:
         self._model = model
         self._comm = comm
@@ -53,7 +67,9 @@ class Buffers:
         self._at_once = at_once
         self._is_alone = comm is None or comm.size == 1
         self._device = torch.device("cpu") if comm is None else comm.device
-        self._norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self._norms = [
+            m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats
+        ]
         norms = {id(layer) for layer in self._norms}
         self._others = [
             _OtherBuffer(layer, name, saves)
@@ -65,7 +81,9 @@ class Buffers:
         self._averaged: list[torch.Tensor] = []  # running statistics in this step
         self._counters: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []  # of both, at the beginning of the step
-        self._frozen: list[tuple[torch.Tensor, int]] = []  # counters of layers in evaluation mode, and their versions
+        self._frozen: list[
+            tuple[torch.Tensor, int]
+        ] = []  # counters of layers in evaluation mode, and their versions
         self._steps = 0
 
     def __bool__(self) -> bool:
@@ -74,8 +92,15 @@ class Buffers:
 
     @property
     def most_numbers(self) -> int:
-        """The most numbers that `of_shard` may return, where all normalisation layers are in training mode."""
-        of_norms = [buffer for layer in self._norms for buffer in layer._buffers.values() if buffer is not None]
+        """The most numbers that `of_shard` may return, where all normalisation layers are in
+        training mode.
+        """
+        of_norms = [
+            buffer
+            for layer in self._norms
+            for buffer in layer._buffers.values()
+            if buffer is not None
+        ]
         return sum(buffer.numel() for buffer in of_norms) + bool(self._others)
 
     def begin(self) -> None:
@@ -90,7 +115,8 @@ class Buffers:
             if layer.training:
                 self._averaged += [buffer for buffer in present if buffer.is_floating_point()]
                 self._counters += counters
-            else:  # the statistics of frozen layers do not change; a mean of equal numbers would round
+            # the statistics of frozen layers do not change; a mean of equal numbers would round
+            else:
                 self._frozen += [(counter, counter._version) for counter in counters]
         changing = [*self._averaged, *self._counters]
         if self._saves:
@@ -102,7 +128,9 @@ class Buffers:
             other.begin()
 
     def restore(self) -> None:
-        """Restore the values of the beginning of the step, for its next shard or because the step is undone."""
+        """Restore the values of the beginning of the step, for its next shard or because the step
+        is undone.
+        """
         if self._copies:
             torch._foreach_copy_([*self._averaged, *self._counters], self._copies)
         for other in self._others:
@@ -113,10 +141,12 @@ class Buffers:
         return any(other.has_changed() for other in self._others)
 
     def of_shard(self, weight: float, *, first: bool, last: bool) -> torch.Tensor:
-        """Return what a shard has made of the buffers, after its forward passes; summed over all shards for `set`.
+        """Return what a shard has made of the buffers, after its forward passes; summed over all
+        shards for `set`.
 
         Args:
-            weight: what the shard weighs in the running statistics, such as its samples; 0 if it has none.
+            weight: what the shard weighs in the running statistics, such as its samples; 0 if it
+                has none.
             first: whether it is shard 0.
             last: whether it is the last of this worker's shards.
 
@@ -133,7 +163,9 @@ class Buffers:
         dtype = accumulation_dtype(self._device)
         vector = torch.zeros(averaged + counters + bool(has_new), dtype=dtype, device=self._device)
         if averaged:
-            torch.cat([buffer.reshape(-1) for buffer in self._averaged], out=vector[:averaged]).mul_(weight)
+            torch.cat(
+                [buffer.reshape(-1) for buffer in self._averaged], out=vector[:averaged]
+            ).mul_(weight)
         if counters and first:
             flat = [buffer.reshape(-1) for buffer in self._counters]
             torch.cat(flat, out=vector[averaged : averaged + counters])
@@ -142,7 +174,8 @@ class Buffers:
         return vector
 
     def numbers_of_shard(self, *, first: bool, last: bool) -> list[float] | None:
-        """Return what `of_shard` does as numbers of the host; None in a step with running statistics, which are not.
+        """Return what `of_shard` does as numbers of the host; None in a step with running
+        statistics, which are not.
 
         Args:
             first, last: see `of_shard`.
@@ -176,17 +209,20 @@ class Buffers:
         if any(counter._version != version for counter, version in self._frozen):
             raise ConfigError(
                 "model",
-                "normalisation layers that are in training mode before a step, or in none of its forward passes",
+                "normalisation layers that are in training mode before a step, or in none of its "
+                "forward passes",
                 found="one that a forward pass has put into training mode",
                 hint="Call its train() before the step.",
             )
 
-    def set(self, sums: torch.Tensor | Sequence[float | torch.Tensor], weight: float | torch.Tensor = 1) -> None:
+    def set(
+        self, sums: torch.Tensor | Sequence[float | torch.Tensor], weight: float | torch.Tensor = 1
+    ) -> None:
         """Set the buffers at the end of a step, equally on every worker.
 
-        Off the CPU, reading the number of newly changed buffers makes the host wait for the device. It is read at steps
-        0, 1, 2, 4, 8 and so on only, unless `at_once`; a buffer that first changes in between is broadcast from the
-        next of them on.
+        Off the CPU, reading the number of newly changed buffers makes the host wait for the device.
+        It is read at steps 0, 1, 2, 4, 8 and so on only, unless `at_once`; a buffer that first
+        changes in between is broadcast from the next of them on.
 
         Args:
             sums: the sum of all shards' `of_shard`, or of their `numbers_of_shard`.
@@ -206,7 +242,8 @@ class Buffers:
             self._broadcast_changed(changed, sums[-1])
 
     def _broadcast_changed(self, changed: list[bool], new: float | torch.Tensor) -> None:
-        """Broadcast rank 0's values of buffers that have changed, after the workers have agreed on which these are.
+        """Broadcast rank 0's values of buffers that have changed, after the workers have agreed on
+        which these are.
 
         Args:
             changed: which have changed on this worker in this step.
@@ -216,7 +253,9 @@ class Buffers:
         due = self._at_once or self._device.type == "cpu" or self._steps & (self._steps - 1) <= 0
         self._steps += 1
         if due and not all(other.is_broadcast for other in self._others) and float(new) > 0:
-            counts = self._comm.allreduce(torch.tensor(changed, dtype=torch.float32, device=self._device))
+            counts = self._comm.allreduce(
+                torch.tensor(changed, dtype=torch.float32, device=self._device)
+            )
             for other, count in zip(self._others, counts.tolist(), strict=True):
                 other.is_broadcast |= count > 0
         buffers = [other.current for other in self._others if other.is_broadcast]
@@ -231,7 +270,9 @@ class Buffers:
 def _set(buffers: list[torch.Tensor], values: torch.Tensor) -> None:
     """Set `buffers` from the values of all of them in a 1-d tensor."""
     parts = torch.split(values, [buffer.numel() for buffer in buffers])
-    torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
+    torch._foreach_copy_(
+        buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
+    )
 
 
 _NEVER = -2  # in place of a version: before the first step
@@ -239,7 +280,8 @@ _NO_TENSOR = -1  # of a buffer that is None
 
 
 class _OtherBuffer:
-    """One buffer outside of normalisation layers, looked up by name, because a model may replace the tensor.
+    """One buffer outside of normalisation layers, looked up by name, because a model may replace
+    the tensor.
 
     Args:
         layer: the layer that has it.

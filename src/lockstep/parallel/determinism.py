@@ -1,4 +1,6 @@
-"""Determinism settings: the settings of torch and the host that the bits of a run depend on, besides its program."""
+"""Determinism settings: the settings of torch and the host that the bits of a run depend on,
+besides its program.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,14 @@ from ..errors import ConfigError
 
 __all__ = ["DeterminismSettings", "differences"]
 
-# Settings of torch.compile: compile each shape separately, independent of earlier shapes, and raise an error at too
-# many shapes. By default, the second shape makes the program dynamic, and from the ninth shape on nothing is compiled.
-_COMPILER_SETTINGS = {"automatic_dynamic_shapes": False, "recompile_limit": 256, "fail_on_recompile_limit_hit": True}
+# Settings of torch.compile: compile each shape separately, independent of earlier shapes, and raise
+# an error at too many shapes. By default, the second shape makes the program dynamic, and from the
+# ninth shape on nothing is compiled.
+_COMPILER_SETTINGS = {
+    "automatic_dynamic_shapes": False,
+    "recompile_limit": 256,
+    "fail_on_recompile_limit_hit": True,
+}
 
 
 class _Settings(NamedTuple):
@@ -29,7 +36,9 @@ class _Settings(NamedTuple):
     fill: bool
     benchmark: bool
     workspace: str | None
-    compiler: tuple[Any, ...] | None  # values for `_COMPILER_SETTINGS`; None while torch.compile is not imported
+    compiler: (
+        tuple[Any, ...] | None
+    )  # values for `_COMPILER_SETTINGS`; None while torch.compile is not imported
 
     @classmethod
     def current(cls) -> _Settings:
@@ -41,7 +50,9 @@ class _Settings(NamedTuple):
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.benchmark,
             environment.cublas_workspace(),
-            None if (config := _compiler_config()) is None else tuple(getattr(config, n) for n in _COMPILER_SETTINGS),
+            None
+            if (config := _compiler_config()) is None
+            else tuple(getattr(config, n) for n in _COMPILER_SETTINGS),
         )
 
     def apply(self, previous: _Settings) -> None:
@@ -59,20 +70,23 @@ class _Settings(NamedTuple):
 
 
 def _compiler_config() -> Any:
-    """Return torch.compile's configuration module, or None while it is not imported: the import takes a second."""
+    """Return torch.compile's configuration module, or None while it is not imported: the import
+    takes a second.
+    """
     return sys.modules.get("torch._dynamo.config")
 
 
 class DeterminismSettings:
     """The determinism settings of a run with virtual workers.
 
-    Operations on the CPU split sums by the number of threads, so the run fixes that number, not the host. Where an
-    operation has several algorithms, torch uses one with a fixed order of summation and does not benchmark them.
+    Operations on the CPU split sums by the number of threads, so the run fixes that number, not the
+    host. Where an operation has several algorithms, torch uses one with a fixed order of summation
+    and does not benchmark them.
 
     Args:
         device: the device that the run computes on.
-        threads: threads within an operation on the CPU; None means 1 on the CPU, and the process's current setting on
-            other devices.
+        threads: threads within an operation on the CPU; None means 1 on the CPU, and the process's
+            current setting on other devices.
 
     Raises:
         ConfigError: if `threads` is not a whole number of at least 1.
@@ -95,7 +109,8 @@ class DeterminismSettings:
             fill=False,  # a debugging aid that costs a pass over every new tensor
             benchmark=False,
             # cuBLAS sums in a fixed order only with a workspace of fixed size.
-            workspace=previous.workspace or (devices.CUBLAS_WORKSPACE if self.device.type == "cuda" else None),
+            workspace=previous.workspace
+            or (devices.CUBLAS_WORKSPACE if self.device.type == "cuda" else None),
             compiler=previous.compiler and tuple(_COMPILER_SETTINGS.values()),
         )
         if wanted == previous:
@@ -108,7 +123,9 @@ class DeterminismSettings:
             previous.apply(wanted)
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings that must be equal on all workers, by name, as plain values for a checkpoint."""
+        """Return the settings that must be equal on all workers, by name, as plain values for a
+        checkpoint.
+        """
         with self.applied():
             settings: dict[str, Any] = {
                 "torch": str(torch.__version__),
@@ -122,7 +139,9 @@ class DeterminismSettings:
             else:
                 settings |= {"instruction set": torch.backends.cpu.get_cpu_capability()}
                 settings |= {"oneDNN": torch.backends.mkldnn.enabled}
-            return settings | {"precision of float32 products": torch.get_float32_matmul_precision()}
+            return settings | {
+                "precision of float32 products": torch.get_float32_matmul_precision()
+            }
 
     def check_same(self, comm: Communicator) -> None:
         """Check that all workers have the same settings.
@@ -136,11 +155,20 @@ class DeterminismSettings:
                 name, ours, other = changed[0]
                 hint = "Equal bits need equal hosts; choose them, or set the same on each."
                 raise ConfigError(
-                    "workers", f"the same {name} on all", found=f"{ours} on rank 0, {other} on {rank}", hint=hint
+                    "workers",
+                    f"the same {name} on all",
+                    found=f"{ours} on rank 0, {other} on {rank}",
+                    hint=hint,
                 )
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (name, saved value, current value) of each setting that has changed; a missing setting is None."""
+    """Return (name, saved value, current value) of each setting that has changed; a missing setting
+    is None.
+    """
     names = dict.fromkeys([*saved, *current])
-    return [(name, saved.get(name), current.get(name)) for name in names if saved.get(name) != current.get(name)]
+    return [
+        (name, saved.get(name), current.get(name))
+        for name in names
+        if saved.get(name) != current.get(name)
+    ]

@@ -1,4 +1,6 @@
-"""Data parallelism, a process for each device: torch averages the gradients, or one message those of a small model."""
+"""Data parallelism, a process for each device: torch averages the gradients, or one message those
+of a small model.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,10 @@ _MOST_TOTALS = 8  # a step's totals and the weight, see `Distributed.reduce_tota
 class Distributed(Strategy):
     """Trains one model on all workers with PyTorch's DistributedDataParallel.
 
-    Its reducer overlaps the reduction of gradients with the backward pass (Li et al., "PyTorch Distributed: Experiences
-    on accelerating data parallel training", VLDB 2020). A small model, whose gradients are all there only when that
-    pass ends, is not wrapped: what a step sends is one message, see `OneBucket`. With a single worker nothing is sent.
+    Its reducer overlaps the reduction of gradients with the backward pass (Li et al., "PyTorch
+    Distributed: Experiences on accelerating data parallel training", VLDB 2020). A small model,
+    whose gradients are all there only when that pass ends, is not wrapped: what a step sends is one
+    message, see `OneBucket`. With a single worker nothing is sent.
 
     Args:
         comm: communicator over the workers.
@@ -61,7 +64,8 @@ class Distributed(Strategy):
         return Invariant(self.comm, virtual_workers, threads)
 
     def prepare(self, model: nn.Module) -> None:
-        """Move `model` to the device, broadcast rank 0's values, and check that all workers have the same.
+        """Move `model` to the device, broadcast rank 0's values, and check that all workers have
+        the same.
 
         Raises:
             MismatchError: if the models differ in their parameters or buffers.
@@ -77,7 +81,8 @@ class Distributed(Strategy):
         self._in_step = False
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Wrap `module`, a step's forward pass with the prepared model; gradients are *averaged* over the workers.
+        """Wrap `module`, a step's forward pass with the prepared model; gradients are *averaged*
+        over the workers.
 
         Raises:
             MismatchError: if the workers train different parameters.
@@ -97,7 +102,8 @@ class Distributed(Strategy):
             ConnectAllParameters(module),
             process_group=self.comm.group,
             **no_buffer_sync,  # `reduce_totals` averages the running statistics instead
-            init_sync=False,  # `prepare` has synchronised the model, for every dtype and any strides
+            # `prepare` has synchronised the model, for every dtype and any strides
+            init_sync=False,
             gradient_as_bucket_view=True,
         )
         return self._ddp
@@ -117,11 +123,13 @@ class Distributed(Strategy):
             self._in_step = not now
         return self._ddp.no_sync() if self._ddp is not None and not now else nullcontext()
 
-    def reduce_totals(self, totals: MakeTotals, weight: float, add_up: bool = True) -> Callable[[], Sums]:
+    def reduce_totals(
+        self, totals: MakeTotals, weight: float, add_up: bool = True
+    ) -> Callable[[], Sums]:
         """Start to sum a step's totals over the workers, together with the running statistics.
 
-        See `Strategy.reduce_totals`. The returned function also sets the averaged running statistics and broadcasts
-        rank 0's other buffers that forward passes change.
+        See `Strategy.reduce_totals`. The returned function also sets the averaged running
+        statistics and broadcasts rank 0's other buffers that forward passes change.
         """
         buffers = self._buffers
         first = self.comm.world.is_first
@@ -150,9 +158,10 @@ class Distributed(Strategy):
     def _start_sum(self, vector: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to sum a small vector over the workers; returns a function that waits for the sum.
 
-        With a small model the gradients are averaged there as well. In shared memory the sum starts when it is waited
-        for: an all-reduce in the background wakes a thread, which then takes turns with the backward pass for the
-        interpreter, and that takes ten times as long as the all-reduce.
+        With a small model the gradients are averaged there as well. In shared memory the sum starts
+        when it is waited for: an all-reduce in the background wakes a thread, which then takes
+        turns with the backward pass for the interpreter, and that takes ten times as long as the
+        all-reduce.
         """
         if self._one_bucket is not None:
             return partial(_call_named, self.backward_name, self._one_bucket.average, vector)
@@ -188,7 +197,9 @@ def _rounded(whole: torch.Tensor) -> torch.Tensor:
     return torch.where((whole - 1).abs() < _ROUNDING, 1.0, whole)
 
 
-def _call_named(name: str, collective: Callable[[torch.Tensor], torch.Tensor], vector: torch.Tensor) -> torch.Tensor:
+def _call_named(
+    name: str, collective: Callable[[torch.Tensor], torch.Tensor], vector: torch.Tensor
+) -> torch.Tensor:
     with named(name):
         return collective(vector)
 

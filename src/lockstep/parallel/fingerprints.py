@@ -32,10 +32,10 @@ class _Digest(Protocol):
 def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
     """Return the SHA-256 of a model's parameters and buffers, and of the state of its optimizer.
 
-    The hash covers every entry of ``state_dict()``, every parameter, and the optimizer's state of each parameter (not
-    its hyperparameters, such as the learning rate), with name, type, shape and raw bytes. It is independent of the
-    device, of the order in which entries were created, and of wrappers such as DistributedDataParallel or
-    ``torch.compile``.
+    The hash covers every entry of ``state_dict()``, every parameter, and the optimizer's state of
+    each parameter (not its hyperparameters, such as the learning rate), with name, type, shape and
+    raw bytes. It is independent of the device, of the order in which entries were created, and of
+    wrappers such as DistributedDataParallel or ``torch.compile``.
 
     Returns:
         64 hexadecimal digits.
@@ -65,11 +65,14 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (
     1 << 64
 )  # signed odd multiplier: low bits of a factor reach all higher bits of the product
-_CHUNK = 1 << 18  # values of 8 bytes: temporary tensors stay in the cache and are small compared with a model
+_CHUNK = (
+    1 << 18
+)  # values of 8 bytes: temporary tensors stay in the cache and are small compared with a model
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a 64-bit checksum over the bits and positions of a dense tensor's values, computed on its device.
+    """Return a 64-bit checksum over the bits and positions of a dense tensor's values, computed on
+    its device.
 
     It does not wait for the device. It detects faults; it is not cryptographic.
 
@@ -79,7 +82,10 @@ def checksum(tensor: Tensor) -> Tensor:
     dense = tensor.detach().resolve_conj().resolve_neg()
     flat = (torch.view_as_real(dense) if dense.is_complex() else dense).contiguous().reshape(-1)
     bits = flat.view(INTEGERS[flat.element_size()])
-    if bits.numel() * bits.element_size() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
+    if (
+        bits.numel() * bits.element_size() % 8 == 0
+        and flat.storage_offset() * flat.element_size() % 8 == 0
+    ):
         bits = bits.view(torch.int64)  # ten times as fast as widening each value
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for number, chunk in enumerate(torch.split(bits, _CHUNK)):
@@ -89,13 +95,16 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def mix_bits(bits: Tensor, positions: Tensor) -> Tensor:
-    """Hash integers together with their positions; each bit of the input changes many bits of the output."""
+    """Hash integers together with their positions; each bit of the input changes many bits of the
+    output.
+    """
     wide = bits.to(torch.int64)
     return (wide ^ (wide >> 32)) * ((positions * _ODD) | 1)
 
 
 def checksum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one 62-bit checksum of several tensors on one device: their order, values, shapes and dtypes.
+    """Return one 62-bit checksum of several tensors on one device: their order, values, shapes and
+    dtypes.
 
     Returns:
         0-dim tensor of int64, at least 0.
@@ -110,7 +119,8 @@ def checksum_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def _update(digest: _Digest, node: object, path: str) -> None:
     """Hash a tree of dicts, lists, tensors and plain values; `path` names `node` in errors."""
-    # The kind and the size precede each value, so that no two different trees give the same stream of bytes.
+    # The kind and the size precede each value, so that no two different trees give the same stream
+    # of bytes.
     kind = type(node).__name__
     if isinstance(node, Tensor):
         _update_header(digest, "tensor", str(node.dtype), list(node.shape))
@@ -136,9 +146,19 @@ def _update_header(digest: _Digest, *fields: object) -> None:
 
 def _raw_bytes(tensor: Tensor, path: str) -> Any:
     """Return the bytes of `tensor` in row-major order, as an array of uint8."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+    if (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+    ):
         kind = f"a {tensor.layout} {type(tensor).__name__} on {tensor.device}"
-        raise ConfigError(path, "a plain dense tensor", found=kind, hint="Gather a DTensor first, with full_tensor().")
+        raise ConfigError(
+            path,
+            "a plain dense tensor",
+            found=kind,
+            hint="Gather a DTensor first, with full_tensor().",
+        )
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # As bytes, because NumPy has no bfloat16; flat, because a view of another element size needs a dimension.
+    # As bytes, because NumPy has no bfloat16; flat, because a view of another element size needs a
+    # dimension.
     return dense.reshape(-1).view(torch.uint8).numpy()

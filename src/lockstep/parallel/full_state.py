@@ -1,4 +1,6 @@
-"""Conversion of parameters and optimizer state between the full tensors of a checkpoint and the workers' shards."""
+"""Conversion of parameters and optimizer state between the full tensors of a checkpoint and the
+workers' shards.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ __all__ = [
 
 
 def full_tensors(value: Any, wanted: bool = True) -> Any:
-    """Return `value`, a tree of lists and dicts, with every DTensor gathered into a full tensor on the CPU.
+    """Return `value`, a tree of lists and dicts, with every DTensor gathered into a full tensor on
+    the CPU.
 
-    Called by all workers together. Tensors are gathered one at a time, so that a device need not hold all of them.
+    Called by all workers together. Tensors are gathered one at a time, so that a device need not
+    hold all of them.
 
     Args:
         value: the tree.
@@ -48,24 +52,33 @@ def full_tensors(value: Any, wanted: bool = True) -> Any:
 
 
 def shard_like(value: Any, like: Any) -> Any:
-    """Return this worker's shard of the full tensor `value`, sharded as the DTensor `like`; other values unchanged.
+    """Return this worker's shard of the full tensor `value`, sharded as the DTensor `like`; other
+    values unchanged.
 
-    It does not communicate: every worker has the full tensor. A tensor of another shape than `like` is replicated, and
-    a DTensor is returned as it is.
+    It does not communicate: every worker has the full tensor. A tensor of another shape than `like`
+    is replicated, and a DTensor is returned as it is.
     """
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     if isinstance(value, DTensor):
         return value
-    placements = like.placements if value.shape == like.shape else [Replicate()] * like.device_mesh.ndim
-    sharded = distribute_tensor(value.detach().to(like.device), like.device_mesh, placements, src_data_rank=None)
+    placements = (
+        like.placements if value.shape == like.shape else [Replicate()] * like.device_mesh.ndim
+    )
+    sharded = distribute_tensor(
+        value.detach().to(like.device), like.device_mesh, placements, src_data_rank=None
+    )
     # The shard is a view; without the copy it would keep the full tensor in memory.
     local = sharded.to_local().clone()
-    return DTensor.from_local(local, like.device_mesh, placements, shape=sharded.shape, stride=sharded.stride())
+    return DTensor.from_local(
+        local, like.device_mesh, placements, shape=sharded.shape, stride=sharded.stride()
+    )
 
 
 def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict of full tensors with each tensor sharded as its parameter."""
+    """Return an optimizer's state dict of full tensors with each tensor sharded as its
+    parameter.
+    """
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     sharded = {
         number: {name: shard_like(value, parameters.get(number)) for name, value in entries.items()}
@@ -88,11 +101,14 @@ def replace_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) ->
     for old in [p for p in optimizer.state if id(p) in new]:
         entries = optimizer.state.pop(old)
         parameter = new[id(old)]
-        optimizer.state[parameter] = {name: shard_like(value, parameter) for name, value in entries.items()}
+        optimizer.state[parameter] = {
+            name: shard_like(value, parameter) for name, value in entries.items()
+        }
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any], comm: Communicator) -> None:
-    """Load a state dict, with stored tensors or others, into a model; DTensors get this worker's shard.
+    """Load a state dict, with stored tensors or others, into a model; DTensors get this worker's
+    shard.
 
     Args:
         model: the model, with entries of the same names and shapes.
@@ -100,20 +116,24 @@ def load_model(model: nn.Module, state: Mapping[str, Any], comm: Communicator) -
         comm: communicator over the workers, who call this together.
 
     Raises:
-        CheckpointError: if a stored tensor cannot be read; some of the model's tensors may have been changed.
+        CheckpointError: if a stored tensor cannot be read; some of the model's tensors may have
+            been changed.
     """
     with _dense_buffers(model):
         current = model.state_dict()
         full = read_model_state(model, state, comm)
-        model.load_state_dict({name: shard_like(value, current.get(name)) for name, value in full.items()})
+        model.load_state_dict(
+            {name: shard_like(value, current.get(name)) for name, value in full.items()}
+        )
 
 
 @contextmanager
 def _dense_buffers(model: nn.Module) -> Iterator[None]:
-    """Replace buffers made by `expand()`, whose elements share memory and cannot be written, by copies meanwhile.
+    """Replace buffers made by `expand()`, whose elements share memory and cannot be written, by
+    copies meanwhile.
 
-    Afterwards the expanded buffer is back with the new values, unless they differ within an expanded dimension: then
-    the copy stays.
+    Afterwards the expanded buffer is back with the new values, unless they differ within an
+    expanded dimension: then the copy stays.
     """
     expanded = [
         (module, name, buffer)
@@ -121,7 +141,9 @@ def _dense_buffers(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None and expanded_dimensions(buffer)
     ]
-    copies = [buffer.detach().clone(memory_format=torch.contiguous_format) for _, _, buffer in expanded]
+    copies = [
+        buffer.detach().clone(memory_format=torch.contiguous_format) for _, _, buffer in expanded
+    ]
     for (module, name, _), copy in zip(expanded, copies, strict=True):
         module._buffers[name] = copy
     yield
@@ -140,10 +162,12 @@ def _dense_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state dict into an optimizer, whose state keeps the dtypes that it has in the state dict.
+    """Load a state dict into an optimizer, whose state keeps the dtypes that it has in the state
+    dict.
 
-    `torch.optim.Optimizer.load_state_dict` converts the state of a parameter to the parameter's dtype. Optimizers that
-    keep a float32 copy of bfloat16 parameters, counters or masks would go on with other values.
+    `torch.optim.Optimizer.load_state_dict` converts the state of a parameter to the parameter's
+    dtype. Optimizers that keep a float32 copy of bfloat16 parameters, counters or masks would go on
+    with other values.
 
     Args:
         optimizer: the optimizer, over the same parameters.
@@ -162,23 +186,34 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _with_dtype_of(saved: Any, loaded: Any, converted_to: torch.dtype) -> Any:
-    """Return a loaded value, or the saved one on its device if the loaded one was converted to `converted_to`."""
+    """Return a loaded value, or the saved one on its device if the loaded one was converted to
+    `converted_to`.
+    """
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
         was_converted = loaded.dtype == converted_to != saved.dtype and loaded.shape == saved.shape
         return saved.detach().to(loaded.device) if was_converted else loaded
     if isinstance(saved, Mapping) and isinstance(loaded, dict) and saved.keys() == loaded.keys():
-        return {name: _with_dtype_of(saved[name], value, converted_to) for name, value in loaded.items()}
-    if isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        return {
+            name: _with_dtype_of(saved[name], value, converted_to) for name, value in loaded.items()
+        }
+    if (
+        isinstance(saved, (list, tuple))
+        and type(saved) is type(loaded)
+        and len(saved) == len(loaded)
+    ):
         pairs = zip(saved, loaded, strict=True)
         return type(loaded)(_with_dtype_of(one, other, converted_to) for one, other in pairs)
     return loaded
 
 
-def read_model_state(model: nn.Module, state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
-    """Read the stored tensors of a state dict into the model's tensors, and return the state dict with those.
+def read_model_state(
+    model: nn.Module, state: Mapping[str, Any], comm: Communicator
+) -> dict[str, Any]:
+    """Read the stored tensors of a state dict into the model's tensors, and return the state dict
+    with those.
 
-    No tensor is in memory twice. The model then loads the returned state dict as any other, so that the loading hooks
-    of its layers run; loading a tensor into itself changes nothing.
+    No tensor is in memory twice. The model then loads the returned state dict as any other, so that
+    the loading hooks of its layers run; loading a tensor into itself changes nothing.
 
     Args:
         model: the model, with entries of the same names and shapes.
@@ -186,16 +221,24 @@ def read_model_state(model: nn.Module, state: Mapping[str, Any], comm: Communica
         comm: communicator over the workers, who call this together.
 
     Raises:
-        CheckpointError: if a stored tensor cannot be read; some of the model's tensors may have been changed.
+        CheckpointError: if a stored tensor cannot be read; some of the model's tensors may have
+            been changed.
     """
     live: dict[str, Any] = model.state_dict()
-    targets = {name: (live[name], stored) for name, stored in state.items() if isinstance(stored, StoredTensor)}
+    targets = {
+        name: (live[name], stored)
+        for name, stored in state.items()
+        if isinstance(stored, StoredTensor)
+    }
     _read_stored(targets, comm)
     return {name: live[name] if name in targets else value for name, value in state.items()}
 
 
-def read_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
-    """Read the stored tensors of a state dict into the optimizer's tensors, or new ones, and return it with those.
+def read_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], comm: Communicator
+) -> dict[str, Any]:
+    """Read the stored tensors of a state dict into the optimizer's tensors, or new ones, and return
+    it with those.
 
     Args:
         optimizer: the optimizer, over the same parameters.
@@ -203,7 +246,8 @@ def read_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], comm: C
         comm: communicator over the workers, who call this together.
 
     Raises:
-        CheckpointError: if a stored tensor cannot be read; some of the optimizer's tensors may have been changed.
+        CheckpointError: if a stored tensor cannot be read; some of the optimizer's tensors may have
+            been changed.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     targets: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
@@ -226,7 +270,9 @@ def read_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], comm: C
     return {**state, "state": read}
 
 
-def _read_stored(targets: Mapping[str, tuple[torch.Tensor, StoredTensor]], comm: Communicator) -> None:
+def _read_stored(
+    targets: Mapping[str, tuple[torch.Tensor, StoredTensor]], comm: Communicator
+) -> None:
     if any(isinstance(target, DTensor) for target, _ in targets.values()):
         from ..checkpoint.distributed_checkpoint import load_tensors
 
@@ -238,8 +284,14 @@ def _read_stored(targets: Mapping[str, tuple[torch.Tensor, StoredTensor]], comm:
 
 
 def _target_for(parameter: nn.Parameter, current: Any, stored: StoredTensor) -> torch.Tensor:
-    """Return the tensor to read a parameter's optimizer state into: `current` if it fits, else a new one."""
-    if isinstance(current, torch.Tensor) and tuple(current.shape) == stored.shape and current.dtype == stored.dtype:
+    """Return the tensor to read a parameter's optimizer state into: `current` if it fits, else a
+    new one.
+    """
+    if (
+        isinstance(current, torch.Tensor)
+        and tuple(current.shape) == stored.shape
+        and current.dtype == stored.dtype
+    ):
         return current
     if stored.shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)

@@ -1,4 +1,6 @@
-"""Gradient buckets: groups of parameters whose gradients are reduced together, during the backward pass."""
+"""Gradient buckets: groups of parameters whose gradients are reduced together, during the backward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ __all__ = [
 ]
 
 
-# --- Buckets ----------------------------------------------------------------------------------------------------------
+# --- Buckets
+# --------------------------------------------------------------------------------------------------
 
 Gradients = list[torch.Tensor | None]
 """One gradient for each parameter of a bucket; None for an unused parameter, which adds nothing."""
@@ -43,13 +46,15 @@ class GradientExchange(Protocol):
         """Wait for the sums, and return one for each parameter of the bucket."""
 
 
-# Elements: the offset of a parameter in a flat tensor is a multiple of 64 bytes of float32, as torch's allocations are,
-# so that kernels see the same alignment in a bucket as in a separate tensor.
+# Elements: the offset of a parameter in a flat tensor is a multiple of 64 bytes of float32, as
+# torch's allocations are, so that kernels see the same alignment in a bucket as in a separate
+# tensor.
 _ALIGN = 16
 
 
 class Bucket:
-    """Parameters of one dtype on one device, and the tree sum of their gradients over this worker's shards.
+    """Parameters of one dtype on one device, and the tree sum of their gradients over this worker's
+    shards.
 
     Args:
         parameters: dense parameters.
@@ -77,10 +82,11 @@ class Bucket:
         return add_gradients(left, right)
 
     def release(self) -> None:
-        """Free the memory of one set of gradients that has been added to another; called before a new set is made.
+        """Free the memory of one set of gradients that has been added to another; called before a
+        new set is made.
 
-        If all were freed at once, the memory would return to the operating system, which clears it before it hands it
-        out again: a tenth of the time of a step for a model of 10 M parameters.
+        If all were freed at once, the memory would return to the operating system, which clears it
+        before it hands it out again: a tenth of the time of a step for a model of 10 M parameters.
         """
         if self._unused:
             self._unused.pop()
@@ -91,7 +97,8 @@ class Bucket:
         self.tree.clear()
 
     def collect(self, node: Node) -> None:
-        """Move the parameters' gradients into the tree as the sum of `node`, the next subtree; sets them to None.
+        """Move the parameters' gradients into the tree as the sum of `node`, the next subtree; sets
+        them to None.
 
         Raises:
             ConfigError: if a gradient is sparse.
@@ -103,8 +110,13 @@ class Bucket:
         self.tree.push(node, gradients)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return one view of `flat` for each parameter; `flat` is a 1-d tensor of at least `numel` elements."""
-        return [view_like(p, flat, offset) for p, offset in zip(self.parameters, self._offsets, strict=True)]
+        """Return one view of `flat` for each parameter; `flat` is a 1-d tensor of at least `numel`
+        elements.
+        """
+        return [
+            view_like(p, flat, offset)
+            for p, offset in zip(self.parameters, self._offsets, strict=True)
+        ]
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
@@ -112,16 +124,19 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     if not any(gradient is None for gradient in (*left, *right)):
         torch._foreach_add_(left, right)  # type: ignore[arg-type]
         return left
-    return [b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)]
+    return [
+        b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)
+    ]
 
 
 def separate_gradients(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return gradients of `torch.autograd.grad` as a backward pass leaves them: each in memory of its own.
+    """Return gradients of `torch.autograd.grad` as a backward pass leaves them: each in memory of
+    its own.
 
-    Autograd gives the same tensor for two parameters that are added, and one of a single element for a sum. What is
-    added to one of them in place would then be added to others.
+    Autograd gives the same tensor for two parameters that are added, and one of a single element
+    for a sum. What is added to one of them in place would then be added to others.
     """
     seen = set[int]()
     separate = []
@@ -129,25 +144,35 @@ def separate_gradients(
         if gradient is not None and gradient.layout is torch.strided:
             memory = gradient.untyped_storage().data_ptr()
             if memory in seen or gradient.stride() != p.stride():
-                gradient = torch.empty_like(p, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+                gradient = torch.empty_like(p, dtype=gradient.dtype, requires_grad=False).copy_(
+                    gradient
+                )
             seen.add(memory)
         separate.append(gradient)
     return tuple(separate)
 
 
 def view_like(parameter: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the elements of `flat` from `start` on as a view with the shape and the strides of `parameter`.
+    """Return the elements of `flat` from `start` on as a view with the shape and the strides of
+    `parameter`.
 
-    The strides are those that autograd gives a gradient: a norm adds elements in the order of memory.
+    The strides are those that autograd gives a gradient: a norm adds elements in the order of
+    memory.
     """
-    strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+    strides = (
+        parameter.stride()
+        if _is_dense(parameter)
+        else torch.empty(parameter.shape, device="meta").stride()
+    )
     return flat.as_strided(parameter.shape, strides, flat.storage_offset() + start)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill one range of memory without gaps and without overlaps."""
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+    for stride, size in sorted(
+        (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1
+    ):
         if stride != expected:
             return False
         expected *= size
@@ -155,7 +180,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
-    """Return the offset of each parameter in a flat tensor, and the size of that tensor, in elements."""
+    """Return the offset of each parameter in a flat tensor, and the size of that tensor, in
+    elements.
+    """
     offsets = []
     end = 0
     for p in parameters:
@@ -165,11 +192,15 @@ def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
 
 
 def make_buckets(
-    parameters: Sequence[nn.Parameter], limit: int | None, make: Callable[[Sequence[nn.Parameter]], Bucket]
+    parameters: Sequence[nn.Parameter],
+    limit: int | None,
+    make: Callable[[Sequence[nn.Parameter]], Bucket],
 ) -> list[Bucket]:
-    """Group `parameters` into buckets of one dtype and device each, of about `limit` bytes (None: no limit).
+    """Group `parameters` into buckets of one dtype and device each, of about `limit` bytes (None:
+    no limit).
 
-    Buckets are sorted by the order in which they are complete when gradients arrive in the order of `parameters`.
+    Buckets are sorted by the order in which they are complete when gradients arrive in the order of
+    `parameters`.
     """
     open_groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     full_groups: list[list[nn.Parameter]] = []
@@ -179,7 +210,9 @@ def make_buckets(
         if limit is not None and sum(q.numel() * q.element_size() for q in group) >= limit:
             full_groups.append(open_groups.pop((p.dtype, p.device)))
     position = {id(p): number for number, p in enumerate(parameters)}
-    groups = sorted([*full_groups, *open_groups.values()], key=lambda group: position[id(group[-1])])
+    groups = sorted(
+        [*full_groups, *open_groups.values()], key=lambda group: position[id(group[-1])]
+    )
     return [make(group) for group in groups]
 
 
@@ -187,11 +220,15 @@ def _check_dense(gradients: Gradients) -> None:
     if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
         hint = "Make embeddings with sparse=False."
         raise ConfigError(
-            "parameters", "parameters with dense gradients", found="one with a sparse gradient", hint=hint
+            "parameters",
+            "parameters with dense gradients",
+            found="one with a sparse gradient",
+            hint=hint,
         )
 
 
-# --- Gradient hooks ---------------------------------------------------------------------------------------------------
+# --- Gradient hooks
+# --------------------------------------------------------------------------------------------------
 
 
 def refuse_further_pass() -> NoReturn:
@@ -200,14 +237,17 @@ def refuse_further_pass() -> NoReturn:
         "backward",
         "one backward pass for each shard",
         found="several, or one that reaches a parameter more than once",
-        hint="Add up the losses and call backward() once; use torch.utils.checkpoint with use_reentrant=False.",
+        hint="Add up the losses and call backward() once; use torch.utils.checkpoint with "
+        "use_reentrant=False.",
     )
 
 
 class GradientHooks:
-    """Hooks that notice when the gradients of buckets are complete, while the backward passes of a shard run.
+    """Hooks that notice when the gradients of buckets are complete, while the backward passes of a
+    shard run.
 
-    They are registered for a worker's last shard only, because each hook costs time at every backward pass.
+    They are registered for a worker's last shard only, because each hook costs time at every
+    backward pass.
 
     Attributes:
         order: the parameters in the order in which their gradients have been completed.
@@ -224,18 +264,21 @@ class GradientHooks:
 
     @staticmethod
     def refuse_other_hooks(parameters: Sequence[nn.Parameter]) -> None:
-        """Check that `parameters` have no hooks of ``register_post_accumulate_grad_hook``; call before `expect`.
+        """Check that `parameters` have no hooks of ``register_post_accumulate_grad_hook``; call
+        before `expect`.
 
         Raises:
-            ConfigError: for a hook, which would see the gradient of one shard or the sum of two, depending on the
-                number of workers.
+            ConfigError: for a hook, which would see the gradient of one shard or the sum of two,
+                depending on the number of workers.
         """
         if any(p._post_accumulate_grad_hooks for p in parameters):
             raise ConfigError(
                 "parameters",
                 "none with a hook of register_post_accumulate_grad_hook()",
-                found="one, which would see the gradients of one shard or of two, depending on the number of workers",
-                hint="Use register_hook(), which sees each shard's, or change gradients before the optimizer's step.",
+                found="one, which would see the gradients of one shard or of two, depending on the "
+                "number of workers",
+                hint="Use register_hook(), which sees each shard's, or change gradients before the "
+                "optimizer's step.",
             )
 
     def expect(
@@ -245,10 +288,12 @@ class GradientHooks:
         passes: int = 1,
         on_further_pass: Callable[[], None] = refuse_further_pass,
     ) -> None:
-        """From now on call `on_ready` for each bucket when the gradients of all its parameters are complete.
+        """From now on call `on_ready` for each bucket when the gradients of all its parameters are
+        complete.
 
         Args:
-            buckets: the buckets, whose `pending` counts down. Hooks on the same list stay registered.
+            buckets: the buckets, whose `pending` counts down. Hooks on the same list stay
+                registered.
             on_ready: called with a bucket.
             passes: how many backward passes complete a gradient.
             on_further_pass: called when a parameter gets a gradient after that.
@@ -286,14 +331,17 @@ class GradientHooks:
         self._buckets = ()
 
     def record_versions(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Record the versions of the gradients of `parameters` before a backward pass that adds to them."""
+        """Record the versions of the gradients of `parameters` before a backward pass that adds to
+        them.
+        """
         self._versions = [-1 if p.grad is None else p.grad._version for p in parameters]
 
     def check_one_pass(self, parameters: Sequence[nn.Parameter]) -> None:
         """Check that each gradient was added to at most once since `record_versions`.
 
         Raises:
-            ConfigError: otherwise; the sum of three gradients would depend on the order of the additions.
+            ConfigError: otherwise; the sum of three gradients would depend on the order of the
+                additions.
         """
         for p, version in zip(parameters, self._versions, strict=False):
             if p.grad is not None and version >= 0 and p.grad._version > version + 1:

@@ -1,4 +1,6 @@
-"""Data parallelism with the same bits at any number of workers: a separate pass for each shard of a step."""
+"""Data parallelism with the same bits at any number of workers: a separate pass for each shard of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,24 @@ from .unsupported_layers import check_joint_passes, check_supported
 __all__ = ["Invariant"]
 
 
-# --- Strategy ---------------------------------------------------------------------------------------------------------
+# --- Strategy
+# --------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
 
 
 class Invariant(Strategy):
-    """Trains one model on all workers, with a separate pass for each of `virtual_workers` shards of a step.
+    """Trains one model on all workers, with a separate pass for each of `virtual_workers` shards of
+    a step.
 
-    Gradients, losses and running statistics are added in one fixed tree, see `lockstep.parallel.reducer`.
+    Gradients, losses and running statistics are added in one fixed tree, see
+    `lockstep.parallel.reducer`.
 
     Args:
         comm: communicator over the workers.
         virtual_workers: number of shards of each global batch.
-        threads: threads within an operation on the CPU, see `lockstep.parallel.determinism`; 1 on the CPU when None.
+        threads: threads within an operation on the CPU, see `lockstep.parallel.determinism`; 1 on
+            the CPU when None.
 
     Raises:
         ConfigError: for fewer virtual workers than workers.
@@ -49,7 +55,9 @@ class Invariant(Strategy):
 
     virtual_workers: int
 
-    def __init__(self, comm: Communicator, virtual_workers: int, threads: int | None = None) -> None:
+    def __init__(
+        self, comm: Communicator, virtual_workers: int, threads: int | None = None
+    ) -> None:
         super().__init__(comm)
         self.virtual_workers = check_virtual_workers(virtual_workers, comm.size)
         self.determinism = DeterminismSettings(comm.device, threads)
@@ -64,7 +72,9 @@ class Invariant(Strategy):
         current = torch.get_num_threads()
         if threads is not None and threads != current and self.comm.rank == 0:
             _log.warning(
-                "with virtual workers, steps are computed with threads=%d in each worker, not %d", threads, current
+                "with virtual workers, steps are computed with threads=%d in each worker, not %d",
+                threads,
+                current,
             )
 
     def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
@@ -72,15 +82,19 @@ class Invariant(Strategy):
         return self
 
     def determinism_settings(self) -> dict[str, Any]:
-        """Return the number of virtual workers, and the settings of `lockstep.parallel.determinism`."""
+        """Return the number of virtual workers, and the settings of
+        `lockstep.parallel.determinism`.
+        """
         return {"virtual_workers": self.virtual_workers, **self.determinism.describe()}
 
     def prepare(self, model: nn.Module) -> None:
-        """Move `model` to the device, broadcast rank 0's values, and check that all workers have the same.
+        """Move `model` to the device, broadcast rank 0's values, and check that all workers have
+        the same.
 
         Raises:
             MismatchError: if the models differ in their parameters or buffers.
-            ConfigError: if the model has an unsupported layer, or the workers have different determinism settings.
+            ConfigError: if the model has an unsupported layer, or the workers have different
+                determinism settings.
         """
         check_supported(model, self.comm.device)
         self.joint_layers = convert_marked(model, self.comm)
@@ -127,7 +141,9 @@ class Invariant(Strategy):
     @property
     def _prepared_parts(self) -> tuple[Reducer, Buffers]:
         if self._prepared is None:
-            raise ConfigError("strategy", "prepare(model) before anything else", found="no call of it")
+            raise ConfigError(
+                "strategy", "prepare(model) before anything else", found="no call of it"
+            )
         return self._prepared
 
     def trained(self) -> list[nn.Parameter]:
@@ -148,7 +164,8 @@ class Invariant(Strategy):
             samples: samples in the global batch.
 
         Raises:
-            ConfigError: if a forward pass has changed a parameter, which other shards and workers would not get.
+            ConfigError: if a forward pass has changed a parameter, which other shards and workers
+                would not get.
         """
         assert self._unchanged is not None
         self._unchanged.check()

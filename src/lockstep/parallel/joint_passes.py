@@ -1,4 +1,6 @@
-"""Joint passes of several shards: one thread for each shard, and a barrier at each layer that uses all shards."""
+"""Joint passes of several shards: one thread for each shard, and a barrier at each layer that uses
+all shards.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ class _AbandonedError(Exception):
 
 
 class JointPasses:
-    """A barrier for the passes of this worker's shards, with an exchange of values among all shards of all workers.
+    """A barrier for the passes of this worker's shards, with an exchange of values among all shards
+    of all workers.
 
-    Each shard has a thread. Only one thread runs at a time: the shards run in order from one barrier to the next. A
-    barrier saves and restores each shard's state of the random generators.
+    Each shard has a thread. Only one thread runs at a time: the shards run in order from one
+    barrier to the next. A barrier saves and restores each shard's state of the random generators.
 
     Args:
         comm: communicator over the workers.
@@ -39,7 +42,9 @@ class JointPasses:
         self._comm = comm
         self._virtual_workers = virtual_workers
         self._shards = shards
-        self._semaphores = [threading.Semaphore(0) for _ in shards]  # released to let a shard's thread run
+        self._semaphores = [
+            threading.Semaphore(0) for _ in shards
+        ]  # released to let a shard's thread run
         self._rows: dict[int, torch.Tensor] = {}  # by position in `shards`
         self._gathered = torch.empty(0)
         self._ended = 0
@@ -52,7 +57,8 @@ class JointPasses:
         return position == 0
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Wait at a barrier, and return the rows of all shards of all workers, in order; zeros for an empty shard.
+        """Wait at a barrier, and return the rows of all shards of all workers, in order; zeros for
+        an empty shard.
 
         Called in the pass of each shard.
 
@@ -75,7 +81,8 @@ class JointPasses:
         return summed.view_as(values)
 
     def run(self, bodies: Sequence[Callable[[], T]], threads: int | None) -> list[T]:
-        """Call `bodies`, one for each shard of this worker, in one thread each; returns their results.
+        """Call `bodies`, one for each shard of this worker, in one thread each; returns their
+        results.
 
         Args:
             bodies: the functions, in the order of shards.
@@ -96,7 +103,10 @@ class JointPasses:
             self._ended += 1
             self._run_next(position)
 
-        workers = [threading.Thread(target=work, args=(position,), daemon=True) for position in range(len(bodies))]
+        workers = [
+            threading.Thread(target=work, args=(position,), daemon=True)
+            for position in range(len(bodies))
+        ]
         for worker in workers:
             worker.start()
         self._semaphores[0].release()
@@ -107,7 +117,9 @@ class JointPasses:
         return results
 
     def _run_next(self, position: int) -> None:
-        """Let the shard after `position` run; after the last shard, exchange the rows and continue with the first."""
+        """Let the shard after `position` run; after the last shard, exchange the rows and continue
+        with the first.
+        """
         if self._error is None and position + 1 < len(self._semaphores):
             self._semaphores[position + 1].release()
             return
@@ -127,7 +139,10 @@ class JointPasses:
         if self._ended:
             hint = "Run the same synchronised layers in the same order for every shard."
             raise ConfigError(
-                "model", "batch norm over all shards in every shard's pass", found="some without it", hint=hint
+                "model",
+                "batch norm over all shards in every shard's pass",
+                found="some without it",
+                hint=hint,
             )
         first = self._rows[0]
         gathered = first.new_zeros(self._virtual_workers, first.numel())
@@ -136,11 +151,16 @@ class JointPasses:
         self._rows = {}
         if self._comm.size > 1:
             self._comm.allreduce(gathered)
-        self._gathered = gathered + 0.0  # -0.0 becomes 0.0, as in a sum with the zeros of other workers
+        self._gathered = (
+            gathered + 0.0
+        )  # -0.0 becomes 0.0, as in a sum with the zeros of other workers
 
 
 def run_joint_passes(
-    joint_passes: JointPasses, layers: Sequence[SyncBatchNorm], bodies: Sequence[Callable[[], T]], threads: Any
+    joint_passes: JointPasses,
+    layers: Sequence[SyncBatchNorm],
+    bodies: Sequence[Callable[[], T]],
+    threads: Any,
 ) -> list[T]:
     """Run `bodies` with `joint_passes` as the exchange of `layers`; returns their results."""
     over_workers = [layer.exchange for layer in layers]

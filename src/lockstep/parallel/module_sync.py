@@ -1,4 +1,6 @@
-"""Synchronisation of a model over the workers before training, and checks that the workers have the same model."""
+"""Synchronisation of a model over the workers before training, and checks that the workers have the
+same model.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,22 @@ Entry = tuple[str, tuple[int, ...], str, bool]
 
 
 def layout(model: nn.Module) -> list[Entry]:
-    """Return (name, shape, dtype, requires_grad) of each parameter and buffer, in the model's order."""
+    """Return (name, shape, dtype, requires_grad) of each parameter and buffer, in the model's
+    order.
+    """
     return _entries([*model.named_parameters(), *model.named_buffers()])
 
 
 def _entries(named: Iterable[tuple[str, torch.Tensor]]) -> list[Entry]:
-    return [(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for name, t in named]
+    return [
+        (name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad)
+        for name, t in named
+    ]
 
 
 def check_same_layout(model: nn.Module, comm: Communicator) -> None:
-    """Check that every worker's model has the same parameters and buffers: names, order, shapes, dtypes.
+    """Check that every worker's model has the same parameters and buffers: names, order, shapes,
+    dtypes.
 
     Raises:
         MismatchError: on every worker, naming the first difference and its rank.
@@ -56,8 +64,8 @@ def _check_same_entries(local: Sequence[Entry], comm: Communicator) -> None:
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     raise MismatchError(
         f"the workers' models differ. {_first_difference(layouts[0], layouts[other], other)} "
-        "Build the same model on every rank: the class, its options and the order of its layers must not depend on "
-        "the rank."
+        "Build the same model on every rank: the class, its options and the order of its layers "
+        "must not depend on the rank."
     )
 
 
@@ -95,9 +103,9 @@ def check_same_tensors(named: Iterable[tuple[str, torch.Tensor]], comm: Communic
         for (name, expected), (_, got) in zip(digests[0], theirs, strict=True):
             if expected != got:
                 raise MismatchError(
-                    f"the workers' models differ: {name} on rank {rank} holds other values than on rank 0. "
-                    "Something changed it after rank 0's values were broadcast; change parameters on every rank "
-                    "or on none."
+                    f"the workers' models differ: {name} on rank {rank} holds other values than "
+                    "on rank 0. Something changed it after rank 0's values were broadcast; change "
+                    "parameters on every rank or on none."
                 )
 
 
@@ -116,9 +124,11 @@ def move_module(module: nn.Module, device: torch.device) -> None:
         if tensor.device.type not in ("cpu", "meta", device.type):
             raise ConfigError(
                 "model",
-                f"one on {device}, where this worker computes" + ("" if device.type == "cpu" else ", or on the CPU"),
+                f"one on {device}, where this worker computes"
+                + ("" if device.type == "cpu" else ", or on the CPU"),
                 found=f"one on {tensor.device}",
-                hint=f'lockstep.init("{tensor.device.type}") at the start of the program chooses that device.',
+                hint=f'lockstep.init("{tensor.device.type}") at the start of the program chooses '
+                "that device.",
             )
     with devices.in_which_parameters_stay(device):
         module.to(device)
@@ -137,7 +147,8 @@ def sync_module(model: nn.Module, comm: Communicator) -> None:
 
 
 def sync_tensors(named: Sequence[tuple[str, torch.Tensor]], comm: Communicator) -> None:
-    """Broadcast rank 0's values of tensors, and check that all workers have the same ones, as `sync_module` does.
+    """Broadcast rank 0's values of tensors, and check that all workers have the same ones, as
+    `sync_module` does.
 
     Raises:
         MismatchError: on every worker, naming the first difference.
@@ -150,18 +161,24 @@ def sync_tensors(named: Sequence[tuple[str, torch.Tensor]], comm: Communicator) 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
     """Broadcast rank 0's values into `tensors`, of any dtype and any strides."""
-    for bucket in _buckets([_without_expanded(tensor.detach()) for tensor in tensors if tensor.numel()]):
-        # As bytes, because not every backend supports every dtype; in a separate contiguous buffer, because backends
-        # ignore strides.
+    for bucket in _buckets(
+        [_without_expanded(tensor.detach()) for tensor in tensors if tensor.numel()]
+    ):
+        # As bytes, because not every backend supports every dtype; in a separate contiguous buffer,
+        # because backends ignore strides.
         received = comm.broadcast(torch.cat([_bytes(tensor) for tensor in bucket]))
-        pieces = torch.split(received, [tensor.numel() * tensor.element_size() for tensor in bucket])
+        pieces = torch.split(
+            received, [tensor.numel() * tensor.element_size() for tensor in bucket]
+        )
         for tensor, piece in zip(bucket, pieces, strict=True):
             # The clone is aligned for its dtype.
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group `tensors` into buckets of at most `_BUCKET` bytes; a larger tensor is a bucket of its own."""
+    """Group `tensors` into buckets of at most `_BUCKET` bytes; a larger tensor is a bucket of its
+    own.
+    """
     bucket: list[torch.Tensor] = []
     filled = 0
     for tensor in tensors:
@@ -184,7 +201,9 @@ def _without_expanded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expanded_dimensions(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions in which elements share memory, as `expand()` makes them, and which cannot be written."""
+    """Return the dimensions in which elements share memory, as `expand()` makes them, and which
+    cannot be written.
+    """
     if tensor.layout is not torch.strided:
         return []
     sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
@@ -193,5 +212,6 @@ def expanded_dimensions(tensor: torch.Tensor) -> list[int]:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of the values as a 1-d tensor of bytes."""
-    # Always a copy: torch reports a single element with stride 0 as contiguous, but cannot view it as bytes.
+    # Always a copy: torch reports a single element with stride 0 as contiguous, but cannot view it
+    # as bytes.
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

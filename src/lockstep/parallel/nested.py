@@ -30,13 +30,16 @@ __all__ = [
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return `tree` with every tensor replaced by `fn` of it; other values are unchanged.
 
-    It descends into tuples, named tuples, lists, mappings and instances of dataclasses, and keeps their types.
+    It descends into tuples, named tuples, lists, mappings and instances of dataclasses, and keeps
+    their types.
     """
     return _map(fn, tree, None)
 
 
 def _map(fn: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None) -> Any:
-    """Return `tree` with every tensor, and what else `is_leaf` says is a leaf, replaced by `fn` of it."""
+    """Return `tree` with every tensor, and what else `is_leaf` says is a leaf, replaced by `fn` of
+    it.
+    """
     if isinstance(tree, torch.Tensor) or (is_leaf is not None and is_leaf(tree)):
         return fn(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -46,7 +49,10 @@ def _map(fn: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | N
     if isinstance(tree, Mapping):
         return _with_items(tree, {key: _map(fn, item, is_leaf) for key, item in tree.items()})
     if _is_dataclass(tree):
-        return _with_fields(tree, {f.name: _map(fn, getattr(tree, f.name), is_leaf) for f in dataclasses.fields(tree)})
+        return _with_fields(
+            tree,
+            {f.name: _map(fn, getattr(tree, f.name), is_leaf) for f in dataclasses.fields(tree)},
+        )
     return tree
 
 
@@ -55,7 +61,9 @@ def _is_dataclass(tree: Any) -> bool:
 
 
 def _children(tree: Any) -> list[tuple[str, Any]] | None:
-    """Return what `tree` consists of, with the end of its path, such as ``['mask']``; None for a leaf."""
+    """Return what `tree` consists of, with the end of its path, such as ``['mask']``; None for a
+    leaf.
+    """
     if isinstance(tree, (tuple, list)):
         return [(f"[{number}]", item) for number, item in enumerate(tree)]
     if isinstance(tree, Mapping):
@@ -90,9 +98,14 @@ def sample_count(batch: Any) -> int:
     """
     sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
     if len(sizes) != 1:
-        expected = "a global batch whose tensors have all their samples in the first dimension, or their number"
+        expected = (
+            "a global batch whose tensors have all their samples in the first dimension, or their "
+            "number"
+        )
         raise ConfigError(
-            "batch", expected, found=f"first dimensions {sorted(sizes)}" if sizes else type(batch).__name__
+            "batch",
+            expected,
+            found=f"first dimensions {sorted(sizes)}" if sizes else type(batch).__name__,
         )
     return sizes.pop()
 
@@ -101,8 +114,9 @@ def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(tree) is dict:
         return items
     if isinstance(tree, (dict, UserDict)):
-        # A copy keeps further attributes, such as a defaultdict's factory. Items are set one by one: in the outputs of
-        # Transformers' models, items are fields as well, and setting an item sets both.
+        # A copy keeps further attributes, such as a defaultdict's factory. Items are set one by
+        # one: in the outputs of Transformers' models, items are fields as well, and setting an item
+        # sets both.
         new = copy.copy(tree)
         for key, value in items.items():
             new[key] = value
@@ -111,7 +125,8 @@ def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
-    # Not by the constructor, which may take other arguments or change them; and a frozen dataclass refuses setattr().
+    # Not by the constructor, which may take other arguments or change them; and a frozen dataclass
+    # refuses setattr().
     new = copy.copy(tree)
     for name, value in values.items():
         object.__setattr__(new, name, value)
@@ -119,12 +134,14 @@ def _with_fields(tree: Any, values: dict[str, Any]) -> Any:
 
 
 def narrow(tree: Any, start: int, stop: int, samples: int | None = None) -> Any:
-    """Return the samples [start, stop) of every tensor, as views along the first dimension; 0-dim tensors unchanged.
+    """Return the samples [start, stop) of every tensor, as views along the first dimension; 0-dim
+    tensors unchanged.
 
     Args:
         tree: the batch.
         start, stop: the samples.
-        samples: number of samples in the batch, if lists and arrays are to be cut as well, see `per_sample`.
+        samples: number of samples in the batch, if lists and arrays are to be cut as well, see
+            `per_sample`.
 
     Raises:
         ConfigError: see `per_sample`.
@@ -137,10 +154,11 @@ def narrow(tree: Any, start: int, stop: int, samples: int | None = None) -> Any:
 
 
 def split(tree: Any, samples: int, parts: int) -> list[tuple[Any, int]]:
-    """Split a `tree` of `samples` samples into `parts` contiguous parts, each with its number of samples.
+    """Split a `tree` of `samples` samples into `parts` contiguous parts, each with its number of
+    samples.
 
-    Tensors are split, and the lists and arrays that have an item for each sample, see `per_sample`. With fewer samples
-    than parts, the last ones have 0 samples, and the same other dimensions.
+    Tensors are split, and the lists and arrays that have an item for each sample, see `per_sample`.
+    With fewer samples than parts, the last ones have 0 samples, and the same other dimensions.
 
     Raises:
         ConfigError: a tensor's first dimension is not the number of samples; see also `per_sample`.
@@ -157,7 +175,8 @@ def _check_batch_dim(tree: Any, samples: int, path: str = "") -> None:
         if tree.dim() and tree.shape[0] != samples:
             raise ConfigError(
                 "gradient_accumulation_steps",
-                f"1, or batches whose tensors all have their {samples} samples in the first dimension",
+                f"1, or batches whose tensors all have their {samples} samples in the first "
+                "dimension",
                 found=f"one of shape {list(tree.shape)} at {path or 'the batch'}",
                 hint="Collate samples into the first dimension and transpose in the model; "
                 "a value for all samples can be 0-dim.",
@@ -167,17 +186,21 @@ def _check_batch_dim(tree: Any, samples: int, path: str = "") -> None:
             _check_batch_dim(child, samples, path + name)
 
 
-# --- Lists with an item for each sample -------------------------------------------------------------------------------
+# --- Lists with an item for each sample
+# -------------------------------------------------------------------------------
 
 
 def per_sample(value: Any, samples: int) -> bool:
-    """Return whether a list, tuple or array of a batch has an item for each of its `samples` samples.
+    """Return whether a list, tuple or array of a batch has an item for each of its `samples`
+    samples.
 
-    It is as long as the batch, and its items are alike: strings, numbers, or images of their own sizes. A list of
-    tensors that have all samples in their first dimension, such as the pair of inputs and targets, is none.
+    It is as long as the batch, and its items are alike: strings, numbers, or images of their own
+    sizes. A list of tensors that have all samples in their first dimension, such as the pair of
+    inputs and targets, is none.
 
     Raises:
-        ConfigError: for as many lists as samples, each with as many items: nothing tells which of the two are samples.
+        ConfigError: for as many lists as samples, each with as many items: nothing tells which of
+            the two are samples.
     """
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and len(value) == samples
@@ -187,14 +210,19 @@ def per_sample(value: Any, samples: int) -> bool:
     if not _is_batch(value, samples):
         return True
     if not any(tensor.dim() and tensor.shape[0] == samples for tensor in tensors_of(value)):
-        expected = f"lists of which it is known whether they have an item for each of {samples} samples"
+        expected = (
+            f"lists of which it is known whether they have an item for each of {samples} samples"
+        )
         hint = "Return a dict of lists or tensors from the collate function."
-        raise ConfigError("batch", expected, found=f"{samples} lists of {samples} items each", hint=hint)
+        raise ConfigError(
+            "batch", expected, found=f"{samples} lists of {samples} items each", hint=hint
+        )
     return False
 
 
 def cut_lists(tree: Any, samples: int | None, start: int, stop: int) -> Any:
-    """Return the items [start, stop) of every list and array without tensors that has an item for each sample.
+    """Return the items [start, stop) of every list and array without tensors that has an item for
+    each sample.
 
     Args:
         tree: the batch.
@@ -220,7 +248,9 @@ def _is_batch(tree: Any, samples: int) -> bool:
 
 
 def _has_samples(item: Any, samples: int) -> bool | None:
-    """Return whether all samples are in `item`; None for a value that may be one for all of them."""
+    """Return whether all samples are in `item`; None for a value that may be one for all of
+    them.
+    """
     if isinstance(item, torch.Tensor):
         return item.shape[0] == samples if item.dim() else None
     if isinstance(item, (list, tuple, np.ndarray)) and per_sample(item, samples):
@@ -231,7 +261,9 @@ def _has_samples(item: Any, samples: int) -> bool | None:
 
 def _are_alike(items: Any) -> bool:
     """Return whether the items of a list may be of one sample each: all of one kind, or missing."""
-    return len({_kind(item) for item in items if item is not None and not _is_empty_list(item)}) <= 1
+    return (
+        len({_kind(item) for item in items if item is not None and not _is_empty_list(item)}) <= 1
+    )
 
 
 def _is_empty_list(item: Any) -> bool:
@@ -245,7 +277,9 @@ def _kind(item: Any) -> Any:
         return "number"
     if isinstance(item, (list, tuple)):
         kinds = [_kind(each) for each in item]
-        return type(item), kinds[0] if len(set(kinds)) == 1 else tuple(kinds)  # of one kind, in any number
+        return type(item), kinds[0] if len(set(kinds)) == 1 else tuple(
+            kinds
+        )  # of one kind, in any number
     return type(item)
 
 
@@ -257,8 +291,8 @@ def collated_size(tree: Any, samples: int) -> int:
         samples: the samples that the function was given; it may have left some out, or added some.
 
     Returns:
-        The length that all tensors have in common, or else all lists. It is `samples` where there are several lengths,
-        or where samples are in the second dimension.
+        The length that all tensors have in common, or else all lists. It is `samples` where there
+        are several lengths, or where samples are in the second dimension.
     """
     if tree is None:
         return 0
@@ -277,7 +311,8 @@ class _Lengths:
     Attributes:
         tensors: the tensors and arrays that are in no list of tensors.
         lists: the lengths of lists of other items.
-        lists_of_tensors: those of lists that may have one tensor for each sample, or tensors of all samples.
+        lists_of_tensors: those of lists that may have one tensor for each sample, or tensors of all
+            samples.
     """
 
     def __init__(self) -> None:
@@ -286,7 +321,9 @@ class _Lengths:
         self.lists_of_tensors: set[int] = set()
 
     def note(self, tree: Any, samples: int, is_root: bool) -> None:
-        """Note the lengths in `tree`; the list or tuple at the root consists of inputs and targets."""
+        """Note the lengths in `tree`; the list or tuple at the root consists of inputs and
+        targets.
+        """
         children = [child for _, child in _children(tree) or ()]
         is_list = isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields")
         if isinstance(tree, (torch.Tensor, np.ndarray)):
@@ -296,7 +333,9 @@ class _Lengths:
                 self.note(child, samples, is_root=False)
         elif not any(isinstance(child, torch.Tensor) for child in children):
             self.lists.add(len(children))
-        elif not any(tensor.dim() and tensor.shape[0] == samples for tensor in tensors_of(children)):
+        elif not any(
+            tensor.dim() and tensor.shape[0] == samples for tensor in tensors_of(children)
+        ):
             self.lists_of_tensors.add(len(children))
         else:
             self.lists_of_tensors.add(samples)

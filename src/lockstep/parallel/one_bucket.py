@@ -1,4 +1,6 @@
-"""The gradients of a small model, averaged over the workers by one all-reduce, with the other numbers of a step."""
+"""The gradients of a small model, averaged over the workers by one all-reduce, with the other
+numbers of a step.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,27 @@ __all__ = ["MOST_BYTES", "OneBucket"]
 MOST_BYTES = 1 << 20
 """Bytes of the gradients that are sent at once: the first bucket of DistributedDataParallel."""
 
-_MOST_BYTES_OF_NUMBERS = 1 << 16  # for the places of all workers; many numbers cost less in a message of their own
+_MOST_BYTES_OF_NUMBERS = (
+    1 << 16
+)  # for the places of all workers; many numbers cost less in a message of their own
 
 _DTYPES = (torch.float32, torch.float64)
 
 
 class OneBucket:
-    """Averages gradients over the workers and sums a few numbers, by one all-reduce after the last backward pass.
+    """Averages gradients over the workers and sums a few numbers, by one all-reduce after the last
+    backward pass.
 
-    DistributedDataParallel sends a bucket of gradients while the backward pass computes those of the next one. Where
-    all fit into its first bucket, that is full when the pass has ended: there is nothing to overlap, and an all-reduce
-    in the background wakes a thread, which takes longer than such an all-reduce.
+    DistributedDataParallel sends a bucket of gradients while the backward pass computes those of
+    the next one. Where all fit into its first bucket, that is full when the pass has ended: there
+    is nothing to overlap, and an all-reduce in the background wakes a thread, which takes longer
+    than such an all-reduce.
 
-    Gradients are divided by the number of workers and then added, in their own dtype, as DistributedDataParallel does.
-    The numbers are sums in float64, which that dtype would round. So the message has places for each worker: its
-    numbers lie there in pieces of 16 bits, each a whole number that the dtype holds exactly. All other workers add
-    zeros to them. Every worker then has the numbers of all, and adds them up.
+    Gradients are divided by the number of workers and then added, in their own dtype, as
+    DistributedDataParallel does. The numbers are sums in float64, which that dtype would round. So
+    the message has places for each worker: its numbers lie there in pieces of 16 bits, each a whole
+    number that the dtype holds exactly. All other workers add zeros to them. Every worker then has
+    the numbers of all, and adds them up.
 
     After a step, each ``.grad`` is a view of the message's memory, until the next step.
 
@@ -55,11 +62,16 @@ class OneBucket:
         """
         dtype = parameters[0].dtype
         device = parameters[0].device
-        alike = all(type(p) is nn.Parameter and p.dtype is dtype and p.device == device for p in parameters)
+        alike = all(
+            type(p) is nn.Parameter and p.dtype is dtype and p.device == device for p in parameters
+        )
         if not alike or dtype not in _DTYPES or device.type != comm.device.type:
             return False
         bytes_of_numbers = numbers * _pieces(torch.float64) * comm.size * dtype.itemsize
-        return sum(p.nbytes for p in parameters) <= MOST_BYTES and bytes_of_numbers <= _MOST_BYTES_OF_NUMBERS
+        return (
+            sum(p.nbytes for p in parameters) <= MOST_BYTES
+            and bytes_of_numbers <= _MOST_BYTES_OF_NUMBERS
+        )
 
     def _make_message(self, pieces: int) -> None:
         """Allocate the message: the gradients, and so many pieces of the numbers of each worker."""
@@ -71,11 +83,13 @@ class OneBucket:
         self._gradients = self._message[:end]
         self._places = self._message[end:].view(size, pieces)
         self._own_place = self._places[self._comm.rank]
-        # Through .data each is a tensor of its own for autograd, which a program may change as any gradient.
+        # Through .data each is a tensor of its own for autograd, which a program may change as any
+        # gradient.
         self._views = [view.data for view in self._bucket.views(self._message)]
 
     def average(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Set the gradients to their averages over all workers; a parameter without one on a worker adds nothing.
+        """Set the gradients to their averages over all workers; a parameter without one on a worker
+        adds nothing.
 
         Args:
             numbers: 1-d floating tensor, of one size and dtype on all workers.

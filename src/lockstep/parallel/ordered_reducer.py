@@ -1,4 +1,6 @@
-"""`OrderedReducer`: the same bits in the gradients of a training loop of one's own, at any number of workers."""
+"""`OrderedReducer`: the same bits in the gradients of a training loop of one's own, at any number
+of workers.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,29 @@ __all__ = ["OrderedReducer"]
 class OrderedReducer:
     """Computes the same bits in the gradients at any number of workers, in a custom training loop.
 
-    A step's global batch is cut into `virtual_workers` shards, each with its own forward and backward pass. A worker
-    computes a contiguous range of shards, and the gradients of all shards are added in the binary tree over their
-    numbers (`lockstep.parallel.tree_sum`), within a worker and across workers. One iteration over the reducer
-    computes the sum of one step::
+    A step's global batch is cut into `virtual_workers` shards, each with its own forward and
+    backward pass. A worker computes a contiguous range of shards, and the gradients of all shards
+    are added in the binary tree over their numbers (`lockstep.parallel.tree_sum`), within a worker
+    and across workers. One iteration over the reducer computes the sum of one step::
 
         reducer = lockstep.invariance.OrderedReducer(model.parameters(), virtual_workers=8)
-        for step, (inputs, labels) in enumerate(global_batches):    # the same batches on every worker
+        for step, (inputs, labels) in enumerate(global_batches):    # the same on every worker
             for shard in reducer:                                   # this worker's shards, in order
-                part = reducer.part((inputs, labels), shard)        # slice(start, stop) of the samples
-                lockstep.invariance.seed_shard(seed, step, shard)              # for dropout and the like
-                loss = F.cross_entropy(model(inputs[part]), labels[part], reduction="sum") / len(inputs)
-                loss.backward()
-            optimizer.step()                                        # .grad is the sum over all shards
+                part = reducer.part((inputs, labels), shard)        # slice(start, stop) of the
+                samples lockstep.invariance.seed_shard(seed, step, shard)              # for dropout
+                and the like loss = F.cross_entropy(model(inputs[part]), labels[part],
+                reduction="sum") / len(inputs) loss.backward()
+            optimizer.step()                                        # .grad is the sum over all
+            shards
 
-    If `seed_shard` was called in the loop, the global random generators are restored after it, so that a shuffling
-    `DataLoader` keeps drawing the same order on every worker. The batches that the workers pass to `part` are compared.
+    If `seed_shard` was called in the loop, the global random generators are restored after it, so
+    that a shuffling `DataLoader` keeps drawing the same order on every worker. The batches that the
+    workers pass to `part` are compared.
 
-    The reducer discards earlier gradients. A shard makes at most one backward pass. A parameter without a gradient in a
-    shard adds nothing; one without a gradient in the whole step gets a gradient of zeros. Complete buckets are sent
-    while the last shard's backward pass runs. Parameters may be frozen and unfrozen between steps, in the same way on
-    all workers.
+    The reducer discards earlier gradients. A shard makes at most one backward pass. A parameter
+    without a gradient in a shard adds nothing; one without a gradient in the whole step gets a
+    gradient of zeros. Complete buckets are sent while the last shard's backward pass runs.
+    Parameters may be frozen and unfrozen between steps, in the same way on all workers.
 
     Args:
         parameters: the parameters whose gradients are summed, in the same order on every worker.
@@ -71,7 +75,9 @@ class OrderedReducer:
         self.local_shards = self._reducer.local_shards
         expected = "parameters, as from model.parameters()"
         arguments.instance("parameters", parameters, Iterable, expected)
-        self._parameters = [arguments.instance("parameters", p, torch.Tensor, expected) for p in parameters]
+        self._parameters = [
+            arguments.instance("parameters", p, torch.Tensor, expected) for p in parameters
+        ]
         self._steps: Iterator[int] | None = None
         self._generators = None if bare else _GeneratorGuard(self.comm.device)
         self._batch_check = None if bare or self.comm.size == 1 else _BatchCheck(self.comm)
@@ -87,11 +93,13 @@ class OrderedReducer:
         return self._reducer.sums
 
     def part(self, batch: Any, shard: int) -> slice:
-        """Return the samples of a global batch that belong to `shard`; empty if there are fewer samples than shards.
+        """Return the samples of a global batch that belong to `shard`; empty if there are fewer
+        samples than shards.
 
         Args:
-            batch: the global batch, equal on every worker: tensors with their samples in the first dimension, nested in
-                tuples, lists and mappings. If it is the number of samples, only that number is compared.
+            batch: the global batch, equal on every worker: tensors with their samples in the first
+                dimension, nested in tuples, lists and mappings. If it is the number of samples,
+                only that number is compared.
             shard: the number of the shard.
         """
         samples = batch if isinstance(batch, int) else sample_count(batch)
@@ -104,13 +112,15 @@ class OrderedReducer:
         return [p for p in self._parameters if p.requires_grad]
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over this worker's shards of one step; after the loop, gradients are the sums over all shards.
+        """Iterate over this worker's shards of one step; after the loop, gradients are the sums
+        over all shards.
 
         Raises:
-            ConfigError: if a shard has several backward passes or a sparse gradient, or a parameter has a hook of
-                `register_post_accumulate_grad_hook`.
-            MismatchError: on every worker, if the workers passed different global batches to `part`. On devices other
-                than the CPU the check runs at steps 0, 1, 2, 4, 8 and so on, because it waits for the device.
+            ConfigError: if a shard has several backward passes or a sparse gradient, or a parameter
+                has a hook of `register_post_accumulate_grad_hook`.
+            MismatchError: on every worker, if the workers passed different global batches to
+                `part`. On devices other than the CPU the check runs at steps 0, 1, 2, 4, 8 and so
+                on, because it waits for the device.
         """
         self._steps = steps = self._reducer.shards(self.trained())
         if self._generators is not None:
@@ -125,10 +135,12 @@ class OrderedReducer:
                 self._generators.restore()
 
     def add(self, numbers: torch.Tensor) -> None:
-        """Add numbers of this shard, such as its loss, to a sum in the same tree; call it before the backward pass.
+        """Add numbers of this shard, such as its loss, to a sum in the same tree; call it before
+        the backward pass.
 
         Args:
-            numbers: 1-d floating tensor, of the same size in every shard; overwritten with partial sums.
+            numbers: 1-d floating tensor, of the same size in every shard; overwritten with partial
+                sums.
 
         Raises:
             ConfigError: if gradients of the last shard have been sent already.
@@ -137,7 +149,8 @@ class OrderedReducer:
 
 
 class _GeneratorGuard:
-    """Restores the global random generators after a step whose shards were seeded with `seed_shard`.
+    """Restores the global random generators after a step whose shards were seeded with
+    `seed_shard`.
 
     Args:
         device: the device of the model; its generator is included.
@@ -155,7 +168,9 @@ class _GeneratorGuard:
         self._seed_count = seed_count()
 
     def restore(self) -> None:
-        """Restore the saved states; without a call of `seed_shard` the generators keep what they have drawn."""
+        """Restore the saved states; without a call of `seed_shard` the generators keep what they
+        have drawn.
+        """
         if self._states is not None and seed_count() != self._seed_count:
             set_generator_states(self._states)
         self._states = None
@@ -191,7 +206,9 @@ class _BatchCheck:
         checksum = self._checksum
         # A worker that has not called `part` contributes less than any checksum.
         missing = torch.full((2,), -(1 << 62), dtype=torch.int64, device=self._comm.device)
-        extremes = self._comm.allreduce(missing if checksum is None else torch.stack([checksum, -checksum]), "max")
+        extremes = self._comm.allreduce(
+            missing if checksum is None else torch.stack([checksum, -checksum]), "max"
+        )
         self._differ = ((extremes.sum() != 0) & (extremes[0] >= 0)) | self._differ
         due = extremes.device.type == "cpu" or self._steps & (self._steps - 1) <= 0
         step = self._steps
@@ -202,7 +219,9 @@ class _BatchCheck:
 
     def _raise_mismatch(self, step: int, checksum: int | None) -> NoReturn:
         by_rank = self._comm.allgather_object((checksum, self._samples))
-        first, *others = [(rank, *theirs) for rank, theirs in enumerate(by_rank) if theirs[0] is not None]
+        first, *others = [
+            (rank, *theirs) for rank, theirs in enumerate(by_rank) if theirs[0] is not None
+        ]
         other = next((theirs for theirs in others if theirs[1:] != first[1:]), None)
         if other is None:
             where = f"two ranks differ, before step {step} of the reducer"
@@ -210,8 +229,9 @@ class _BatchCheck:
             ranks = f"rank {first[0]} ({first[2]} samples) and rank {other[0]} ({other[2]})"
             where = f"{ranks} differ, at step {step} of the reducer"
         raise MismatchError(
-            f"the workers take their shards from different global batches: those of {where}. Every worker "
-            "must iterate over the same global batches: seed every rank alike before a shuffling DataLoader is made, "
-            "call lockstep.invariance.seed_shard before each shard's forward pass, and draw no random numbers on some "
-            "ranks only; or give the DataLoader its own generator."
+            f"the workers take their shards from different global batches: those of {where}. "
+            "Every worker must iterate over the same global batches: seed every rank alike before "
+            "a shuffling DataLoader is made, call lockstep.invariance.seed_shard before each "
+            "shard's forward pass, and draw no random numbers on some ranks only; or give the "
+            "DataLoader its own generator."
         )

@@ -1,4 +1,6 @@
-"""Keyed random numbers: seeds the global generators from (seed, step, shard), and saves and restores their states."""
+"""Keyed random numbers: seeds the global generators from (seed, step, shard), and saves and
+restores their states.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,28 @@ import torch
 from .. import arguments, devices
 from .shards import mix
 
-__all__ = ["generator_states", "preserve_generators", "seed_count", "seed_shard", "seed_torch", "set_generator_states"]
+__all__ = [
+    "generator_states",
+    "preserve_generators",
+    "seed_count",
+    "seed_shard",
+    "seed_torch",
+    "set_generator_states",
+]
 
 _LOW = 0xFFFFFFFF
 
-# Keys include their purpose, so that keys of one seed are unrelated; 1 to 3 are the order of samples, dropout by rank,
-# and augmentation.
+# Keys include their purpose, so that keys of one seed are unrelated; 1 to 3 are the order of
+# samples, dropout by rank, and augmentation.
 _SHARD = 4
 
 
 def seed_torch(key: int, device: torch.device) -> None:
-    """Seed torch's generators of the CPU and of `device`; the CPU's generator uses the low 32 bits of `key` only."""
-    # torch.manual_seed() also queries every absent backend: 0.4 to 0.8 ms a step, 70 % of a step's overhead.
+    """Seed torch's generators of the CPU and of `device`; the CPU's generator uses the low 32 bits
+    of `key` only.
+    """
+    # torch.manual_seed() also queries every absent backend: 0.4 to 0.8 ms a step, 70 % of a step's
+    # overhead.
     torch.default_generator.manual_seed(key)
     devices.seed(device, key)
 
@@ -38,12 +50,13 @@ def seed_count() -> int:
 
 
 def seed_shard(seed: int, step: int, shard: int, device: torch.device | str = "cpu") -> None:
-    """Seed the global generators of torch, Python and NumPy for the passes of one shard of one step.
+    """Seed the global generators of torch, Python and NumPy for the passes of one shard of one
+    step.
 
-    Call it before a shard's forward pass: dropout and other random operations of the model then give the same numbers
-    on whichever worker computes the shard. It keeps no state, so a run that resumes from a checkpoint draws the same
-    numbers. An `OrderedReducer` restores the generators at the end of its loop, for other users of the generators such
-    as a shuffling `DataLoader`.
+    Call it before a shard's forward pass: dropout and other random operations of the model then
+    give the same numbers on whichever worker computes the shard. It keeps no state, so a run that
+    resumes from a checkpoint draws the same numbers. An `OrderedReducer` restores the generators at
+    the end of its loop, for other users of the generators such as a shuffling `DataLoader`.
 
     Args:
         seed: the seed of the run.
@@ -62,7 +75,8 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device | str = "c
     key = mix((seed, _SHARD, step, shard))
     seed_torch(key & _LOW, torch.device(device))
     random.seed(key)
-    # NumPy and torch's CPU generator use the same algorithm, and would draw the same numbers from the same bits.
+    # NumPy and torch's CPU generator use the same algorithm, and would draw the same numbers from
+    # the same bits.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(key >> 32)
@@ -90,7 +104,9 @@ def set_generator_states(states: tuple[Any, ...]) -> None:
 
 @contextmanager
 def preserve_generators(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Restore the global generators of torch (CPU and `device`), Python and NumPy after a `with` block."""
+    """Restore the global generators of torch (CPU and `device`), Python and NumPy after a `with`
+    block.
+    """
     states = generator_states(device)
     try:
         yield

@@ -1,4 +1,6 @@
-"""Gradients, and a few numbers beside them, summed over the shards of a global batch in one order on any worker."""
+"""Gradients, and a few numbers beside them, summed over the shards of a global batch in one order
+on any worker.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,22 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..flight_recorder import named
-from .gradient_buckets import Bucket, GradientExchange, GradientHooks, Gradients, make_buckets, refuse_further_pass
+from .gradient_buckets import (
+    Bucket,
+    GradientExchange,
+    GradientHooks,
+    Gradients,
+    make_buckets,
+    refuse_further_pass,
+)
 from .shards import bounds, check_virtual_workers
 from .tree_sum import Node, TreeSum, is_left_fold, nodes
 
 __all__ = ["BucketExchange", "Reducer", "SubtreeLayout", "gather_sum"]
 
 
-# --- Tree sum over workers --------------------------------------------------------------------------------------------
+# --- Tree sum over workers
+# --------------------------------------------------------------------------------------------
 
 _GRADIENTS = "gradient all-reduce"  # what the watchdog calls these collectives
 # The first is the name since torch 2.13.
@@ -44,20 +54,25 @@ class SubtreeLayout:
     def __init__(self, comm: Communicator, virtual_workers: int) -> None:
         self.comm = comm
         self.virtual_workers = virtual_workers
-        self.by_rank = [nodes(*bounds(virtual_workers, comm.size, rank), virtual_workers) for rank in range(comm.size)]
+        self.by_rank = [
+            nodes(*bounds(virtual_workers, comm.size, rank), virtual_workers)
+            for rank in range(comm.size)
+        ]
         self.local = self.by_rank[comm.rank]
         self._is_left_fold = is_left_fold(self.by_rank, virtual_workers)
 
     def is_plain_sum(self, tensor: torch.Tensor) -> bool:
         """Return whether an all-reduce of tensors like `tensor` adds in the order of the tree.
 
-        For two workers it does if each holds one subtree. For more, only the process group knows its order of
-        summation: the name of the backend does not determine it. A group without `sums_in_rank_order` is assumed to
-        use another order.
+        For two workers it does if each holds one subtree. For more, only the process group knows
+        its order of summation: the name of the backend does not determine it. A group without
+        `sums_in_rank_order` is assumed to use another order.
         """
         if not self._is_left_fold or self.comm.size == 2:
             return self._is_left_fold
-        in_rank_order: Callable[..., bool] | None = getattr(self.comm.group, "sums_in_rank_order", None)
+        in_rank_order: Callable[..., bool] | None = getattr(
+            self.comm.group, "sums_in_rank_order", None
+        )
         return in_rank_order is not None and in_rank_order(tensor.device, tensor.dtype)
 
     def tree(self) -> TreeSum[torch.Tensor]:
@@ -67,7 +82,9 @@ class SubtreeLayout:
     def add_rows(self, rows: list[torch.Tensor]) -> torch.Tensor:
         """Return the tree sum of `rows`, one tensor for each subtree of all workers, in order."""
         tree = self.tree()
-        for node, row in zip((node for subtrees in self.by_rank for node in subtrees), rows, strict=True):
+        for node, row in zip(
+            (node for subtrees in self.by_rank for node in subtrees), rows, strict=True
+        ):
             tree.push(node, row)
         return tree.total()
 
@@ -75,8 +92,9 @@ class SubtreeLayout:
 class BucketExchange(GradientExchange):
     """Sums one bucket's gradients over the workers, in persistent buffers.
 
-    Each worker adds up one slice of the bucket: an all-to-all sends it that slice of every subtree, and an all-gather
-    distributes the sums. Where the all-reduce adds in the order of the tree, one all-reduce does both.
+    Each worker adds up one slice of the bucket: an all-to-all sends it that slice of every subtree,
+    and an all-gather distributes the sums. Where the all-reduce adds in the order of the tree, one
+    all-reduce does both.
 
     Args:
         bucket: the bucket.
@@ -92,7 +110,8 @@ class BucketExchange(GradientExchange):
         self._slice = -(-bucket.numel // size)
         # Zeros, because the gaps between parameters are sent and added as well.
         self._local = torch.zeros(rows, self._slice * size, dtype=first.dtype, device=first.device)
-        # Through .data each has a version of its own, by which a change of one gradient is told from that of another.
+        # Through .data each has a version of its own, by which a change of one gradient is told
+        # from that of another.
         self._views = [[view.data for view in bucket.views(row)] for row in self._local]
         self._sent = self._local if rows == 1 else self._local.new_empty(size, rows, self._slice)
         rows_received = 0 if self._plain else sum(len(subtrees) for subtrees in layout.by_rank)
@@ -119,7 +138,9 @@ class BucketExchange(GradientExchange):
         send_sizes = [len(partial_sums) * self._slice] * layout.comm.size
         received = self._received.view(-1)
         sent = self._sent.view(-1)
-        self._work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group, async_op=True)
+        self._work = dist.all_to_all_single(
+            received, sent, receive_sizes, send_sizes, group=group, async_op=True
+        )
 
     def add_up(self) -> None:
         """Add up this worker's slice, and start to gather all slices."""
@@ -128,7 +149,9 @@ class BucketExchange(GradientExchange):
         self._work.wait()
         total = self._layout.add_rows(list(self._received.unbind()))
         with named(_GRADIENTS):
-            self._work = _all_gather(self._local[0], total, group=self._layout.comm.group, async_op=True)
+            self._work = _all_gather(
+                self._local[0], total, group=self._layout.comm.group, async_op=True
+            )
 
     def wait(self) -> Gradients:
         """Wait for the sums, and return one for each parameter of the bucket."""
@@ -138,8 +161,14 @@ class BucketExchange(GradientExchange):
 
 
 def copy_gradients(gradients: Gradients, views: list[torch.Tensor]) -> None:
-    """Copy `gradients` into `views`; a missing gradient becomes -0.0, which changes no number it is added to."""
-    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+    """Copy `gradients` into `views`; a missing gradient becomes -0.0, which changes no number it is
+    added to.
+    """
+    pairs = [
+        (view, gradient)
+        for view, gradient in zip(views, gradients, strict=True)
+        if gradient is not None
+    ]
     if pairs:
         torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
     for view, gradient in zip(views, gradients, strict=True):
@@ -147,8 +176,11 @@ def copy_gradients(gradients: Gradients, views: list[torch.Tensor]) -> None:
             view.fill_(-0.0)
 
 
-def gather_sum(partial_sums: list[tuple[Node, torch.Tensor]], layout: SubtreeLayout) -> Callable[[], torch.Tensor]:
-    """Start the tree sum of small tensors over the workers; returns a function that waits for it and returns it.
+def gather_sum(
+    partial_sums: list[tuple[Node, torch.Tensor]], layout: SubtreeLayout
+) -> Callable[[], torch.Tensor]:
+    """Start the tree sum of small tensors over the workers; returns a function that waits for it
+    and returns it.
 
     Args:
         partial_sums: this worker's subtrees, with 1-d tensors of one size and dtype on all workers.
@@ -169,39 +201,46 @@ def gather_sum(partial_sums: list[tuple[Node, torch.Tensor]], layout: SubtreeLay
     def finish() -> torch.Tensor:
         work.wait()
         by_rank = zip(layout.by_rank, gathered.view(comm.size, rows, -1).unbind(), strict=True)
-        return layout.add_rows([row for subtrees, of_rank in by_rank for row in of_rank[: len(subtrees)]])
+        return layout.add_rows(
+            [row for subtrees, of_rank in by_rank for row in of_rank[: len(subtrees)]]
+        )
 
     return finish
 
 
-# --- Reducer ----------------------------------------------------------------------------------------------------------
+# --- Reducer
+# --------------------------------------------------------------------------------------------------
 
 
-# Bytes of a bucket: large enough to amortise the latency of a message, small enough that the first one is sent early.
+# Bytes of a bucket: large enough to amortise the latency of a message, small enough that the first
+# one is sent early.
 _BUCKET = 4 << 20
 
 
 class Reducer:
     """Sums gradients, and a few numbers beside them, over the shards of a global batch.
 
-    A step's batch is cut into `virtual_workers` shards, each with its own passes. A worker computes a contiguous range
-    of them, and the gradients of all shards are added in the binary tree over their numbers
-    (`lockstep.parallel.tree_sum`), within a worker and across workers. A step is `begin`; for each of this worker's
-    shards, in order, `open`, its forward passes, `add`, its backward passes, and `close`; then `finish`, after which
-    ``.grad`` holds the sums. `shards` does all but `add` for a loop over it.
+    A step's batch is cut into `virtual_workers` shards, each with its own passes. A worker computes
+    a contiguous range of them, and the gradients of all shards are added in the binary tree over
+    their numbers (`lockstep.parallel.tree_sum`), within a worker and across workers. A step is
+    `begin`; for each of this worker's shards, in order, `open`, its forward passes, `add`, its
+    backward passes, and `close`; then `finish`, after which ``.grad`` holds the sums. `shards` does
+    all but `add` for a loop over it.
 
-    A parameter without a gradient in a shard adds nothing; one without a gradient in the whole step gets one of zeros.
-    Trained parameters may be others in each step, in the same way on all workers.
+    A parameter without a gradient in a shard adds nothing; one without a gradient in the whole step
+    gets one of zeros. Trained parameters may be others in each step, in the same way on all
+    workers.
 
     Args:
         comm: communicator over the workers.
         virtual_workers: number of shards of a global batch.
-        one_pass: whether each shard makes one backward pass at most, and its gradients begin as None. Then autograd
-            adds the second shard of a pair to the first, in place, and buckets are sent while the last shard's pass
-            runs. Otherwise a shard's gradients are whatever is in ``.grad`` when it is closed.
-        exchange: makes another exchange for a bucket, by which those of several workers find each other: a bucket is
-            sent as soon as it is complete, on each worker in an order of its own. None for exchanges over `comm`, which
-            all workers start in one order.
+        one_pass: whether each shard makes one backward pass at most, and its gradients begin as
+            None. Then autograd adds the second shard of a pair to the first, in place, and buckets
+            are sent while the last shard's pass runs. Otherwise a shard's gradients are whatever is
+            in ``.grad`` when it is closed.
+        exchange: makes another exchange for a bucket, by which those of several workers find each
+            other: a bucket is sent as soon as it is complete, on each worker in an order of its
+            own. None for exchanges over `comm`, which all workers start in one order.
 
     Attributes:
         local_shards: the numbers of this worker's shards.
@@ -227,7 +266,8 @@ class Reducer:
         self.shard = -1
         self.sums: torch.Tensor | None = None
         self._layout = SubtreeLayout(comm, self.virtual_workers)
-        # The gradients of the only shard stay where they are: they are the sums, or other workers' are added to them.
+        # The gradients of the only shard stay where they are: they are the sums, or other workers'
+        # are added to them.
         self._in_place = self.virtual_workers == 1 and not one_pass
         self._any_order = exchange is not None
         self._exchange = exchange
@@ -243,7 +283,8 @@ class Reducer:
         self._step: object = None
 
     def shards(self, trained: list[nn.Parameter]) -> Iterator[int]:
-        """Yield the numbers of this worker's shards, whose passes run in the body of the loop over them.
+        """Yield the numbers of this worker's shards, whose passes run in the body of the loop over
+        them.
 
         Args:
             trained: the parameters, see `begin`.
@@ -258,7 +299,11 @@ class Reducer:
                 self.open(shard)
                 yield shard
                 if self._step is not step:
-                    raise ConfigError("reducer", "one loop over it at a time", found="another one, begun inside of it")
+                    raise ConfigError(
+                        "reducer",
+                        "one loop over it at a time",
+                        found="another one, begun inside of it",
+                    )
                 self.close()
             self.finish()
         finally:
@@ -266,26 +311,35 @@ class Reducer:
             if self._step is step:
                 self.abandon()
 
-    def begin(self, trained: list[nn.Parameter], groups: Sequence[Sequence[nn.Parameter]] | None = None) -> None:
+    def begin(
+        self, trained: list[nn.Parameter], groups: Sequence[Sequence[nn.Parameter]] | None = None
+    ) -> None:
         """Begin a step; what an unfinished one has summed is dropped.
 
         Args:
             trained: the parameters whose gradients are summed, in the same order on every worker.
-            groups: the same parameters in lists of those that are sent together; None for buckets of a size and an
-                order that the reducer chooses. They are looked at when `trained` has changed.
+            groups: the same parameters in lists of those that are sent together; None for buckets
+                of a size and an order that the reducer chooses. They are looked at when `trained`
+                has changed.
 
         Raises:
-            ConfigError: with `one_pass`, if a parameter has a hook of `register_post_accumulate_grad_hook`.
+            ConfigError: with `one_pass`, if a parameter has a hook of
+                `register_post_accumulate_grad_hook`.
         """
-        if len(trained) != len(self._trained) or any(p is not q for p, q in zip(trained, self._trained, strict=True)):
-            # Backward passes mostly reach the last parameters first; the real order is known after one step.
+        if len(trained) != len(self._trained) or any(
+            p is not q for p, q in zip(trained, self._trained, strict=True)
+        ):
+            # Backward passes mostly reach the last parameters first; the real order is known after
+            # one step.
             self._trained = list(trained)
             self._known_order = groups is not None
             if groups is None:
                 self._make_buckets(trained[::-1])
             else:
                 self._set_buckets([self._make_bucket(group) for group in groups])
-        elif self._sent and not self._any_order:  # communication of an unfinished step may still write to the buffers
+        elif (
+            self._sent and not self._any_order
+        ):  # communication of an unfinished step may still write to the buffers
             self._set_buckets([self._make_bucket(bucket.parameters) for bucket in self._buckets])
         self._numbers.clear()
         self.sums = None
@@ -317,14 +371,17 @@ class Reducer:
                 bucket.exchange = self._exchange(bucket)
 
     def open(
-        self, shard: int, passes: int | None = None, on_further_pass: Callable[[], None] = refuse_further_pass
+        self,
+        shard: int,
+        passes: int | None = None,
+        on_further_pass: Callable[[], None] = refuse_further_pass,
     ) -> None:
         """Begin the passes of `shard`, the next one of this worker's.
 
         Args:
             shard: its number.
-            passes: how many backward passes it makes; then the buckets of the last shard are sent while its last pass
-                runs. None, without `one_pass`, if that is not known.
+            passes: how many backward passes it makes; then the buckets of the last shard are sent
+                while its last pass runs. None, without `one_pass`, if that is not known.
             on_further_pass: called when a parameter gets a gradient after those passes.
         """
         self.shard = shard
@@ -339,17 +396,21 @@ class Reducer:
             self._hooks.expect(self._buckets, self._send_ready, passes, on_further_pass)
 
     def _is_second(self, shard: int) -> bool:
-        """Return whether the gradients of `shard` are added to those of its sibling, which this worker has computed.
+        """Return whether the gradients of `shard` are added to those of its sibling, which this
+        worker has computed.
 
-        Autograd adds the second gradient of a pair to the first: that is the lowest level of the tree.
+        Autograd adds the second gradient of a pair to the first: that is the lowest level of the
+        tree.
         """
         return self.one_pass and shard % 2 == 1 and shard - 1 in self.local_shards
 
     def add(self, numbers: torch.Tensor) -> None:
-        """Add numbers of this shard, such as its loss, to a sum in the same tree; call it before the backward pass.
+        """Add numbers of this shard, such as its loss, to a sum in the same tree; call it before
+        the backward pass.
 
         Args:
-            numbers: 1-d floating tensor, of the same size in every shard; overwritten with partial sums.
+            numbers: 1-d floating tensor, of the same size in every shard; overwritten with partial
+                sums.
 
         Raises:
             ConfigError: if gradients of the last shard have been sent already.
@@ -357,14 +418,18 @@ class Reducer:
         if self._sent:
             hint = "Call add() between the forward and the backward pass."
             raise ConfigError(
-                "numbers", "numbers before the backward pass of their shard", found="some after it", hint=hint
+                "numbers",
+                "numbers before the backward pass of their shard",
+                found="some after it",
+                hint=hint,
             )
         self._numbers.push((self.shard, 1), numbers)
         if self.shard == self.local_shards[-1] and self.comm.size > 1:
             self._wait_for_sums = gather_sum(self._numbers.partial_sums, self._layout)
 
     def close(self) -> None:
-        """Add the gradients of the open shard to the sums, and set them to None; the sums are sent after the last one.
+        """Add the gradients of the open shard to the sums, and set them to None; the sums are sent
+        after the last one.
 
         Raises:
             ConfigError: for a sparse gradient, and with `one_pass` for several backward passes.
@@ -380,7 +445,9 @@ class Reducer:
                 self._collect(bucket)
 
     def _collect(self, bucket: Bucket) -> None:
-        """Move a bucket's gradients into its tree, and send the partial sums after the last shard."""
+        """Move a bucket's gradients into its tree, and send the partial sums after the last
+        shard.
+        """
         shard = self.shard
         if self._in_place:
             self._send(bucket, [((shard, 1), [p.grad for p in bucket.parameters])])
@@ -397,7 +464,9 @@ class Reducer:
         self._sent += 1
 
     def _send_ready(self, complete: Bucket) -> None:
-        """Send a bucket that is complete; where all workers send in one order, those whose turn it is."""
+        """Send a bucket that is complete; where all workers send in one order, those whose turn it
+        is.
+        """
         if self._any_order:
             self._collect(complete)
             return
@@ -414,7 +483,9 @@ class Reducer:
         self._hooks.remove()
 
     def finish(self) -> None:
-        """Set the gradient of each parameter to its sum over all shards of all workers, and `sums`."""
+        """Set the gradient of each parameter to its sum over all shards of all workers, and
+        `sums`.
+        """
         if not self._any_order:  # otherwise the next step needs them at once
             self._hooks.remove()
         if self._in_place and self._exchange is None:
@@ -447,8 +518,12 @@ class Reducer:
     def _reorder_buckets(self, arrived: list[nn.Parameter]) -> None:
         """Rebuild the buckets in the order in which gradients have arrived on rank 0."""
         position = {id(p): number for number, p in enumerate(self._trained)}
-        order = list(dict.fromkeys([*(position[id(p)] for p in arrived), *reversed(range(len(position)))]))
-        rank0_order = self.comm.broadcast(torch.tensor(order, dtype=torch.int64, device=self.comm.device))
+        order = list(
+            dict.fromkeys([*(position[id(p)] for p in arrived), *reversed(range(len(position)))])
+        )
+        rank0_order = self.comm.broadcast(
+            torch.tensor(order, dtype=torch.int64, device=self.comm.device)
+        )
         gradients = [p.grad for p in self._trained]
         self._make_buckets([self._trained[number] for number in rank0_order.tolist()])
         for p, gradient in zip(self._trained, gradients, strict=True):

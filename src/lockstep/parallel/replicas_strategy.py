@@ -1,4 +1,6 @@
-"""Data parallelism over several devices in each process: a replica of the model and a thread for each device."""
+"""Data parallelism over several devices in each process: a replica of the model and a thread for
+each device.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,25 @@ from .sync_batchnorm import SyncBatchNorm
 
 __all__ = ["Replicas", "default_devices"]
 
-# With fewer samples, a core computes for less time than it takes to distribute the work and to add up the gradients.
+# With fewer samples, a core computes for less time than it takes to distribute the work and to add
+# up the gradients.
 _MIN_SAMPLES_PER_CORE = 32
 
 
 class Replicas(Distributed):
-    """Trains one model on several devices of one process; the CPU is a device too and may be listed several times.
+    """Trains one model on several devices of one process; the CPU is a device too and may be listed
+    several times.
 
-    Each device computes a part of the process's samples; all devices run their forward and backward passes in parallel.
-    The optimizer updates the model itself, whose gradients are sums over the replicas in order: the gradient of the
-    mean over the global batch, independent of the partition. Running statistics are averaged over the replicas,
-    weighted by samples, at every pass. Several processes, each with its own devices, train together as under
-    `Distributed`.
+    Each device computes a part of the process's samples; all devices run their forward and backward
+    passes in parallel. The optimizer updates the model itself, whose gradients are sums over the
+    replicas in order: the gradient of the mean over the global batch, independent of the partition.
+    Running statistics are averaged over the replicas, weighted by samples, at every pass. Several
+    processes, each with its own devices, train together as under `Distributed`.
 
     Args:
         comm: communicator over the workers.
-        devices: the devices of the replicas, the worker's device first; see `default_devices` for None.
+        devices: the devices of the replicas, the worker's device first; see `default_devices` for
+            None.
         global_batch_size: samples in a step, if known.
 
     Raises:
@@ -47,10 +52,17 @@ class Replicas(Distributed):
     can_regroup = False
 
     def __init__(
-        self, comm: Communicator, devices: Sequence[Device] | None = None, global_batch_size: int | None = None
+        self,
+        comm: Communicator,
+        devices: Sequence[Device] | None = None,
+        global_batch_size: int | None = None,
     ) -> None:
         super().__init__(comm)
-        self._devices = default_devices(comm, global_batch_size) if devices is None else _check_devices(devices, comm)
+        self._devices = (
+            default_devices(comm, global_batch_size)
+            if devices is None
+            else _check_devices(devices, comm)
+        )
         self._engine: Engine | None = None
 
     @property
@@ -64,7 +76,10 @@ class Replicas(Distributed):
         Raises:
             ConfigError: always.
         """
-        hint = "A process computes its shards one after another; use several processes: strategy='distributed'."
+        hint = (
+            "A process computes its shards one after another; use several processes: "
+            "strategy='distributed'."
+        )
         raise ConfigError("virtual_workers", "none with strategy='replicas'", virtual_workers, hint)
 
     def prepare(self, model: nn.Module) -> None:
@@ -76,10 +91,16 @@ class Replicas(Distributed):
         """
         for name, layer in model.named_modules():
             if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
-                hint = "Threads of replicas have no common order of collectives; use strategy='distributed'."
+                hint = (
+                    "Threads of replicas have no common order of collectives; use "
+                    "strategy='distributed'."
+                )
                 found = f"{type(layer).__name__} at {name or 'its top'}"
                 raise ConfigError(
-                    "model", "no synchronised batch norm with strategy='replicas'", found=found, hint=hint
+                    "model",
+                    "no synchronised batch norm with strategy='replicas'",
+                    found=found,
+                    hint=hint,
                 )
         super().prepare(model)
         self._engine = Engine(model, self._devices) if len(self._devices) > 1 else None
@@ -97,7 +118,8 @@ class _ReplicatedComputation(nn.Module):
     """A computation with a model, run with the model's replicas.
 
     Args:
-        computation: a `lockstep.training.loss.Computation`, with a method ``on(model, data, samples)``.
+        computation: a `lockstep.training.loss.Computation`, with a method ``on(model, data,
+            samples)``.
         engine: the replicas of its model.
     """
 
@@ -112,12 +134,15 @@ class _ReplicatedComputation(nn.Module):
 
         Raises:
             ConfigError: for a batch that cannot be split by samples.
-            ReplicaError: for any other failure of a replica, with its device and the shapes of its inputs.
+            ReplicaError: for any other failure of a replica, with its device and the shapes of its
+                inputs.
         """
         try:
             return self._engine.sums(self._on, _split(data, size, len(self._engine.devices)))
         except ReplicaError as error:
-            if isinstance(error.__cause__, LockstepError):  # its message is clear without the replica
+            if isinstance(
+                error.__cause__, LockstepError
+            ):  # its message is clear without the replica
                 raise error.__cause__ from None
             raise
 
@@ -130,7 +155,9 @@ class _ReplicatedComputation(nn.Module):
 
 
 def _split(data: Any, size: int, devices: int) -> list[tuple[Any, int]]:
-    """Split `data` into one part for each device, at most one for each sample; returns (part, samples) of each."""
+    """Split `data` into one part for each device, at most one for each sample; returns (part,
+    samples) of each.
+    """
     parts = min(devices, max(size, 1))
     if parts == 1:
         return [(data, size)]
@@ -138,9 +165,15 @@ def _split(data: Any, size: int, devices: int) -> list[tuple[Any, int]]:
     for path, tensor in leaves(data, samples=size):
         if tensor.dim() and tensor.shape[0] != size:
             expected = f"batches whose tensors all have their {size} samples in the first dimension"
-            hint = "Collate them that way and transpose them in the model; a value for all samples can be 0-dim."
+            hint = (
+                "Collate them that way and transpose them in the model; a value for all samples "
+                "can be 0-dim."
+            )
             raise ConfigError(
-                "batch", expected, found=f"shape {list(tensor.shape)} at {path or 'the batch'}", hint=hint
+                "batch",
+                expected,
+                found=f"shape {list(tensor.shape)} at {path or 'the batch'}",
+                hint=hint,
             )
     ranges = [bounds(size, parts, number) for number in range(parts)]
     return [(narrow(data, start, stop, size), stop - start) for start, stop in ranges]
@@ -152,8 +185,16 @@ def _check_devices(devices: Sequence[Device], comm: Communicator) -> list[torch.
     if any(device.type == "meta" for device in checked):
         raise ConfigError("devices", "devices that compute", found=names)
     if checked[0] != comm.device:
-        hint = "It holds the batches and the sums of losses and gradients; lockstep.init(device) chooses it."
-        raise ConfigError("devices", f"{comm.device}, this worker's own, as the first device", found=names, hint=hint)
+        hint = (
+            "It holds the batches and the sums of losses and gradients; lockstep.init(device) "
+            "chooses it."
+        )
+        raise ConfigError(
+            "devices",
+            f"{comm.device}, this worker's own, as the first device",
+            found=names,
+            hint=hint,
+        )
     return checked
 
 
@@ -174,5 +215,8 @@ def default_devices(comm: Communicator, global_batch_size: int | None = None) ->
             replicas = min(replicas, global_batch_size // comm.size // _MIN_SAMPLES_PER_CORE)
         return [device] * max(1, replicas)
     count = torch.accelerator.device_count()
-    # A worker starts with the device of its local rank: of two workers with four devices, the first has 0 and 2.
-    return [torch.device(device.type, index) for index in range(device.index or 0, count, workers)] or [device]
+    # A worker starts with the device of its local rank: of two workers with four devices, the first
+    # has 0 and 2.
+    return [
+        torch.device(device.type, index) for index in range(device.index or 0, count, workers)
+    ] or [device]

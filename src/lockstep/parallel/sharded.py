@@ -1,4 +1,6 @@
-"""Fully sharded data parallelism (FSDP2): each worker holds a shard of parameters, gradients and optimizer state."""
+"""Fully sharded data parallelism (FSDP2): each worker holds a shard of parameters, gradients and
+optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,18 @@ from .strategy import Strategy
 __all__ = ["Sharded", "batch_norm_layers", "check_wrap_modules", "wrap_policy"]
 
 
-# --- FSDP wrap policy -------------------------------------------------------------------------------------------------
+# --- FSDP wrap policy
+# -------------------------------------------------------------------------------------------------
 
-# Elements. The memory that a smaller unit saves (256 KiB in float32) is not worth separate collectives.
+# Elements. The memory that a smaller unit saves (256 KiB in float32) is not worth separate
+# collectives.
 MIN_UNIT_SIZE = 1 << 16
-# The children of a module with more than 1 / PART of the model's elements are searched for smaller units.
+# The children of a module with more than 1 / PART of the model's elements are searched for smaller
+# units.
 PART = 4
 
-# Their forward passes call their children; other layers of torch may use their children's parameters directly, as
-# nn.MultiheadAttention does.
+# Their forward passes call their children; other layers of torch may use their children's
+# parameters directly, as nn.MultiheadAttention does.
 _CONTAINERS = (
     nn.Sequential,
     nn.ModuleList,
@@ -52,11 +57,12 @@ _CONTAINERS = (
 
 
 def wrap_policy(model: nn.Module, min_size: int = MIN_UNIT_SIZE) -> list[str]:
-    """Return the names of the modules to be FSDP units, inner before outer; the rest of the model is the root unit.
+    """Return the names of the modules to be FSDP units, inner before outer; the rest of the model
+    is the root unit.
 
-    A unit is the largest module with at most a quarter of the model's elements, at least `min_size` elements, and no
-    parameter that a module outside of it shares. The parameters of a larger module that are in none of its units form a
-    unit themselves if they are large enough.
+    A unit is the largest module with at most a quarter of the model's elements, at least `min_size`
+    elements, and no parameter that a module outside of it shares. The parameters of a larger module
+    that are in none of its units form a unit themselves if they are large enough.
 
     Args:
         model: the model; only its structure is used.
@@ -93,7 +99,9 @@ class _WrapSearch:
     def shares_nothing(self, module: nn.Module, name: str) -> bool:
         """Return whether no parameter of `module` is also one of a module outside of it."""
         prefix = f"{name}."
-        return all(owner.startswith(prefix) for p in module.parameters() for owner in self._owners[id(p)])
+        return all(
+            owner.startswith(prefix) for p in module.parameters() for owner in self._owners[id(p)]
+        )
 
 
 def _calls_children(module: nn.Module) -> bool:
@@ -101,30 +109,40 @@ def _calls_children(module: nn.Module) -> bool:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Return whether the module has a forward pass that is surely called; a program may loop over a Sequential."""
+    """Return whether the module has a forward pass that is surely called; a program may loop over a
+    Sequential.
+    """
     return type(module).forward is not nn.Module.forward and type(module) is not nn.Sequential
 
 
 def batch_norm_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers with parameters and running statistics; the parameters need the statistics' dtype."""
+    """Return the layers with parameters and running statistics; the parameters need the statistics'
+    dtype.
+    """
     layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
     return [layer for layer in layers if list(layer.parameters(recurse=False))]
 
 
 def check_wrap_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Check the user's choice of units, and return their `names` in the order of wrapping: inner before outer.
+    """Check the user's choice of units, and return their `names` in the order of wrapping: inner
+    before outer.
 
     Raises:
-        ConfigError: for an unknown name, or a module that shares a parameter with a module outside of it.
+        ConfigError: for an unknown name, or a module that shares a parameter with a module outside
+            of it.
     """
     search = _WrapSearch(model, 0)
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
-            raise ConfigError("unit_names", f"names of the model's modules, such as {_example(modules)}", name)
+            raise ConfigError(
+                "unit_names", f"names of the model's modules, such as {_example(modules)}", name
+            )
         if not _has_forward(modules[name]) and not isinstance(modules[name], nn.Sequential):
             raise ConfigError(
-                "unit_names", "modules with a forward pass", found=f"{name}, a {type(modules[name]).__name__}"
+                "unit_names",
+                "modules with a forward pass",
+                found=f"{name}, a {type(modules[name]).__name__}",
             )
         if not search.shares_nothing(modules[name], name):
             raise ConfigError("unit_names", "modules that share no parameter with others", name)
@@ -141,31 +159,49 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ConfigError: naming the first that cannot be.
     """
-    sparse = [n for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    sparse = [
+        n
+        for n, m in model.named_modules()
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
+    ]
     if sparse:
         raise ConfigError(
-            "model", "embeddings with sparse=False, with strategy='sharded'", found=f"sparse=True of {sparse[0]}"
+            "model",
+            "embeddings with sparse=False, with strategy='sharded'",
+            found=f"sparse=True of {sparse[0]}",
         )
     dtypes: dict[torch.dtype, str] = {}
     for name, p in model.named_parameters():
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             hint = (
-                "It would see a shard of the gradient, if anything. optimizer.register_step_pre_hook() sees them all."
+                "It would see a shard of the gradient, if anything. "
+                "optimizer.register_step_pre_hook() sees them all."
             )
             raise ConfigError(
-                "model", "parameters without hooks, with strategy='sharded'", found=f"one of {name}", hint=hint
+                "model",
+                "parameters without hooks, with strategy='sharded'",
+                found=f"one of {name}",
+                hint=hint,
             )
         if p.dim() == 0:
             hint = "Give it one dimension, of size 1."
-            raise ConfigError("model", "parameters with a dimension to shard", found=f"{name}, a scalar", hint=hint)
+            raise ConfigError(
+                "model",
+                "parameters with a dimension to shard",
+                found=f"{name}, a scalar",
+                hint=hint,
+            )
         if p.requires_grad:
             dtypes.setdefault(p.dtype, name)
     if len(dtypes) > 1:
         names = ", ".join(f"{name} of {dtype}" for dtype, name in dtypes.items())
-        raise ConfigError("model", "trained parameters of one dtype, with strategy='sharded'", found=names)
+        raise ConfigError(
+            "model", "trained parameters of one dtype, with strategy='sharded'", found=names
+        )
 
 
-# --- Strategy ---------------------------------------------------------------------------------------------------------
+# --- Strategy
+# --------------------------------------------------------------------------------------------------
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -173,14 +209,15 @@ _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Sharded(Distributed):
     """Trains one model on all workers with PyTorch's `fully_shard`.
 
-    Every parameter is sharded along its first dimension over the workers, and so are its gradient and the optimizer's
-    state (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", SC 2020). A
-    *unit*, such as a block of a transformer, is all-gathered for its forward pass, freed, and all-gathered again for
-    its backward pass, whose gradients are reduce-scattered. Every worker must run the same units in the same order.
-    With a single worker nothing is sharded and nothing is sent.
+    Every parameter is sharded along its first dimension over the workers, and so are its gradient
+    and the optimizer's state (Rajbhandari et al., "ZeRO: Memory optimizations toward training
+    trillion parameter models", SC 2020). A *unit*, such as a block of a transformer, is
+    all-gathered for its forward pass, freed, and all-gathered again for its backward pass, whose
+    gradients are reduce-scattered. Every worker must run the same units in the same order. With a
+    single worker nothing is sharded and nothing is sent.
 
-    With precision "bf16" or "fp16" units are gathered in that format, and gradients are averaged in float32; layers
-    with running statistics stay in float32.
+    With precision "bf16" or "fp16" units are gathered in that format, and gradients are averaged in
+    float32; layers with running statistics stay in float32.
 
     Args:
         comm: communicator over the workers.
@@ -197,7 +234,9 @@ class Sharded(Distributed):
         self._precision = "fp32"
         self._device_mesh: DeviceMesh | None = None
         self._model: nn.Module | None = None
-        self._full_parameters: dict[str, nn.Parameter] = {}  # the optimizer has these until `update_optimizer`
+        self._full_parameters: dict[
+            str, nn.Parameter
+        ] = {}  # the optimizer has these until `update_optimizer`
 
     def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
         """Raise an error: the sums of a reduce-scatter depend on the number of workers.
@@ -205,27 +244,32 @@ class Sharded(Distributed):
         Raises:
             ConfigError: always.
         """
-        hint = "Its sums over workers have no fixed order. strategy='distributed' gives the same bits."
+        hint = (
+            "Its sums over workers have no fixed order. strategy='distributed' gives the same bits."
+        )
         raise ConfigError("virtual_workers", "none with strategy='sharded'", virtual_workers, hint)
 
     def check(self, optimizer: Optimizer, precision: str) -> None:
         """Check that `optimizer` keeps its parameters in its groups only.
 
         Raises:
-            ConfigError: if another attribute holds parameters, which could not be replaced by their shards.
+            ConfigError: if another attribute holds parameters, which could not be replaced by their
+                shards.
         """
         self._precision = precision
         if self.comm.size > 1 and (attribute := _attribute_with_parameters(optimizer)):
             raise ConfigError(
                 "optimizer",
                 "one that has its parameters in param_groups alone, with strategy='sharded'",
-                found=f"{type(optimizer).__name__}, which has some in its attribute {attribute} too",
+                found=f"{type(optimizer).__name__}, which has some in its attribute {attribute} "
+                "too",
                 hint="Each parameter is replaced by this worker's shard of it. "
                 "Use an optimizer of torch.optim, or 'distributed'.",
             )
 
     def prepare(self, model: nn.Module) -> None:
-        """Shard `model` over the workers, with rank 0's values; unit by unit, so that a device never holds all of it.
+        """Shard `model` over the workers, with rank 0's values; unit by unit, so that a device
+        never holds all of it.
 
         Raises:
             ConfigError: for a model that cannot be sharded, or that is sharded already.
@@ -238,7 +282,11 @@ class Sharded(Distributed):
         check_model(model)
         check_same_layout(model, self.comm)
         self._full_parameters = dict(model.named_parameters(remove_duplicate=False))
-        names = wrap_policy(model) if self._unit_names is None else check_wrap_modules(model, self._unit_names)
+        names = (
+            wrap_policy(model)
+            if self._unit_names is None
+            else check_wrap_modules(model, self._unit_names)
+        )
         norms = [] if self._precision == "fp32" else batch_norm_layers(model)
         for module in [*norms, *(model.get_submodule(name) for name in names), model]:
             self._shard(module, MixedPrecisionPolicy() if module in norms else self._policy())
@@ -249,11 +297,15 @@ class Sharded(Distributed):
         self._make_buffers(model)
 
     def _policy(self) -> MixedPrecisionPolicy:
-        """Return the policy that gathers a unit in the training precision; autocast alone would keep full copies."""
+        """Return the policy that gathers a unit in the training precision; autocast alone would
+        keep full copies.
+        """
         dtype = _FORMATS.get(self._precision)
         if dtype is None:
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        return MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
 
     def _shard(self, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
         """Make `module`, without the units in it, a unit."""
@@ -264,7 +316,8 @@ class Sharded(Distributed):
             tensor.data = tensor.data.to(comm.device)
         broadcast_tensors([tensor for _, tensor in unsharded], comm)
         check_same_tensors(unsharded, comm)
-        # Before the hook of `fully_shard` that gathers for the backward pass: an in-place change of a view removes it.
+        # Before the hook of `fully_shard` that gathers for the backward pass: an in-place change of
+        # a view removes it.
         module.register_forward_hook(_clone_views)
         # Reshard the root unit too, so that every worker holds its shards only between passes.
         fully_shard(module, mesh=self._mesh(), mp_policy=policy, reshard_after_forward=True)
@@ -276,30 +329,46 @@ class Sharded(Distributed):
         return self._device_mesh
 
     def update_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace the optimizer's parameters by this worker's shards of them, and shard its state."""
+        """Replace the optimizer's parameters by this worker's shards of them, and shard its
+        state.
+        """
         if self._model is not None and self._full_parameters:
             new = dict(self._model.named_parameters(remove_duplicate=False))
-            replace_parameters(optimizer, {id(p): new[name] for name, p in self._full_parameters.items()})
+            replace_parameters(
+                optimizer, {id(p): new[name] for name, p in self._full_parameters.items()}
+            )
             self._full_parameters = {}
 
     def cast_parameters(self, model: nn.Module, precision: str) -> list[int] | None:
         """Return the numbers of the parameters that units gather in a half-precision format."""
         if self.comm.size == 1:
             return None
-        exact = {id(p) for layer in batch_norm_layers(model) for p in layer.parameters(recurse=False)}
+        exact = {
+            id(p) for layer in batch_norm_layers(model) for p in layer.parameters(recurse=False)
+        }
         half = precision in _FORMATS
-        return [number for number, p in enumerate(model.parameters()) if half and id(p) not in exact]
+        return [
+            number for number, p in enumerate(model.parameters()) if half and id(p) not in exact
+        ]
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return `module` unchanged: the hooks of `fully_shard` gather parameters and reduce gradients."""
+        """Return `module` unchanged: the hooks of `fully_shard` gather parameters and reduce
+        gradients.
+        """
         return module
 
     def model_state(self, model: nn.Module, wanted: bool = True) -> dict[str, Any]:
-        """Return the model's state dict with full tensors on the CPU, or None for each if not `wanted`."""
+        """Return the model's state dict with full tensors on the CPU, or None for each if not
+        `wanted`.
+        """
         return {name: full_tensors(value, wanted) for name, value in model.state_dict().items()}
 
-    def optimizer_state(self, model: nn.Module, optimizer: Optimizer, wanted: bool = True) -> dict[str, Any]:
-        """Return the optimizer's state dict with full tensors on the CPU, or None for each if not `wanted`."""
+    def optimizer_state(
+        self, model: nn.Module, optimizer: Optimizer, wanted: bool = True
+    ) -> dict[str, Any]:
+        """Return the optimizer's state dict with full tensors on the CPU, or None for each if not
+        `wanted`.
+        """
         state: dict[str, Any] = full_tensors(optimizer.state_dict(), wanted)
         return state
 
@@ -307,9 +376,14 @@ class Sharded(Distributed):
         """Load this worker's shard of a full state dict."""
         load_model(model, state, self.comm)
 
-    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def load_optimizer_state(
+        self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
+    ) -> None:
         """Load this worker's shard of a full state dict."""
-        load_optimizer(optimizer, shard_optimizer_state(optimizer, read_optimizer_state(optimizer, state, self.comm)))
+        load_optimizer(
+            optimizer,
+            shard_optimizer_state(optimizer, read_optimizer_state(optimizer, state, self.comm)),
+        )
 
     def fingerprint(self, model: nn.Module, optimizer: Optimizer) -> str:
         """Return the fingerprint of the full tensors, see `lockstep.fingerprint`."""
@@ -319,24 +393,36 @@ class Sharded(Distributed):
 
 def _clone_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Clone the outputs of a forward pass that are views; a forward hook."""
-    return map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor, output)
+    return map_tensors(
+        lambda tensor: tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor,
+        output,
+    )
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    """Check that a model is not sharded yet: its full parameters are gone, and new layers would be sharded differently.
+    """Check that a model is not sharded yet: its full parameters are gone, and new layers would be
+    sharded differently.
 
     Raises:
         ConfigError: if it is.
     """
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        hint = "Train it with one Trainer and all its layers; or build it again and load the saved weights."
+        hint = (
+            "Train it with one Trainer and all its layers; or build it again and load the saved "
+            "weights."
+        )
         raise ConfigError(
-            "model", "one whose parameters are not sharded", found="one that is sharded already", hint=hint
+            "model",
+            "one whose parameters are not sharded",
+            found="one that is sharded already",
+            hint=hint,
         )
 
 
 def _attribute_with_parameters(optimizer: Optimizer) -> str | None:
-    """Return the attribute, other than the groups and the state, in which an optimizer holds parameters, if any."""
+    """Return the attribute, other than the groups and the state, in which an optimizer holds
+    parameters, if any.
+    """
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
         items = value if isinstance(value, (list, tuple, set)) else [value]

@@ -1,4 +1,6 @@
-"""Partition of samples: the samples of each step, its shards, and the shards of each worker (pure)."""
+"""Partition of samples: the samples of each step, its shards, and the shards of each worker
+(pure).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ __all__ = [
 ]
 
 
-# --- Partition of samples (pure) --------------------------------------------------------------------------------------
+# --- Partition of samples (pure)
+# --------------------------------------------------------------------------------------
 
 _MASK = (1 << 64) - 1
 
@@ -27,8 +30,9 @@ _MASK = (1 << 64) - 1
 def bounds(n: int, parts: int, part: int) -> tuple[int, int]:
     """Return the half-open range of `n` ordered items that belongs to `part` of `parts`.
 
-    Parts are contiguous, in order, and differ by at most one item; the first parts take the remainder (17 items in two
-    parts: 9 and 8). With fewer items than parts the last parts are empty.
+    Parts are contiguous, in order, and differ by at most one item; the first parts take the
+    remainder (17 items in two parts: 9 and 8). With fewer items than parts the last parts are
+    empty.
     """
     if parts < 1 or not 0 <= part < parts:
         raise ValueError(f"part: expected 0 <= part < parts = {parts}, got {part}")
@@ -39,8 +43,12 @@ def bounds(n: int, parts: int, part: int) -> tuple[int, int]:
     return start, start + quotient + (part < remainder)
 
 
-def local_range(n: int, workers: int, rank: int, virtual_workers: int | None = None) -> tuple[int, int]:
-    """Return the half-open range of the `n` samples of a global batch that a worker has; with its shards, if any."""
+def local_range(
+    n: int, workers: int, rank: int, virtual_workers: int | None = None
+) -> tuple[int, int]:
+    """Return the half-open range of the `n` samples of a global batch that a worker has; with its
+    shards, if any.
+    """
     if virtual_workers is None:
         return bounds(n, workers, rank)
     first, last = bounds(virtual_workers, workers, rank)
@@ -53,12 +61,16 @@ def sizes(n: int, parts: int) -> list[int]:
 
 
 def steps_per_epoch(samples: int, global_batch_size: int, drop_last: bool = False) -> int:
-    """Return the number of steps in one epoch over `samples`; a short last batch is a step unless `drop_last`."""
+    """Return the number of steps in one epoch over `samples`; a short last batch is a step unless
+    `drop_last`.
+    """
     return samples // global_batch_size if drop_last else -(-samples // global_batch_size)
 
 
 def step_range(samples: int, global_batch_size: int, step: int) -> tuple[int, int]:
-    """Return the half-open range of positions in the epoch's order that step `step` of the epoch uses."""
+    """Return the half-open range of positions in the epoch's order that step `step` of the epoch
+    uses.
+    """
     start = step * global_batch_size
     return start, min(start + global_batch_size, samples)
 
@@ -69,11 +81,12 @@ _STATE = 0x9E3779B97F4A7C15
 def mix(values: Iterable[int], state: int = _STATE) -> int:
     """Return a 64-bit key of several integers, e.g. (seed, purpose, epoch).
 
-    The key of a prefix is the state from which the others follow: ``mix((a, b, c)) == mix((c,), mix((a, b)))``.
+    The key of a prefix is the state from which the others follow: ``mix((a, b, c)) == mix((c,),
+    mix((a, b)))``.
 
-    It applies the finaliser of SplitMix64 to a running state: every bit of every value affects every bit of the key, so
-    neighbouring seeds and steps get unrelated keys. Source: Steele, Lea, Flood, "Fast splittable pseudorandom
-    number generators", OOPSLA 2014.
+    It applies the finaliser of SplitMix64 to a running state: every bit of every value affects
+    every bit of the key, so neighbouring seeds and steps get unrelated keys. Source: Steele, Lea,
+    Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     z = state
     for value in values:
@@ -84,13 +97,15 @@ def mix(values: Iterable[int], state: int = _STATE) -> int:
     return z
 
 
-# --- Number of virtual workers ----------------------------------------------------------------------------------------
+# --- Number of virtual workers
+# ----------------------------------------------------------------------------------------
 
 DEFAULT_VIRTUAL_WORKERS = 8
 
 
 def check_virtual_workers(virtual_workers: int, workers: int) -> int:
-    """Check the number of virtual workers, each of which computes one shard of a global batch, and return it.
+    """Check the number of virtual workers, each of which computes one shard of a global batch, and
+    return it.
 
     Raises:
         ConfigError: if it is not a whole number of at least 1, or is less than `workers`.
@@ -99,6 +114,9 @@ def check_virtual_workers(virtual_workers: int, workers: int) -> int:
     if virtual_workers < workers:
         hint = "Use fewer workers, or more virtual workers, which give other bits."
         raise ConfigError(
-            "virtual_workers", f"at least one for each of {counted(workers, 'worker')}", virtual_workers, hint
+            "virtual_workers",
+            f"at least one for each of {counted(workers, 'worker')}",
+            virtual_workers,
+            hint,
         )
     return virtual_workers

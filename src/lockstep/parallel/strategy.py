@@ -1,4 +1,6 @@
-"""The interface of strategies: how a model and its training state are distributed over workers and devices."""
+"""The interface of strategies: how a model and its training state are distributed over workers and
+devices.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,20 @@ from .full_state import load_model, load_optimizer, read_optimizer_state
 __all__ = ["MakeTotals", "Strategy", "Sums", "accumulation_dtype", "number_on"]
 
 MakeTotals = Callable[..., torch.Tensor]
-"""(*further numbers) → this worker's totals of a step and these numbers, 1-d floating tensor on the device."""
+"""(*further numbers) → this worker's totals of a step and these numbers, 1-d floating tensor on the
+device.
+"""
 
 Sums = torch.Tensor | Sequence[float | torch.Tensor]
-"""Sums over the workers: a 1-d tensor, or numbers if there is one worker or they are on the host in any case."""
+"""Sums over the workers: a 1-d tensor, or numbers if there is one worker or they are on the host in
+any case.
+"""
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums of losses, counts and statistics: float64, or float32 on a device without it."""
+    """Return the dtype for sums of losses, counts and statistics: float64, or float32 on a device
+    without it.
+    """
     return torch.float64 if devices.has_float64(device) else torch.float32
 
 
@@ -44,23 +52,28 @@ def number_on(device: torch.device, value: Any, dtype: torch.dtype) -> torch.Ten
 
 
 class Strategy:
-    """The whole model on each worker, without communication: the strategy of one worker, and the base class.
+    """The whole model on each worker, without communication: the strategy of one worker, and the
+    base class.
 
-    A `TrainStep` calls, in this order: `check`, `prepare` and `update_optimizer` once; `wrap` once, and again when the
-    set of trained parameters changes; then in each step `gradient_sync` around each pass, and `reduce_totals` in the
-    last of them. When the model has gained parameters, `prepare` and `update_optimizer` are called again.
+    A `TrainStep` calls, in this order: `check`, `prepare` and `update_optimizer` once; `wrap` once,
+    and again when the set of trained parameters changes; then in each step `gradient_sync` around
+    each pass, and `reduce_totals` in the last of them. When the model has gained parameters,
+    `prepare` and `update_optimizer` are called again.
 
     Args:
         comm: communicator over the workers.
 
     Attributes:
-        virtual_workers: number of shards of a global batch; None if it is divided among the workers only.
-        collective_forward: whether a forward pass communicates, so that every worker must run the same number of
-            passes, even one without samples.
-        sharded_state: whether parameters are DTensors, and each worker writes and reads its shards of a checkpoint.
-        can_regroup: whether every worker holds the whole state, so that a step can be repeated by other workers.
-        loss_modules: the modules of the loss function, if any, set before `prepare`: their buffers are treated as the
-            model's.
+        virtual_workers: number of shards of a global batch; None if it is divided among the workers
+            only.
+        collective_forward: whether a forward pass communicates, so that every worker must run the
+            same number of passes, even one without samples.
+        sharded_state: whether parameters are DTensors, and each worker writes and reads its shards
+            of a checkpoint.
+        can_regroup: whether every worker holds the whole state, so that a step can be repeated by
+            other workers.
+        loss_modules: the modules of the loss function, if any, set before `prepare`: their buffers
+            are treated as the model's.
     """
 
     virtual_workers: int | None = None
@@ -77,18 +90,25 @@ class Strategy:
         """The devices that this worker computes on; batches and losses are on the first one."""
         return [self.comm.device]
 
-    # --- before the first step ----------------------------------------------------------------------------------------
+    # --- before the first step
+    # ----------------------------------------------------------------------------------------
 
     def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
-        """Return the strategy that replaces this one and computes each step in `virtual_workers` shards.
+        """Return the strategy that replaces this one and computes each step in `virtual_workers`
+        shards.
 
         Raises:
             ConfigError: if this strategy does not support virtual workers.
         """
-        raise ConfigError("virtual_workers", f"none with the strategy {type(self).__name__.lower()}", virtual_workers)
+        raise ConfigError(
+            "virtual_workers",
+            f"none with the strategy {type(self).__name__.lower()}",
+            virtual_workers,
+        )
 
     def check(self, optimizer: Optimizer, precision: str) -> None:
-        """Check that this strategy supports `optimizer` and `precision`; called before anything is changed.
+        """Check that this strategy supports `optimizer` and `precision`; called before anything is
+        changed.
 
         Raises:
             ConfigError: if it does not.
@@ -98,20 +118,27 @@ class Strategy:
         """Move the model to its device, with rank 0's values on every worker."""
 
     def with_loss(self, model: nn.Module) -> nn.Module:
-        """Return a container of `model` and the modules of the loss, whose buffers forward passes change as well."""
+        """Return a container of `model` and the modules of the loss, whose buffers forward passes
+        change as well.
+        """
         return nn.ModuleList([model, *([] if self.loss_modules is None else [self.loss_modules])])
 
     def update_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace the optimizer's parameters by those that `prepare` has put in their place, if any."""
+        """Replace the optimizer's parameters by those that `prepare` has put in their place, if
+        any.
+        """
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return the module that a step calls instead of `module`: (data, samples) → (sum of the loss, count).
+        """Return the module that a step calls instead of `module`: (data, samples) → (sum of the
+        loss, count).
 
-        Its gradients are *averaged* over the workers, by its backward pass or by what `reduce_totals` returns.
+        Its gradients are *averaged* over the workers, by its backward pass or by what
+        `reduce_totals` returns.
         """
         return module
 
-    # --- steps and evaluation -----------------------------------------------------------------------------------------
+    # --- steps and evaluation
+    # -----------------------------------------------------------------------------------------
 
     def deterministic(self) -> AbstractContextManager[object]:
         """Return a context manager that applies determinism settings during a step; none here."""
@@ -127,20 +154,25 @@ class Strategy:
         """Return a context manager for one pass of a step.
 
         Args:
-            now: whether the pass reduces the gradients; otherwise they accumulate until a later pass.
+            now: whether the pass reduces the gradients; otherwise they accumulate until a later
+                pass.
         """
         return nullcontext()
 
-    def reduce_totals(self, totals: MakeTotals, weight: float, add_up: bool = True) -> Callable[[], Sums]:
-        """Start to sum a step's totals over the workers; returns a function that waits for the sums.
+    def reduce_totals(
+        self, totals: MakeTotals, weight: float, add_up: bool = True
+    ) -> Callable[[], Sums]:
+        """Start to sum a step's totals over the workers; returns a function that waits for the
+        sums.
 
-        Called between the last forward pass and its backward pass, so that the reduction may overlap with the latter,
-        and the function that it returns after both.
+        Called between the last forward pass and its backward pass, so that the reduction may
+        overlap with the latter, and the function that it returns after both.
 
         Args:
             totals: returns this worker's, with further numbers behind them.
             weight: this worker's share of the step's samples, 0 to 1.
-            add_up: whether the workers' weights add up to 1; otherwise they are divided by their sum.
+            add_up: whether the workers' weights add up to 1; otherwise they are divided by their
+                sum.
         """
         return self.comm.iallreduce(totals()).wait
 
@@ -152,40 +184,56 @@ class Strategy:
         return None
 
     def wrap_evaluation(self, module: nn.Module) -> nn.Module:
-        """Return the module that an evaluation calls instead of `module`: (data, samples) → tensor of sums."""
+        """Return the module that an evaluation calls instead of `module`: (data, samples) → tensor
+        of sums.
+        """
         return module
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, including those changed outside of steps."""
 
-    # --- elastic jobs -------------------------------------------------------------------------------------------------
+    # --- elastic jobs
+    # ----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Save what a step changes before its update, for `abandon_step`; called in elastic jobs only."""
+        """Save what a step changes before its update, for `abandon_step`; called in elastic jobs
+        only.
+        """
 
     def abandon_step(self) -> None:
         """Restore what a step has changed that was interrupted before its update."""
 
     def regroup(self, model: nn.Module) -> None:
-        """Adapt to the communicator's new workers, which all hold the same state of the prepared `model`."""
+        """Adapt to the communicator's new workers, which all hold the same state of the prepared
+        `model`.
+        """
 
-    # --- full state dicts; called by all workers together -------------------------------------------------------------
-    # With wanted=False a worker takes part in collectives without keeping the result. States may hold stored tensors.
+    # --- full state dicts; called by all workers together
+    # ------------------------------------------------------------- With wanted=False a worker takes
+    # part in collectives without keeping the result. States may hold stored tensors.
 
     def model_state(self, model: nn.Module, wanted: bool = True) -> dict[str, Any]:
         """Return the model's state dict with full tensors."""
         return model.state_dict()
 
-    def optimizer_state(self, model: nn.Module, optimizer: Optimizer, wanted: bool = True) -> dict[str, Any]:
+    def optimizer_state(
+        self, model: nn.Module, optimizer: Optimizer, wanted: bool = True
+    ) -> dict[str, Any]:
         """Return the optimizer's state dict with full tensors, by the number of the parameter."""
         return optimizer.state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `model_state` returned, under this or another strategy; names and shapes have been checked."""
+        """Load what `model_state` returned, under this or another strategy; names and shapes have
+        been checked.
+        """
         load_model(model, state, self.comm)
 
-    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load what `optimizer_state` returned, under this or another strategy; names and shapes have been checked."""
+    def load_optimizer_state(
+        self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Load what `optimizer_state` returned, under this or another strategy; names and shapes
+        have been checked.
+        """
         load_optimizer(optimizer, read_optimizer_state(optimizer, state, self.comm))
 
     def fingerprint(self, model: nn.Module, optimizer: Optimizer) -> str:
@@ -193,5 +241,7 @@ class Strategy:
         return fingerprint(model, optimizer)
 
     def determinism_settings(self) -> dict[str, Any]:
-        """Return the settings that the bits of a run depend on, by name; empty without a guarantee of equal bits."""
+        """Return the settings that the bits of a run depend on, by name; empty without a guarantee
+        of equal bits.
+        """
         return {}

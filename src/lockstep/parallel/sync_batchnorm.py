@@ -18,7 +18,14 @@ from ..errors import ConfigError
 from . import tree_sum
 from .nested import map_tensors
 
-__all__ = ["Exchange", "SyncBatchNorm", "WorkerExchange", "convert", "convert_marked", "placeholder_batch"]
+__all__ = [
+    "Exchange",
+    "SyncBatchNorm",
+    "WorkerExchange",
+    "convert",
+    "convert_marked",
+    "placeholder_batch",
+]
 
 
 class Exchange(Protocol):
@@ -31,7 +38,9 @@ class Exchange(Protocol):
         """Return the sum of the `values` of all parts."""
 
     def is_first(self) -> bool:
-        """Return whether the part that is normalised now is the first of this worker's, which updates the layer."""
+        """Return whether the part that is normalised now is the first of this worker's, which
+        updates the layer.
+        """
 
 
 class SumOverWorkers(Protocol):
@@ -61,7 +70,8 @@ class WorkerExchange:
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """See `Exchange`."""
-        # An all-reduce in which each row is one worker's and zero on the others is an exact all-gather.
+        # An all-reduce in which each row is one worker's and zero on the others is an exact
+        # all-gather.
         table = row.new_zeros(self._comm.size, row.numel())
         table[self._comm.rank] = row
         return self._comm.allreduce(table)
@@ -78,15 +88,16 @@ class WorkerExchange:
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over the samples of all workers: any (n, c, …) → the same shape.
 
-    In training, mean and variance are those of all workers' samples, so the output does not depend on the partition of
-    the batch; in evaluation it is ordinary batch norm. Every worker must run it equally often; a part may be empty. The
-    variances of parts are combined as in Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
-    computing sample variances", 1979.
+    In training, mean and variance are those of all workers' samples, so the output does not depend
+    on the partition of the batch; in evaluation it is ordinary batch norm. Every worker must run it
+    equally often; a part may be empty. The variances of parts are combined as in Chan, Golub,
+    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
 
     Attributes:
-        exchange: collectives over the workers, which copies of the layer share; while the joint passes of a step's
-            shards run, over these.
-        absent: whether this worker has no samples; its input is a placeholder that gives later layers their shapes.
+        exchange: collectives over the workers, which copies of the layer share; while the joint
+            passes of a step's shards run, over these.
+        absent: whether this worker has no samples; its input is a placeholder that gives later
+            layers their shapes.
     """
 
     exchange: Exchange
@@ -102,7 +113,8 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(
-                f"SyncBatchNorm: expected an input of at least 2 dimensions, got shape {list(input.shape)}"
+                "SyncBatchNorm: expected an input of at least 2 dimensions, got shape "
+                f"{list(input.shape)}"
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -121,23 +133,33 @@ class SyncBatchNorm(_BatchNorm):
             )
         present = input[:0] if self.absent else input
         output: torch.Tensor
-        output, mean, variance, count = _normalise(present, self.weight, self.bias, self.eps, self.exchange)
+        output, mean, variance, count = _normalise(
+            present, self.weight, self.bias, self.eps, self.exchange
+        )
         if self.exchange.is_first():
             self._update_statistics(mean, variance, count)
         if self.absent:
             # A placeholder output for later layers; its graph contains the empty output only.
             scale = (variance + self.eps).rsqrt()
-            normal = (_wide(input.detach()) - _per_channel(mean, input)) * _per_channel(scale, input)
+            normal = (_wide(input.detach()) - _per_channel(mean, input)) * _per_channel(
+                scale, input
+            )
             return normal.to(input.dtype) + output.sum()
         return output
 
-    def _update_statistics(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+    def _update_statistics(
+        self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor
+    ) -> None:
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
         with torch.no_grad():
             self.num_batches_tracked += 1
-            rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+            rate = (
+                self.momentum
+                if self.momentum is not None
+                else 1.0 / float(self.num_batches_tracked)
+            )
             unbiased = variance * (count / (count - 1).clamp(min=1))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
@@ -145,7 +167,9 @@ class SyncBatchNorm(_BatchNorm):
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, exchange: Exchange) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, exchange: Exchange
+    ) -> Any:
         axes = [0, *range(2, x.dim())]
         count = x.numel() // x.shape[1] if x.shape[1] else 0
         wide = _wide(x)
@@ -153,9 +177,13 @@ class _Normalise(torch.autograd.Function):
         local_squares = (wide - _per_channel(local_mean, x)).square().sum(axes)
         counts, means, squares = _gather_statistics(count, local_mean, local_squares, exchange)
         total = counts.sum()
-        # Reading the total makes the host wait for a GPU; if it is 1, no part has more than one value.
+        # Reading the total makes the host wait for a GPU; if it is 1, no part has more than one
+        # value.
         if count <= 1 and total <= 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{list(x.shape)}"
+            )
         mean = tree_sum.total(counts * means, torch.add) / total
         variance = tree_sum.total(squares + counts * (means - mean).square(), torch.add) / total
         scale = (variance + eps).rsqrt()
@@ -177,7 +205,11 @@ class _Normalise(torch.autograd.Function):
         grad_bias = wide.sum(ctx.axes)
         grad_weight = (wide * normal).sum(ctx.axes)
         sums = ctx.exchange.sum(torch.stack((grad_bias, grad_weight)))
-        centred = wide - _per_channel(sums[0] / total, wide) - normal * _per_channel(sums[1] / total, wide)
+        centred = (
+            wide
+            - _per_channel(sums[0] / total, wide)
+            - normal * _per_channel(sums[1] / total, wide)
+        )
         factor = scale if weight is None else scale * _wide(weight)
         grad_input = (centred * _per_channel(factor, wide)).to(grad_output.dtype)
         if weight is not None:
@@ -209,7 +241,9 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _gather_statistics(
     count: int, mean: torch.Tensor, squares: torch.Tensor, exchange: Exchange
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the counts, means and sums of squared deviations of all parts, one row for each part."""
+    """Return the counts, means and sums of squared deviations of all parts, one row for each
+    part.
+    """
     channels = mean.numel()
     table = exchange.gather(torch.cat([mean.new_full((1,), count), mean, squares]))
     return table[:, :1], table[:, 1 : 1 + channels], table[:, 1 + channels :]
@@ -217,15 +251,17 @@ def _gather_statistics(
 
 @contextmanager
 def placeholder_batch(model: nn.Module, data: Any) -> Iterator[Any]:
-    """Provide data for the pass of a worker without samples, whose layers take part in collectives all the same.
+    """Provide data for the pass of a worker without samples, whose layers take part in collectives
+    all the same.
 
     Args:
         model: the model; its `SyncBatchNorm` layers count no samples meanwhile.
         data: tensors of 0 samples.
 
     Yields:
-        One sample of zeros, because many models fail without samples: ``x.view(x.size(0), -1)`` is ambiguous then. If
-        a layer is torch's `nn.SyncBatchNorm`, which would count that sample, `data` is yielded unchanged.
+        One sample of zeros, because many models fail without samples: ``x.view(x.size(0), -1)`` is
+        ambiguous then. If a layer is torch's `nn.SyncBatchNorm`, which would count that sample,
+        `data` is yielded unchanged.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
     has_torch_layers = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
@@ -243,10 +279,11 @@ def _one_zero_sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def convert(model: nn.Module, comm: Communicator) -> nn.Module:
-    """Replace the batch-norm layers of `model` by `SyncBatchNorm`, in place, with the same parameters and buffers.
+    """Replace the batch-norm layers of `model` by `SyncBatchNorm`, in place, with the same
+    parameters and buffers.
 
-    Returns the model, or its replacement if it is a batch-norm layer itself. On a single worker it only marks the
-    layers for `convert_marked`, except in an elastic job, in which others may join.
+    Returns the model, or its replacement if it is a batch-norm layer itself. On a single worker it
+    only marks the layers for `convert_marked`, except in an elastic job, in which others may join.
     """
     if comm.size == 1 and not isinstance(comm, ElasticCommunicator):
         for layer in model.modules():
@@ -261,7 +298,8 @@ def convert(model: nn.Module, comm: Communicator) -> nn.Module:
 
 
 def convert_marked(model: nn.Module, comm: Communicator) -> list[SyncBatchNorm]:
-    """Replace the layers that `convert` has marked on a single worker, and return all `SyncBatchNorm` layers.
+    """Replace the layers that `convert` has marked on a single worker, and return all
+    `SyncBatchNorm` layers.
 
     Raises:
         ConfigError: if the model itself is a marked layer, which cannot be replaced in place.

@@ -1,4 +1,6 @@
-"""Sums over numbered leaves in the fixed association of a binary tree, however leaves are distributed (pure)."""
+"""Sums over numbered leaves in the fixed association of a binary tree, however leaves are
+distributed (pure).
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ __all__ = ["Node", "TreeSum", "is_left_fold", "nodes", "total"]
 T = TypeVar("T")
 
 Node = tuple[int, int]
-"""(first leaf, width): the subtree over the leaves [first, first + width), without those past the last leaf of the
-tree. The width is a power of two that divides the first leaf."""
+"""(first leaf, width): the subtree over the leaves [first, first + width), without those past the
+last leaf of the tree. The width is a power of two that divides the first leaf."""
 
 
 def nodes(start: int, stop: int, leaves: int) -> list[Node]:
-    """Return the largest subtrees within the leaves [start, stop) of a tree over `leaves` leaves, in order.
+    """Return the largest subtrees within the leaves [start, stop) of a tree over `leaves` leaves,
+    in order.
 
-    A subtree may extend past the last leaf of the tree: of 7 leaves the range [4, 7) is the one subtree (4, 4). A range
-    of n leaves has fewer than 2·log2(n) + 2 subtrees.
+    A subtree may extend past the last leaf of the tree: of 7 leaves the range [4, 7) is the one
+    subtree (4, 4). A range of n leaves has fewer than 2·log2(n) + 2 subtrees.
     """
     end = _padded(leaves) if stop >= leaves else stop
     subtrees = []
@@ -43,8 +46,9 @@ class TreeSum(Generic[T]):
 
         leaves = 7:  ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
 
-    Subtrees are pushed in order. Two siblings are added as soon as both are complete, as a binary counter carries, so
-    that n leaves from the first on never need more than log2(n) + 1 values at once.
+    Subtrees are pushed in order. Two siblings are added as soon as both are complete, as a binary
+    counter carries, so that n leaves from the first on never need more than log2(n) + 1 values at
+    once.
 
     Args:
         leaves: number of leaves, at least 1.
@@ -84,7 +88,9 @@ class TreeSum(Generic[T]):
         """
         subtrees = [node for node, _ in self._partial_sums]
         if len(subtrees) != 1 or subtrees[0][0] != 0 or subtrees[0][1] < self._leaves:
-            raise ValueError(f"partial_sums: expected the whole tree over {self._leaves} leaves, got {subtrees}")
+            raise ValueError(
+                f"partial_sums: expected the whole tree over {self._leaves} leaves, got {subtrees}"
+            )
         return self._partial_sums[0][1]
 
     def clear(self) -> None:
@@ -102,7 +108,8 @@ def total(leaves: Iterable[T], add: Callable[[T, T], T]) -> T:
 
 
 def is_left_fold(by_rank: list[list[Node]], leaves: int) -> bool:
-    """Return whether each rank holds one subtree and the tree over them is ((x0 + x1) + x2) + … in rank order.
+    """Return whether each rank holds one subtree and the tree over them is ((x0 + x1) + x2) + … in
+    rank order.
 
     Args:
         by_rank: the `nodes` of each rank, in rank order.

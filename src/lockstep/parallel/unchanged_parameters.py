@@ -10,7 +10,8 @@ __all__ = ["UnchangedParameters"]
 
 
 class UnchangedParameters:
-    """Notices whether passes change parameters in place, by their versions; not those of layers with ``same_bits``.
+    """Notices whether passes change parameters in place, by their versions; not those of layers
+    with ``same_bits``.
 
     Args:
         model: the model.
@@ -34,9 +35,14 @@ class UnchangedParameters:
         """
         if [p._version for p in self._parameters] == self._versions:
             return
-        versions = {id(p): version for p, version in zip(self._parameters, self._versions, strict=True)}
+        versions = {
+            id(p): version for p, version in zip(self._parameters, self._versions, strict=True)
+        }
         named = self._model.named_parameters()
-        name = next((name for name, p in named if p._version != versions.get(id(p), p._version)), "a parameter")
+        name = next(
+            (name for name, p in named if p._version != versions.get(id(p), p._version)),
+            "a parameter",
+        )
         raise _changed(self._model, name)
 
 
@@ -47,12 +53,14 @@ def _changed(model: nn.Module, name: str) -> ConfigError:
         hint = "Leave max_norm out, and normalise the weights after each step."
     else:
         hint = (
-            "If it is initialised from its first batch, call the model once before the training, without gradients and "
-            "with the same data on every worker. What it changes in each pass belongs in a buffer."
+            "If it is initialised from its first batch, call the model once before the training, "
+            "without gradients and with the same data on every worker. What it changes in each "
+            "pass belongs in a buffer."
         )
     return ConfigError(
         "model",
         "forward passes that change no parameter",
-        found=f"one that changes {name}, of {type(layer).__name__}: each worker by its own part of the batch",
+        found=f"one that changes {name}, of {type(layer).__name__}: each worker by its own part of "
+        "the batch",
         hint=f"{hint} If you know better, set same_bits = True on the layer.",
     )

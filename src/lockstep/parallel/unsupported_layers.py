@@ -1,4 +1,6 @@
-"""Layers that virtual workers do not support, because their bits depend on the number of workers."""
+"""Layers that virtual workers do not support, because their bits depend on the number of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,15 @@ UNSUPPORTED = (
     UnsupportedLayer(
         "SyncBatchNorm of torch",
         lambda layer, _: isinstance(layer, nn.SyncBatchNorm),
-        "it uses the shards that the workers compute at the same time, which depend on their number",
+        "it uses the shards that the workers compute at the same time, which depend on their "
+        "number",
         "Use lockstep.prepare_model(..., sync_batchnorm=True), on the CPU, or ordinary batch norm.",
     ),
     UnsupportedLayer(
         "SyncBatchNorm of Lockstep (sync_batchnorm), on a GPU",
         lambda layer, device: isinstance(layer, SyncBatchNorm) and device.type != "cpu",
-        "the backward passes of shards that wait for each other need a thread each, and autograd has one for each GPU",
+        "the backward passes of shards that wait for each other need a thread each, and autograd "
+        "has one for each GPU",
         "Use ordinary batch norm, whose statistics are then those of a shard, or a group norm.",
     ),
     UnsupportedLayer(
@@ -54,13 +58,16 @@ UNSUPPORTED = (
     ),
     UnsupportedLayer(
         "Embedding and EmbeddingBag with max_norm",
-        lambda layer, _: isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None,
+        lambda layer, _: isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
+        and layer.max_norm is not None,
         "its forward pass changes its weights, only on the worker that looks rows up",
         "Leave max_norm out, and normalise the weights after each step.",
     ),
     UnsupportedLayer(
         "RNN, LSTM and GRU with dropout, on a GPU",
-        lambda layer, device: isinstance(layer, nn.RNNBase) and layer.dropout > 0 and device.type == "cuda",
+        lambda layer, device: isinstance(layer, nn.RNNBase)
+        and layer.dropout > 0
+        and device.type == "cuda",
         "cuDNN keeps a random state of its own, which cannot be set for each shard",
         "Make it with dropout=0, and put nn.Dropout between layers of one each.",
     ),
@@ -75,7 +82,8 @@ UNSUPPORTED = (
 
 
 def check_supported(model: nn.Module, device: torch.device) -> None:
-    """Check that `model` has no layer listed in `UNSUPPORTED`; layers with ``same_bits = True`` are skipped.
+    """Check that `model` has no layer listed in `UNSUPPORTED`; layers with ``same_bits = True`` are
+    skipped.
 
     Raises:
         ConfigError: naming the first one, the reason, and a remedy.
@@ -88,25 +96,42 @@ def check_supported(model: nn.Module, device: torch.device) -> None:
                 where = f"{type(layer).__name__} at {name or 'its top'}: {kind.reason}"
                 hint = f"{kind.instead} If you know better, set its attribute same_bits = True."
                 raise ConfigError(
-                    "model", "layers that give the same bits at any number of workers", found=where, hint=hint
+                    "model",
+                    "layers that give the same bits at any number of workers",
+                    found=where,
+                    hint=hint,
                 )
 
 
 def check_joint_passes(model: nn.Module) -> None:
-    """Check that `model` supports joint passes of several shards, which synchronised batch norm needs.
+    """Check that `model` supports joint passes of several shards, which synchronised batch norm
+    needs.
 
     Raises:
-        ConfigError: if it is compiled, or another layer has running statistics, which the shards would change in turn.
+        ConfigError: if it is compiled, or another layer has running statistics, which the shards
+            would change in turn.
     """
     for name, layer in model.named_modules():
         where = f"{type(layer).__name__} at {name or 'its top'}"
-        if isinstance(layer, _NormBase) and layer.track_running_stats and not isinstance(layer, SyncBatchNorm):
+        if (
+            isinstance(layer, _NormBase)
+            and layer.track_running_stats
+            and not isinstance(layer, SyncBatchNorm)
+        ):
             hint = "Make it without running statistics, or leave sync_batchnorm out."
             raise ConfigError(
-                "model", "no other running statistics, with sync_batchnorm and virtual workers", found=where, hint=hint
+                "model",
+                "no other running statistics, with sync_batchnorm and virtual workers",
+                found=where,
+                hint=hint,
             )
-        if layer._compiled_call_impl is not None or hasattr(layer.forward, "_torchdynamo_orig_callable"):
+        if layer._compiled_call_impl is not None or hasattr(
+            layer.forward, "_torchdynamo_orig_callable"
+        ):
             hint = "Leave out one of the three."
             raise ConfigError(
-                "model", "one that is not compiled, with sync_batchnorm and virtual workers", found=where, hint=hint
+                "model",
+                "one that is not compiled, with sync_batchnorm and virtual workers",
+                found=where,
+                hint=hint,
             )

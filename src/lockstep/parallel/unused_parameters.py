@@ -13,7 +13,9 @@ __all__ = ["ConnectAllParameters", "connect_parameters", "sparse_parameters"]
 
 class _ConnectParameters(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, sparse: frozenset[int], *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, loss: torch.Tensor, sparse: frozenset[int], *parameters: torch.Tensor
+    ) -> torch.Tensor:
         ctx.gradients = [_empty_sparse_gradient(p) if id(p) in sparse else None for p in parameters]
         return loss.view_as(loss)
 
@@ -32,14 +34,16 @@ def _empty_sparse_gradient(parameter: torch.Tensor) -> torch.Tensor:
 def connect_parameters(
     loss: torch.Tensor, parameters: Sequence[nn.Parameter], sparse: frozenset[int] = frozenset()
 ) -> torch.Tensor:
-    """Return `loss` with a graph that reaches all of `parameters` and adds nothing to their gradients.
+    """Return `loss` with a graph that reaches all of `parameters` and adds nothing to their
+    gradients.
 
     It does not read the parameters' values: 0 times an infinite one would be NaN.
 
     Args:
         loss: 0-dim tensor.
         parameters: the trained parameters.
-        sparse: id() of the parameters with sparse gradients; the reducer needs a gradient of each, even without rows.
+        sparse: id() of the parameters with sparse gradients; the reducer needs a gradient of each,
+            even without rows.
     """
     connected: torch.Tensor = _ConnectParameters.apply(loss, sparse, *parameters)  # type: ignore[no-untyped-call]
     return connected
@@ -47,19 +51,22 @@ def connect_parameters(
 
 def sparse_parameters(module: nn.Module) -> frozenset[int]:
     """Return the id() of the parameters with sparse gradients."""
-    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))]
+    layers = [
+        layer for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
+    ]
     return frozenset(id(layer.weight) for layer in layers if layer.sparse)
 
 
 class ConnectAllParameters(nn.Module):
     """A module whose loss reaches every trained parameter, as `DistributedDataParallel` requires.
 
-    DDP's reducer waits for each parameter. A parameter that a worker's forward pass does not use (an unused head, a
-    skipped layer, an expert without tokens) would make it fail, or keep its local gradient on this worker. DDP's
-    find_unused_parameters reduces a map of the used parameters at every step, and skips those that no worker used; but
-    that map is known on the device only, and reading it stalls the host. Here nothing is sent: an unused parameter adds
-    nothing to the sum, and its gradient is zero. `TrainStep` does the same on one worker. The cost is 0.6 µs for each
-    parameter tensor and step.
+    DDP's reducer waits for each parameter. A parameter that a worker's forward pass does not use
+    (an unused head, a skipped layer, an expert without tokens) would make it fail, or keep its
+    local gradient on this worker. DDP's find_unused_parameters reduces a map of the used parameters
+    at every step, and skips those that no worker used; but that map is known on the device only,
+    and reading it stalls the host. Here nothing is sent: an unused parameter adds nothing to the
+    sum, and its gradient is zero. `TrainStep` does the same on one worker. The cost is 0.6 µs for
+    each parameter tensor and step.
 
     Args:
         module: (data, n) → (sum of the loss, what it is a sum over).
@@ -75,18 +82,22 @@ class ConnectAllParameters(nn.Module):
     def forward(self, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Return the module's output, with every parameter connected to the loss."""
         loss, count = self.module(data, size)
-        if not loss.requires_grad:  # an error of the model, which the backward pass raises as on one worker
+        if (
+            not loss.requires_grad
+        ):  # an error of the model, which the backward pass raises as on one worker
             return loss, count
         if self._reentrant is None and size:
             self._reentrant = _has_reentrant_checkpoint(loss)
-        return (loss if self._reentrant else connect_parameters(loss, self._trained, self._sparse)), count
+        return (
+            loss if self._reentrant else connect_parameters(loss, self._trained, self._sparse)
+        ), count
 
 
 def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     """Return whether the graph contains `torch.utils.checkpoint` with use_reentrant=True.
 
-    It runs a nested backward pass that reaches its parameters; another path to them would reach them twice, which the
-    reducer refuses.
+    It runs a nested backward pass that reaches its parameters; another path to them would reach
+    them twice, which the reducer refuses.
     """
     stack = [loss.grad_fn]
     seen = set()

@@ -1,4 +1,6 @@
-"""Pipeline parallelism: a model split by layers into stages, one for each worker, that process micro-batches."""
+"""Pipeline parallelism: a model split by layers into stages, one for each worker, that process
+micro-batches.
+"""
 
 from __future__ import annotations
 

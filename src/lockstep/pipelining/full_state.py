@@ -1,4 +1,6 @@
-"""Conversion between the states of all stages and the full state dicts of the model and its optimizer."""
+"""Conversion between the states of all stages and the full state dicts of the model and its
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,19 @@ from torch.optim import Optimizer
 from ..communicator import Communicator
 from ..errors import CheckpointError, ConfigError
 
-__all__ = ["broadcast_tree", "gather_stages", "merge_optimizers", "stage_optimizer_state", "stage_state"]
+__all__ = [
+    "broadcast_tree",
+    "gather_stages",
+    "merge_optimizers",
+    "stage_optimizer_state",
+    "stage_state",
+]
 
 
 def gather_stages(stage_entries: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
-    """Return the entries of all stages, in order, with tensors on the CPU; the same on every worker."""
+    """Return the entries of all stages, in order, with tensors on the CPU; the same on every
+    worker.
+    """
     gathered: dict[str, Any] = {}
     for root in range(comm.size):
         gathered |= broadcast_tree(stage_entries, comm, root, torch.device("cpu"))
@@ -23,7 +33,9 @@ def gather_stages(stage_entries: Mapping[str, Any], comm: Communicator) -> dict[
 
 
 def broadcast_tree(value: Any, comm: Communicator, root: int, device: torch.device) -> Any:
-    """Broadcast the `value` of rank `root`, a tree of mappings and tensors; returns it with its tensors on `device`."""
+    """Broadcast the `value` of rank `root`, a tree of mappings and tensors; returns it with its
+    tensors on `device`.
+    """
     template = comm.broadcast_object(_template(value) if comm.rank == root else None, root)
     return _broadcast_values(value, template, comm, root, device)
 
@@ -44,8 +56,12 @@ def _template(value: Any) -> Any:
     return value
 
 
-def _broadcast_values(value: Any, template: Any, comm: Communicator, root: int, device: torch.device) -> Any:
-    """Broadcast the values of a tree, one tensor at a time, so that a device need not hold all of them."""
+def _broadcast_values(
+    value: Any, template: Any, comm: Communicator, root: int, device: torch.device
+) -> Any:
+    """Broadcast the values of a tree, one tensor at a time, so that a device need not hold all of
+    them.
+    """
     if isinstance(template, _TensorTemplate):
         tensor = torch.empty(template.shape, dtype=template.dtype, device=comm.device)
         if comm.rank == root:
@@ -53,11 +69,16 @@ def _broadcast_values(value: Any, template: Any, comm: Communicator, root: int, 
         return comm.broadcast(tensor, root).to(device)
     if isinstance(template, Mapping):
         values = value if comm.rank == root else dict.fromkeys(template)
-        return {name: _broadcast_values(values[name], item, comm, root, device) for name, item in template.items()}
+        return {
+            name: _broadcast_values(values[name], item, comm, root, device)
+            for name, item in template.items()
+        }
     return template
 
 
-def stage_state(state: Mapping[str, Any], names: Sequence[str], stage_names: Iterable[str]) -> dict[str, Any]:
+def stage_state(
+    state: Mapping[str, Any], names: Sequence[str], stage_names: Iterable[str]
+) -> dict[str, Any]:
     """Return the entries of one stage in the full state dict of a model with entries `names`.
 
     Raises:
@@ -66,15 +87,23 @@ def stage_state(state: Mapping[str, Any], names: Sequence[str], stage_names: Ite
     missing = [name for name in names if name not in state]
     unknown = [name for name in state if name not in names]
     if missing or unknown:
-        what = f"without {missing[0]}" if missing else f"with {unknown[0]}, which the model does not have"
-        raise CheckpointError(f"expected the state dict of the whole model, with {len(names)} entries; got one {what}")
+        what = (
+            f"without {missing[0]}"
+            if missing
+            else f"with {unknown[0]}, which the model does not have"
+        )
+        raise CheckpointError(
+            f"expected the state dict of the whole model, with {len(names)} entries; got one {what}"
+        )
     return {name: state[name] for name in stage_names}
 
 
 def _single_group(optimizer: Optimizer) -> dict[str, Any]:
     if len(optimizer.param_groups) != 1:
         raise ConfigError(
-            "optimizer", "one group of parameters, in a pipeline", found=f"{len(optimizer.param_groups)} groups"
+            "optimizer",
+            "one group of parameters, in a pipeline",
+            found=f"{len(optimizer.param_groups)} groups",
         )
     return optimizer.param_groups[0]
 
@@ -86,24 +115,40 @@ def _stage_names(optimizer: Optimizer, parameters: Mapping[str, torch.nn.Paramet
     known = [names[id(p)] for p in trained if id(p) in names]
     if len(known) < len(trained):
         got = f"{len(trained) - len(known)} that are not"
-        raise ConfigError("optimizer", "parameters of this stage alone, pipe.parameters()", found=got)
+        raise ConfigError(
+            "optimizer", "parameters of this stage alone, pipe.parameters()", found=got
+        )
     return known
 
 
 def _all_names(stage_names: Sequence[str], order: Sequence[str], comm: Communicator) -> list[str]:
     """Return the names of the parameters in the optimizers of all stages, in `order`."""
-    return sorted((name for names in comm.allgather_object(stage_names) for name in names), key=list(order).index)
+    return sorted(
+        (name for names in comm.allgather_object(stage_names) for name in names),
+        key=list(order).index,
+    )
 
 
 def merge_optimizers(
-    optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter], order: Sequence[str], comm: Communicator
+    optimizer: Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    order: Sequence[str],
+    comm: Communicator,
 ) -> dict[str, Any]:
-    """Merge the optimizers of all stages into the state dict of one over the whole model, with names in `order`."""
+    """Merge the optimizers of all stages into the state dict of one over the whole model, with
+    names in `order`.
+    """
     local = optimizer.state_dict()
     stage_names = _stage_names(optimizer, parameters)
     names = _all_names(stage_names, order, comm)
-    by_name = gather_stages({stage_names[number]: entries for number, entries in local["state"].items()}, comm)
-    options = {key: value for key, value in comm.broadcast_object(local["param_groups"][0]).items() if key != "params"}
+    by_name = gather_stages(
+        {stage_names[number]: entries for number, entries in local["state"].items()}, comm
+    )
+    options = {
+        key: value
+        for key, value in comm.broadcast_object(local["param_groups"][0]).items()
+        if key != "params"
+    }
     state = {number: by_name[name] for number, name in enumerate(names) if name in by_name}
     return {"state": state, "param_groups": [{**options, "params": list(range(len(names)))}]}
 
@@ -127,8 +172,14 @@ def stage_optimizer_state(
     if len(groups) != 1 or len(groups[0]["params"]) != len(names):
         got = f"{len(groups)} with {[len(group['params']) for group in groups]}"
         raise CheckpointError(
-            f"expected the state of an optimizer with one group of {len(names)} parameters, got {got}"
+            f"expected the state of an optimizer with one group of {len(names)} parameters, got "
+            f"{got}"
         )
     numbers = dict(zip(names, groups[0]["params"], strict=True))
-    entries = {i: saved[numbers[name]] for i, name in enumerate(stage_names) if numbers[name] in saved}
-    return {"state": entries, "param_groups": [{**groups[0], "params": list(range(len(stage_names)))}]}
+    entries = {
+        i: saved[numbers[name]] for i, name in enumerate(stage_names) if numbers[name] in saved
+    }
+    return {
+        "state": entries,
+        "param_groups": [{**groups[0], "params": list(range(len(stage_names)))}],
+    }

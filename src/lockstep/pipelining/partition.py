@@ -1,4 +1,6 @@
-"""Partition of a model into pipeline stages, of an `nn.Sequential` by layers and of other models by tracing."""
+"""Partition of a model into pipeline stages, of an `nn.Sequential` by layers and of other models by
+tracing.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,23 @@ from ..errors import ConfigError
 from ..parallel.module_sync import sync_module
 from .pipe import SCHEDULES, Pipeline
 
-__all__ = ["balanced", "check_nothing_shared", "pipeline", "split_sequential", "split_traced", "stage_starts"]
+__all__ = [
+    "balanced",
+    "check_nothing_shared",
+    "pipeline",
+    "split_sequential",
+    "split_traced",
+    "stage_starts",
+]
 
 
-# --- Splitting a sequential model -------------------------------------------------------------------------------------
+# --- Splitting a sequential model
+# -------------------------------------------------------------------------------------
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Return the starts of `parts` contiguous, nonempty parts whose largest total weight is minimal.
+    """Return the starts of `parts` contiguous, nonempty parts whose largest total weight is
+    minimal.
 
     Among equal solutions the earlier parts have fewer layers.
 
@@ -51,22 +62,29 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
     return list(best(0, parts)[1])
 
 
-def stage_starts(layers: Mapping[str, nn.Module | None], stages: int, split: Sequence[str] | None) -> list[int]:
-    """Return the first layer of each stage: given by `split`, or such that the numbers of parameters are balanced.
+def stage_starts(
+    layers: Mapping[str, nn.Module | None], stages: int, split: Sequence[str] | None
+) -> list[int]:
+    """Return the first layer of each stage: given by `split`, or such that the numbers of
+    parameters are balanced.
 
     Raises:
         ConfigError: for more stages than layers, or an invalid `split`.
     """
     names = list(layers)
     if stages > len(names):
-        raise ConfigError("stages", f"at most one for each of the model's {len(names)} layers", stages)
+        raise ConfigError(
+            "stages", f"at most one for each of the model's {len(names)} layers", stages
+        )
     if split is None:
         return balanced([_elements(layer) for layer in layers.values()], stages)
     if unknown := [name for name in split if name not in names]:
         raise ConfigError("split", f"names of the model's layers ({', '.join(names)})", unknown[0])
     starts = [0, *(names.index(name) for name in split)]
     if any(start >= following for start, following in pairwise(starts)):
-        raise ConfigError("split", "layers in the order of the model, none twice, and not its first", list(split))
+        raise ConfigError(
+            "split", "layers in the order of the model, none twice, and not its first", list(split)
+        )
     return starts
 
 
@@ -98,14 +116,19 @@ def check_nothing_shared(stages: Iterable[nn.Module]) -> None:
             first, its_name = owner.setdefault(id(tensor), (number, name))
             if first != number:
                 got = f"{its_name} of stage {first}, which stage {number} has as {name}"
-                raise ConfigError("model", "stages without a parameter or buffer in common", found=got)
+                raise ConfigError(
+                    "model", "stages without a parameter or buffer in common", found=got
+                )
 
 
-# --- Splitting a traced model -----------------------------------------------------------------------------------------
+# --- Splitting a traced model
+# -----------------------------------------------------------------------------------------
 
 
 class _TwoModes(nn.Module):
-    """The traces of a stage in training and in evaluation mode, with the same parameters: a trace has one mode."""
+    """The traces of a stage in training and in evaluation mode, with the same parameters: a trace
+    has one mode.
+    """
 
     def __init__(self, training: nn.Module, evaluating: nn.Module) -> None:
         super().__init__()
@@ -125,16 +148,19 @@ class _TwoModes(nn.Module):
 
 
 def split_traced(model: nn.Module, split: Sequence[str], example: torch.Tensor) -> list[nn.Module]:
-    """Trace `model`, and return its stages; a new stage begins with each of the modules named in `split`.
+    """Trace `model`, and return its stages; a new stage begins with each of the modules named in
+    `split`.
 
     Args:
-        model: a model that `torch.export` can trace, on its device; its parameters keep their names.
+        model: a model that `torch.export` can trace, on its device; its parameters keep their
+            names.
         split: names of modules, in the order of execution.
-        example: a micro-batch, on the same device. The stages accept micro-batches of this shape only.
+        example: a micro-batch, on the same device. The stages accept micro-batches of this shape
+            only.
 
     Raises:
-        ConfigError: for unknown names, a model that cannot be traced, or a stage that uses more than the output of the
-            previous one.
+        ConfigError: for unknown names, a model that cannot be traced, or a stage that uses more
+            than the output of the previous one.
     """
     known = [name for name, _ in model.named_modules() if name]
     if unknown := [name for name in split if name not in known]:
@@ -152,14 +178,21 @@ def _trace(model: nn.Module, split: Sequence[str], example: torch.Tensor) -> lis
     from torch.distributed.pipelining import pipeline as trace_pipeline
 
     try:
-        with warnings.catch_warnings(), _restore_forward([model.get_submodule(name) for name in split]):
+        with (
+            warnings.catch_warnings(),
+            _restore_forward([model.get_submodule(name) for name in split]),
+        ):
             warnings.simplefilter("ignore")
-            pipe = trace_pipeline(model, (example,), split_spec=dict.fromkeys(split, SplitPoint.BEGINNING))
+            pipe = trace_pipeline(
+                model, (example,), split_spec=dict.fromkeys(split, SplitPoint.BEGINNING)
+            )
     except Exception as error:
         cause = error.__cause__ or error
         got = f"{type(cause).__name__}: " + " ".join(str(cause).split("\n\n")[0].split())
         hint = "Make it an nn.Sequential, which is not traced."
-        raise ConfigError("model", "one that torch.export can trace", found=got, hint=hint) from error
+        raise ConfigError(
+            "model", "one that torch.export can trace", found=got, hint=hint
+        ) from error
     stages = dict(pipe.split_gm.named_children())
     expected = [f"submod_pp_{n}" for n in range(len(split) + 1)]
     if sorted(stages) != sorted(expected):
@@ -170,7 +203,9 @@ def _trace(model: nn.Module, split: Sequence[str], example: torch.Tensor) -> lis
 
 @contextmanager
 def _restore_forward(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore `forward` of `modules` after a `with` block: torch replaces it to mark split points, and leaves it so."""
+    """Restore `forward` of `modules` after a `with` block: torch replaces it to mark split points,
+    and leaves it so.
+    """
     replaced = [vars(module).get("forward") for module in modules]
     try:
         yield
@@ -183,7 +218,8 @@ def _restore_forward(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _refuse_skips(pipe: Any) -> None:
-    """Check that each stage uses the output of the previous stage only, and the first stage the input only.
+    """Check that each stage uses the output of the previous stage only, and the first stage the
+    input only.
 
     Raises:
         ConfigError: naming the first stage that uses other values.
@@ -197,7 +233,10 @@ def _refuse_skips(pipe: Any) -> None:
             if sources - {previous}:
                 hint = "Choose split points outside of residual connections."
                 raise ConfigError(
-                    "split", f"stages that use the previous one alone ({node.target})", found="others too", hint=hint
+                    "split",
+                    f"stages that use the previous one alone ({node.target})",
+                    found="others too",
+                    hint=hint,
                 )
             previous = node
 
@@ -207,7 +246,8 @@ def _source(node: Any) -> Any:
     return node.args[0] if node.op == "call_function" else node
 
 
-# --- Pipeline construction --------------------------------------------------------------------------------------------
+# --- Pipeline construction
+# --------------------------------------------------------------------------------------------
 
 
 def pipeline(
@@ -222,23 +262,25 @@ def pipeline(
 ) -> Pipeline:
     """Split `model` into stages, one for each worker, and return this worker's stage.
 
-    The stages process a batch in *micro-batches*, so that all workers compute at the same time (Huang et al., "GPipe:
-    Efficient training of giant neural networks using pipeline parallelism", NeurIPS 2019). Rank 0's values of the model
-    are used by all workers. The model itself must not be used afterwards: layers of other stages lose their values.
+    The stages process a batch in *micro-batches*, so that all workers compute at the same time
+    (Huang et al., "GPipe: Efficient training of giant neural networks using pipeline parallelism",
+    NeurIPS 2019). Rank 0's values of the model are used by all workers. The model itself must not
+    be used afterwards: layers of other stages lose their values.
 
     Experimental: may change in any release.
 
     Args:
         model: an `nn.Sequential`, or another model with `split` and `example`.
         stages: number of stages, which must equal the number of workers; None means that number.
-        microbatches: number of micro-batches in a batch; when None, the largest divisor of the batch size that is at
-            most four times the number of stages.
-        schedule: "gpipe", all forward passes and then all backward passes; or "1f1b", which runs each backward pass as
-            early as possible and keeps fewer activations (Narayanan et al., "PipeDream", SOSP 2019).
-        split: the names of the first layers of the second and later stages. When None, layers are assigned so that the
-            numbers of parameters are balanced.
-        example: a micro-batch, for a model other than an `nn.Sequential`: the model is traced on it with
-            `torch.export`, and all micro-batches must have its shape.
+        microbatches: number of micro-batches in a batch; when None, the largest divisor of the
+            batch size that is at most four times the number of stages.
+        schedule: "gpipe", all forward passes and then all backward passes; or "1f1b", which runs
+            each backward pass as early as possible and keeps fewer activations (Narayanan et al.,
+            "PipeDream", SOSP 2019).
+        split: the names of the first layers of the second and later stages. When None, layers are
+            assigned so that the numbers of parameters are balanced.
+        example: a micro-batch, for a model other than an `nn.Sequential`: the model is traced on it
+            with `torch.export`, and all micro-batches must have its shape.
         comm: communicator over the workers; that of `init()` when None.
 
     Raises:
@@ -264,7 +306,9 @@ def pipeline(
     for other in parts:
         if other is not stage:
             other.to("meta")
-    return Pipeline(stage, comm, names, schedule, microbatches, None if example is None else len(example))
+    return Pipeline(
+        stage, comm, names, schedule, microbatches, None if example is None else len(example)
+    )
 
 
 def _layers(model: nn.Module) -> nn.Sequential | None:
@@ -275,9 +319,17 @@ def _layers(model: nn.Module) -> nn.Sequential | None:
 
 
 def _check(
-    model: Any, stages: Any, microbatches: Any, schedule: Any, split: Any, example: Any, comm: Communicator
+    model: Any,
+    stages: Any,
+    microbatches: Any,
+    schedule: Any,
+    split: Any,
+    example: Any,
+    comm: Communicator,
 ) -> int:
-    """Check the types and the consistency of the arguments of `pipeline`; returns the number of stages."""
+    """Check the types and the consistency of the arguments of `pipeline`; returns the number of
+    stages.
+    """
     arguments.instance("model", model, nn.Module, "a torch.nn.Module")
     count = comm.size if stages is None else arguments.whole("stages", stages, least=1)
     if microbatches is not None:
@@ -288,20 +340,30 @@ def _check(
         raise ConfigError("stages", f"one for each of the {comm.size} workers", count, hint)
     if isinstance(split, str) or (split is not None and len(split) != count - 1):
         got = split if isinstance(split, str) else f"{len(split)}: {', '.join(map(str, split))}"
-        raise ConfigError("split", f"{count - 1} names, with which stages 1 to {count - 1} begin", found=got)
+        raise ConfigError(
+            "split", f"{count - 1} names, with which stages 1 to {count - 1} begin", found=got
+        )
     if _layers(model) is None:
         if not isinstance(example, torch.Tensor) or (split is None and count > 1):
             hint = "An nn.Sequential needs neither."
             raise ConfigError(
-                "model", "an nn.Sequential, or another with split= and example=", found=_missing(example), hint=hint
+                "model",
+                "an nn.Sequential, or another with split= and example=",
+                found=_missing(example),
+                hint=hint,
             )
     elif example is not None:
-        raise ConfigError("example", "none with an nn.Sequential, which is not traced", found=type(example).__name__)
+        raise ConfigError(
+            "example",
+            "none with an nn.Sequential, which is not traced",
+            found=type(example).__name__,
+        )
     return count
 
 
 def _check_complete(names: Sequence[str], parts: Sequence[nn.Module]) -> None:
-    """Check that the stages have all entries `names` of the model's state: a trace leaves out unused parameters.
+    """Check that the stages have all entries `names` of the model's state: a trace leaves out
+    unused parameters.
 
     Raises:
         ConfigError: naming the first that is missing.
@@ -312,7 +374,11 @@ def _check_complete(names: Sequence[str], parts: Sequence[nn.Module]) -> None:
 
 
 def _missing(example: Any) -> str:
-    return "none of split" if isinstance(example, torch.Tensor) else f"{type(example).__name__} as example"
+    return (
+        "none of split"
+        if isinstance(example, torch.Tensor)
+        else f"{type(example).__name__} as example"
+    )
 
 
 def _supports_cpu(comm: Communicator) -> bool:

@@ -1,4 +1,6 @@
-"""The pipeline: one worker's stage, with training steps, forward passes and state dicts over all stages."""
+"""The pipeline: one worker's stage, with training steps, forward passes and state dicts over all
+stages.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,19 @@ from ..parallel.strategy import accumulation_dtype
 from ..training.loss import Loss, LossFn
 from ..training.mean_check import raise_problem
 from ..training.precision import scale_gradients
-from .full_state import broadcast_tree, gather_stages, merge_optimizers, stage_optimizer_state, stage_state
+from .full_state import (
+    broadcast_tree,
+    gather_stages,
+    merge_optimizers,
+    stage_optimizer_state,
+    stage_state,
+)
 
 __all__ = ["SCHEDULES", "Pipeline", "dry_run", "forward_stages", "make_schedule"]
 
 
-# --- Schedules --------------------------------------------------------------------------------------------------------
+# --- Schedules
+# --------------------------------------------------------------------------------------------------
 
 SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
 
@@ -45,35 +54,51 @@ def make_schedule(
         module: this worker's stage.
         comm: communicator over the workers.
         microbatches: number of micro-batches in a batch.
-        loss_fn: (output, target) of a micro-batch → its loss; the gradients are those of the sum of all losses.
-        passed: example inputs and outputs of the stage for a micro-batch, so that torch need not infer them with a
-            forward pass, which would change running statistics.
+        loss_fn: (output, target) of a micro-batch → its loss; the gradients are those of the sum of
+            all losses.
+        passed: example inputs and outputs of the stage for a micro-batch, so that torch need not
+            infer them with a forward pass, which would change running statistics.
 
     Raises:
-        ConfigError: for fewer micro-batches than stages where torch has no schedule for them, as torch 2.10.
+        ConfigError: for fewer micro-batches than stages where torch has no schedule for them, as
+            torch 2.10.
     """
     from torch.distributed import pipelining
 
     stage = pipelining.PipelineStage(
-        module, comm.rank, comm.size, comm.device, input_args=passed[0], output_args=passed[1], group=comm.group
+        module,
+        comm.rank,
+        comm.size,
+        comm.device,
+        input_args=passed[0],
+        output_args=passed[1],
+        group=comm.group,
     )
     # With fewer micro-batches than stages both schedules are equal, but torch's 1F1B refuses them.
     supported = name if microbatches >= comm.size else "gpipe"
     try:
-        return getattr(pipelining, SCHEDULES[supported])(stage, microbatches, loss_fn=loss_fn, scale_grads=False)
+        return getattr(pipelining, SCHEDULES[supported])(
+            stage, microbatches, loss_fn=loss_fn, scale_grads=False
+        )
     except ValueError as error:
         if microbatches >= comm.size:
             raise
         expected = f"at least {comm.size}, one for each stage, with torch {torch.__version__}"
         hint = "A newer torch takes fewer."
-        raise ConfigError("microbatches", expected, found=f"{microbatches} ({error})", hint=hint) from None
+        raise ConfigError(
+            "microbatches", expected, found=f"{microbatches} ({error})", hint=hint
+        ) from None
 
 
-# --- Forward pass through all stages ----------------------------------------------------------------------------------
+# --- Forward pass through all stages
+# ----------------------------------------------------------------------------------
 
 
-def forward_stages(module: nn.Module, inputs: torch.Tensor | None, comm: Communicator) -> tuple[Values, Values]:
-    """Run the forward pass of one micro-batch through all stages; returns the inputs and outputs of this stage.
+def forward_stages(
+    module: nn.Module, inputs: torch.Tensor | None, comm: Communicator
+) -> tuple[Values, Values]:
+    """Run the forward pass of one micro-batch through all stages; returns the inputs and outputs of
+    this stage.
 
     Args:
         module: this worker's stage.
@@ -84,7 +109,9 @@ def forward_stages(module: nn.Module, inputs: torch.Tensor | None, comm: Communi
     result = module(*received)
     outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     if comm.rank < comm.size - 1:
-        comm.send_object([(value.shape, value.dtype, value.requires_grad) for value in outputs], comm.rank + 1)
+        comm.send_object(
+            [(value.shape, value.dtype, value.requires_grad) for value in outputs], comm.rank + 1
+        )
         for value in outputs:
             comm.send(value.detach(), comm.rank + 1)
     return received, outputs
@@ -100,7 +127,9 @@ def _receive_inputs(comm: Communicator) -> Values:
     return tuple(values)
 
 
-def dry_run(module: nn.Module, inputs: torch.Tensor | None, comm: Communicator) -> tuple[Values, Values]:
+def dry_run(
+    module: nn.Module, inputs: torch.Tensor | None, comm: Communicator
+) -> tuple[Values, Values]:
     """Run `forward_stages`, and restore buffers and random generators."""
     with _preserve_state(module, comm.device), torch.enable_grad():
         return forward_stages(module, inputs, comm)
@@ -122,10 +151,11 @@ def _preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
         layer._buffers[name].copy_(values)
 
 
-# --- Pipeline ---------------------------------------------------------------------------------------------------------
+# --- Pipeline
+# --------------------------------------------------------------------------------------------------
 
-# Default number of micro-batches for each stage: with S stages and M micro-batches, a worker is idle for
-# (S - 1) / (M + S - 1) of the time, here less than a fifth.
+# Default number of micro-batches for each stage: with S stages and M micro-batches, a worker is
+# idle for (S - 1) / (M + S - 1) of the time, here less than a fifth.
 _PER_STAGE = 4
 
 
@@ -194,7 +224,8 @@ class Pipeline:
         return self.train(False)
 
     def step(self, batch: torch.Tensor, target: torch.Tensor, loss_fn: LossFn) -> torch.Tensor:
-        """Run forward and backward passes of a batch; returns its mean loss, and replaces the gradients.
+        """Run forward and backward passes of a batch; returns its mean loss, and replaces the
+        gradients.
 
         Layers see one micro-batch at a time; batch norm has the statistics of a micro-batch.
 
@@ -207,8 +238,9 @@ class Pipeline:
             0-dim tensor of float64 (float32 on MPS) on the device, the same on every worker.
 
         Raises:
-            ConfigError: for a batch that cannot be split into the micro-batches, another number of targets, or a loss
-                that is not a mean over samples, see `lockstep.training.mean_check`.
+            ConfigError: for a batch that cannot be split into the micro-batches, another number of
+                targets, or a loss that is not a mean over samples, see
+                `lockstep.training.mean_check`.
             DataError: if the loss counts nothing in the whole batch.
         """
         parts = self._check(batch, target)
@@ -239,13 +271,17 @@ class Pipeline:
         """
         if self._loss is None or loss_fn is not self._loss_fn:
             if loss_fn is None:
-                raise ConfigError("loss_fn", "a function (output, target) -> loss, or a module", loss_fn)
+                raise ConfigError(
+                    "loss_fn", "a function (output, target) -> loss, or a module", loss_fn
+                )
             self._loss = Loss(loss_fn, self.comm.device)
             self._loss_fn = loss_fn
         return self._loss
 
     def _passes(self, batch: torch.Tensor, target: torch.Tensor, parts: int) -> list[torch.Tensor]:
-        """Run the forward and backward passes of all micro-batches; returns their losses on the last worker."""
+        """Run the forward and backward passes of all micro-batches; returns their losses on the
+        last worker.
+        """
         if self.comm.size == 1:
             pairs = zip(batch.tensor_split(parts), target.tensor_split(parts), strict=True)
             return [self._single_worker_pass(*pair) for pair in pairs]
@@ -253,7 +289,11 @@ class Pipeline:
         last = self.comm.rank == self.comm.size - 1
         losses: list[torch.Tensor] = []
         schedule = self._schedule_for(batch.tensor_split(parts)[0], parts)
-        schedule.step(*([batch] if first else []), target=target if last else None, losses=losses if last else None)
+        schedule.step(
+            *([batch] if first else []),
+            target=target if last else None,
+            losses=losses if last else None,
+        )
         return losses
 
     def _single_worker_pass(self, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -262,11 +302,15 @@ class Pipeline:
         return loss
 
     def _schedule_for(self, inputs: torch.Tensor, parts: int) -> Any:
-        """Return the schedule; a new one if the micro-batches have another shape than those of the last step."""
+        """Return the schedule; a new one if the micro-batches have another shape than those of the
+        last step.
+        """
         key = (inputs.shape, inputs.dtype, parts, torch.is_autocast_enabled(self.comm.device.type))
         if self._schedule[0] != key:
             passed = dry_run(self.module, inputs, self.comm)
-            schedule = make_schedule(self._schedule_name, self.module, self.comm, parts, self._part_loss, passed)
+            schedule = make_schedule(
+                self._schedule_name, self.module, self.comm, parts, self._part_loss, passed
+            )
             self._schedule = (key, schedule)
         return self._schedule[1]
 
@@ -277,11 +321,17 @@ class Pipeline:
         return total / self._batch_size
 
     def _mean_loss(self, total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss, and scale the gradients of a mean over samples to that over what the loss counts."""
+        """Return the mean loss, and scale the gradients of a mean over samples to that over what
+        the loss counts.
+        """
         if count.device.type == "cpu" and count == 0:
-            raise DataError("expected a batch with something that the loss counts, got only e.g. ignored labels")
+            raise DataError(
+                "expected a batch with something that the loss counts, got only e.g. ignored labels"
+            )
         factor = self._batch_size / count
-        if count.device.type != "cpu" or factor != 1:  # reading the factor of another device would wait for it
+        if (
+            count.device.type != "cpu" or factor != 1
+        ):  # reading the factor of another device would wait for it
             scale_gradients(self._gradients(), factor)
         return total / count
 
@@ -293,9 +343,13 @@ class Pipeline:
         for name, value in (("batch", batch), ("target", target)):
             arguments.instance(name, value, torch.Tensor, "a tensor of shape (samples, …)")
             if value.dim() == 0:
-                raise ConfigError(name, "a tensor of shape (samples, …)", found="a tensor without dimensions")
+                raise ConfigError(
+                    name, "a tensor of shape (samples, …)", found="a tensor without dimensions"
+                )
         if len(batch) != len(target):
-            raise ConfigError("target", f"as many as samples in the batch, {len(batch)}", len(target))
+            raise ConfigError(
+                "target", f"as many as samples in the batch, {len(batch)}", len(target)
+            )
         return self._microbatch_count(len(batch))
 
     def _microbatch_count(self, samples: int) -> int:
@@ -306,14 +360,20 @@ class Pipeline:
             if samples % self._size or self._microbatches not in (None, samples // self._size):
                 wanted = self._microbatches or "some"
                 raise ConfigError(
-                    "batch", f"{wanted} micro-batches of {self._size}, as the example", found=f"{samples} samples"
+                    "batch",
+                    f"{wanted} micro-batches of {self._size}, as the example",
+                    found=f"{samples} samples",
                 )
             return samples // self._size
         if self._microbatches is None:
             return max(n for n in range(1, _PER_STAGE * self.comm.size + 1) if samples % n == 0)
         if samples % self._microbatches:
-            hint = "Leave out the last batch of an epoch (drop_last=True), or choose another number."
-            raise ConfigError("batch", f"samples in {self._microbatches} equal micro-batches", samples, hint)
+            hint = (
+                "Leave out the last batch of an epoch (drop_last=True), or choose another number."
+            )
+            raise ConfigError(
+                "batch", f"samples in {self._microbatches} equal micro-batches", samples, hint
+            )
         return self._microbatches
 
     @torch.no_grad()
@@ -325,27 +385,40 @@ class Pipeline:
         """
         parts = batch.to(self.comm.device).tensor_split(self._microbatch_count(len(batch)))
         outputs = [forward_stages(self.module, part, self.comm)[1] for part in parts]
-        output = torch.cat([values[0] for values in outputs]) if self.comm.rank == self.comm.size - 1 else None
-        result: torch.Tensor = broadcast_tree(output, self.comm, self.comm.size - 1, self.comm.device)
+        output = (
+            torch.cat([values[0] for values in outputs])
+            if self.comm.rank == self.comm.size - 1
+            else None
+        )
+        result: torch.Tensor = broadcast_tree(
+            output, self.comm, self.comm.size - 1, self.comm.device
+        )
         return result
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients of all stages to a joint 2-norm of at most `max_norm`; returns the norm before."""
+        """Clip the gradients of all stages to a joint 2-norm of at most `max_norm`; returns the
+        norm before.
+        """
         gradients = self._gradients()
         dtype = accumulation_dtype(self.comm.device)
         squares = [gradient.to(dtype).square().sum() for gradient in gradients]
-        total = torch.stack(squares or [torch.zeros((), device=self.comm.device, dtype=dtype)]).sum()
+        total = torch.stack(
+            squares or [torch.zeros((), device=self.comm.device, dtype=dtype)]
+        ).sum()
         norm = self.comm.allreduce(total.reshape(1)).sqrt()[0]
         scale_gradients(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the whole model, with tensors on the CPU, the same on every worker."""
+        """Return the state dict of the whole model, with tensors on the CPU, the same on every
+        worker.
+        """
         entries = gather_stages(self.module.state_dict(), self.comm)
         return {name: entries[name] for name in self._names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this stage's part of the state dict of the whole model, from one device or any number of stages.
+        """Load this stage's part of the state dict of the whole model, from one device or any
+        number of stages.
 
         Raises:
             CheckpointError: if it is the state dict of another model.
@@ -353,10 +426,12 @@ class Pipeline:
         self.module.load_state_dict(stage_state(state, self._names, self.module.state_dict()))
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict of one optimizer over the whole model, merged from the optimizers of all stages.
+        """Return the state dict of one optimizer over the whole model, merged from the optimizers
+        of all stages.
 
         Raises:
-            ConfigError: for an optimizer with several groups, or other parameters than this stage's.
+            ConfigError: for an optimizer with several groups, or other parameters than this
+                stage's.
         """
         return merge_optimizers(optimizer, dict(self.named_parameters()), self._names, self.comm)
 
@@ -368,4 +443,6 @@ class Pipeline:
             ConfigError: see `optimizer_state_dict`.
         """
         parameters = dict(self.named_parameters())
-        load_optimizer(optimizer, stage_optimizer_state(optimizer, parameters, self._names, self.comm, state))
+        load_optimizer(
+            optimizer, stage_optimizer_state(optimizer, parameters, self._names, self.comm, state)
+        )

@@ -1,4 +1,6 @@
-"""How long collectives take: by their algorithm, from latency and bandwidth, or from curves that were measured."""
+"""How long collectives take: by their algorithm, from latency and bandwidth, or from curves that
+were measured.
+"""
 
 from __future__ import annotations
 
@@ -38,27 +40,35 @@ class Cost:
         return Cost(self.latency_s * latency, self.send_s * bandwidth, self.receive_s * bandwidth)
 
 
-# --- Algorithms -------------------------------------------------------------------------------------------------------
-# Each is a function of bytes, the number of workers, and the link between two of them.
-# Source of the formulas: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH",
-# IJHPCA 2005, section 4; additions of the reduction are left out, as they run at the speed of memory.
+# --- Algorithms
+# --------------------------------------------------------------------------------------------------
+# Each is a function of bytes, the number of workers, and the link between two of them. Source of
+# the formulas: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in
+# MPICH", IJHPCA 2005, section 4; additions of the reduction are left out, as they run at the speed
+# of memory.
 
 
 def ring_all_reduce(size: float, workers: int, link: Link) -> Cost:
-    """A reduce-scatter and an all-gather around a ring: 2 (p - 1) messages of n / p bytes, one after the other."""
+    """A reduce-scatter and an all-gather around a ring: 2 (p - 1) messages of n / p bytes, one
+    after the other.
+    """
     lane = 2 * (workers - 1) / workers * size / link.bandwidth
     return Cost(2 * (workers - 1) * link.latency, lane, lane)
 
 
 def tree_all_reduce(size: float, workers: int, link: Link) -> Cost:
-    """A reduction up a binary tree and a broadcast down: 2 ceil(log2 p) messages of n bytes, one after the other."""
+    """A reduction up a binary tree and a broadcast down: 2 ceil(log2 p) messages of n bytes, one
+    after the other.
+    """
     depth = math.ceil(math.log2(workers))
     lane = 2 * depth * size / link.bandwidth
     return Cost(2 * depth * link.latency, lane, lane)
 
 
 def flat_exchange(size: float, workers: int, link: Link) -> Cost:
-    """An all-to-all of slices and an all-gather of their sums: the bytes of a ring, in two rounds at once."""
+    """An all-to-all of slices and an all-gather of their sums: the bytes of a ring, in two rounds
+    at once.
+    """
     lane = 2 * (workers - 1) / workers * size / link.bandwidth
     return Cost(2 * link.latency, lane, lane)
 
@@ -76,7 +86,9 @@ def ring_all_gather(size: float, workers: int, link: Link) -> Cost:
 
 
 def broadcasts(size: float, workers: int, link: Link) -> Cost:
-    """An all-gather of n / p bytes from each worker as p broadcasts along binomial trees, one after the other."""
+    """An all-gather of n / p bytes from each worker as p broadcasts along binomial trees, one after
+    the other.
+    """
     depth = math.ceil(math.log2(workers))
     lane = depth * size / link.bandwidth
     return Cost(workers * depth * link.latency, lane, lane)
@@ -95,12 +107,14 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 """The algorithms, by the names that `Fabric.algorithm` takes."""
 
 
-# --- Measured curves --------------------------------------------------------------------------------------------------
+# --- Measured curves
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCollective:
-    """A measured collective, extended to other numbers of workers as the formula of its algorithm grows.
+    """A measured collective, extended to other numbers of workers as the formula of its algorithm
+    grows.
 
     Attributes:
         curve: seconds by the bytes of one worker's input.
@@ -113,27 +127,34 @@ class MeasuredCollective:
     algorithm: str = "ring"
 
     def cost(self, size: float, workers: int) -> Cost:
-        """Return the cost for `size` bytes, as of the functions in `ALGORITHMS`, among `workers`."""
+        """Return the cost for `size` bytes, as of the functions in `ALGORITHMS`, among
+        `workers`.
+        """
         if self.algorithm == "all_gather":  # whose input is a slice of its result
             size /= workers
         latency = self.curve.latency
         lane = max(0.0, self.curve.at(size) - latency)
         unit = Link(1.0, 1.0)
-        new, old = (ALGORITHMS[self.algorithm](1.0, count, unit) for count in (workers, self.workers))
+        new, old = (
+            ALGORITHMS[self.algorithm](1.0, count, unit) for count in (workers, self.workers)
+        )
         if self.algorithm == "all_gather":  # by the bytes of a slice
             lane *= workers / self.workers
         lane *= new.send_s / old.send_s
         return Cost(latency * new.latency_s / old.latency_s, lane, lane)
 
 
-# --- Fabrics ----------------------------------------------------------------------------------------------------------
+# --- Fabrics
+# --------------------------------------------------------------------------------------------------
 
 
 DIGEST_BYTES = 360.0
 """What the watchdog's pre-flight check all-reduces beside each collective between hosts."""
 
 MEMORY_LINK = Link(4e9, 15e-6)
-"""Stands for the shared memory of a host that has not been measured; of an all-reduce among two workers of a laptop."""
+"""Stands for the shared memory of a host that has not been measured; of an all-reduce among two
+workers of a laptop.
+"""
 
 
 @dataclass(frozen=True)
@@ -144,13 +165,16 @@ class Fabric:
         link: between hosts; None if there is only one host.
         per_host: workers on each host.
         algorithm: of an all-reduce between hosts, a key of `ALGORITHMS`.
-        gather: of an all-gather between hosts, likewise; Lockstep's transport between hosts does it by broadcasts.
+        gather: of an all-gather between hosts, likewise; Lockstep's transport between hosts does it
+            by broadcasts.
         inside: measured collectives inside a host: "all_reduce", "all_to_all", "all_gather".
         measured: measured collectives between hosts, used instead of the formulas.
         in_flight: collectives that a worker runs at the same time.
-        hierarchical: whether one worker of each host speaks for it, so that a host's sums cross the link once.
-        checks_calls: whether the hosts compare what they call at the same time as each collective, as the watchdog's
-            pre-flight check does. Beside an all-reduce it costs nothing; collectives of fewer rounds wait for it.
+        hierarchical: whether one worker of each host speaks for it, so that a host's sums cross the
+            link once.
+        checks_calls: whether the hosts compare what they call at the same time as each collective,
+            as the watchdog's pre-flight check does. Beside an all-reduce it costs nothing;
+            collectives of fewer rounds wait for it.
     """
 
     link: Link | None
@@ -164,10 +188,13 @@ class Fabric:
     checks_calls: bool = False
 
     @classmethod
-    def of_measurement(cls, measurement: NetworkMeasurement, transport: str, per_host: int = 1) -> Fabric:
+    def of_measurement(
+        cls, measurement: NetworkMeasurement, transport: str, per_host: int = 1
+    ) -> Fabric:
         """Return the fabric that `lockstep bench` has measured.
 
-        A measurement on one host says what happens inside of hosts; one on several hosts, what happens between them.
+        A measurement on one host says what happens inside of hosts; one on several hosts, what
+        happens between them.
 
         Raises:
             ConfigError: `transport` was not measured.
@@ -180,7 +207,9 @@ class Fabric:
             if name in found
         }
         if "all_reduce" not in collectives:
-            raise ConfigError("network", "a measurement of all_reduce among two workers or more", found="none")
+            raise ConfigError(
+                "network", "a measurement of all_reduce among two workers or more", found="none"
+            )
         if len(measurement.hosts) > 1:
             return cls(None, 1, measured=collectives, checks_calls=transport != "gloo")
         return cls(None, per_host, inside=collectives)
@@ -191,11 +220,13 @@ class Fabric:
         return self.link is None and not self.measured
 
     def cost(self, collective: str, size: float, workers: int) -> Cost:
-        """Return the cost of "all_reduce", "all_to_all" or "all_gather" among all `workers`, with the check beside it.
+        """Return the cost of "all_reduce", "all_to_all" or "all_gather" among all `workers`, with
+        the check beside it.
 
         Args:
             collective: its name.
-            size: bytes: those of the sum, of all slices that a worker sends, or of the gathered result.
+            size: bytes: those of the sum, of all slices that a worker sends, or of the gathered
+                result.
             workers: their number.
         """
         if workers < 2:
@@ -204,7 +235,9 @@ class Fabric:
         if not self.checks_calls or self.is_one_host or workers <= self.per_host:
             return found
         check_s = self._alone("all_reduce", DIGEST_BYTES, workers).seconds
-        return Cost(found.latency_s + max(0.0, check_s - found.seconds), found.send_s, found.receive_s)
+        return Cost(
+            found.latency_s + max(0.0, check_s - found.seconds), found.send_s, found.receive_s
+        )
 
     def _alone(self, collective: str, size: float, workers: int) -> Cost:
         if self.is_one_host:
@@ -241,4 +274,6 @@ class Fabric:
 
 
 _MEASURED = {"all_reduce": "ring", "all_to_all": "all_to_all", "all_gather": "all_gather"}
-"""The collectives of a training, by name → the algorithm by which they are extended to more workers."""
+"""The collectives of a training, by name → the algorithm by which they are extended to more
+workers.
+"""

@@ -1,4 +1,6 @@
-"""Measured networks: the curves of each transport's collectives, and the file network.json that holds them."""
+"""Measured networks: the curves of each transport's collectives, and the file network.json that
+holds them.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,39 @@ from ..errors import ConfigError, DataError
 from ..network import LINK_FORM, Link, parse_link
 from ..system import atomic_files
 
-__all__ = ["FORMAT", "NOISE_LIMIT", "CollectiveCurve", "Curve", "NetworkMeasurement", "PairMeasurement"]
-__all__ += ["TransportMeasurement", "find_network", "from_json", "read_measurement", "to_json", "write_measurement"]
+__all__ = [
+    "FORMAT",
+    "NOISE_LIMIT",
+    "CollectiveCurve",
+    "Curve",
+    "NetworkMeasurement",
+    "PairMeasurement",
+]
+__all__ += [
+    "TransportMeasurement",
+    "find_network",
+    "from_json",
+    "read_measurement",
+    "to_json",
+    "write_measurement",
+]
 
 FORMAT = "lockstep network 1"
 """What network.json says that it is; the number is that of the version."""
 
 NOISE_LIMIT = 0.25
-"""How far medians may differ among the parts of a measurement, relative to the whole's, for it to be a result."""
+"""How far medians may differ among the parts of a measurement, relative to the whole's, for it to
+be a result.
+"""
 
 
-# --- Curves -----------------------------------------------------------------------------------------------------------
+# --- Curves
+# --------------------------------------------------------------------------------------------------
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Seconds by message size: linear between its points, and beyond them as between the two nearest.
+    """Seconds by message size: linear between its points, and beyond them as between the two
+    nearest.
 
     Attributes:
         sizes: bytes, ascending.
@@ -58,7 +78,9 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second among the largest messages; among all where those take equally long, else infinity."""
+        """Bytes per second among the largest messages; among all where those take equally long,
+        else infinity.
+        """
         for i in (-2, 0):
             rise = self.seconds[-1] - self.seconds[i] if len(self.sizes) > 1 else 0.0
             if rise > 0:
@@ -67,10 +89,12 @@ class Curve(msgspec.Struct, frozen=True):
 
     @staticmethod
     def fit(points: Mapping[float, float], tolerance: float = 0.1, most: int = 5) -> Curve:
-        """Return the curve with the fewest points that deviates from `points` by at most `tolerance`.
+        """Return the curve with the fewest points that deviates from `points` by at most
+        `tolerance`.
 
-        For each number of knots, all choices among the measured sizes are tried; the values at the knots are those of
-        the weighted least squares of relative deviations. `most` knots are taken if none stays within the tolerance.
+        For each number of knots, all choices among the measured sizes are tried; the values at the
+        knots are those of the weighted least squares of relative deviations. `most` knots are taken
+        if none stays within the tolerance.
 
         Args:
             points: bytes → measured seconds.
@@ -125,11 +149,14 @@ def _fit_knots(knots: Sequence[float], sizes: Sequence[float], seconds: Sequence
         values[i] = max(1e-9, (right[i] - above) / diagonal[i])
     # a larger message that takes less time is noise, which the residual tells
     made = Curve(tuple(knots), tuple(itertools.accumulate(values, max)))
-    deviations = [abs(made.at(size) - value) / value for size, value in zip(sizes, seconds, strict=True)]
+    deviations = [
+        abs(made.at(size) - value) / value for size, value in zip(sizes, seconds, strict=True)
+    ]
     return Curve(made.sizes, made.seconds, max(deviations))
 
 
-# --- Measurements -----------------------------------------------------------------------------------------------------
+# --- Measurements
+# --------------------------------------------------------------------------------------------------
 
 
 class PairMeasurement(msgspec.Struct, frozen=True):
@@ -138,7 +165,8 @@ class PairMeasurement(msgspec.Struct, frozen=True):
     Attributes:
         ranks: the two.
         idle: seconds of one message in one direction by its size: half of a round trip.
-        noise: how far medians differ among parts of the measurement at the worst size, relative to the whole's.
+        noise: how far medians differ among parts of the measurement at the worst size, relative to
+            the whole's.
     """
 
     ranks: tuple[int, int]
@@ -151,7 +179,8 @@ class CollectiveCurve(msgspec.Struct, frozen=True):
 
     Attributes:
         idle: seconds while the ranks do nothing else.
-        noise: how far medians differ among parts of the measurement at the worst size, relative to the whole's.
+        noise: how far medians differ among parts of the measurement at the worst size, relative to
+            the whole's.
         computing: seconds while the ranks compute in another thread; None if it was not measured.
         computing_noise: as `noise`.
     """
@@ -166,9 +195,11 @@ class TransportMeasurement(msgspec.Struct, frozen=True):
     """What was measured of one transport.
 
     Attributes:
-        collectives: by name: "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier".
+        collectives: by name: "all_reduce", "broadcast", "all_gather", "reduce_scatter",
+            "all_to_all", "barrier".
         pairs: of ranks.
-        compute_slowdown: how many times slower the ranks compute while an all-reduce runs; 0 if not measured.
+        compute_slowdown: how many times slower the ranks compute while an all-reduce runs; 0 if not
+            measured.
     """
 
     collectives: dict[str, CollectiveCurve]
@@ -227,12 +258,15 @@ class NetworkMeasurement(msgspec.Struct, frozen=True):
             ConfigError: it was not measured.
         """
         if transport not in self.transports or not self.transports[transport].pairs:
-            raise ConfigError("transport", f"one of {', '.join(self.transports)}, with pairs", transport)
+            raise ConfigError(
+                "transport", f"one of {', '.join(self.transports)}, with pairs", transport
+            )
         curves = [pair.idle for pair in self.transports[transport].pairs]
         return Link(min(min(c.bandwidth for c in curves), 1e15), max(c.latency for c in curves))
 
 
-# --- Files ------------------------------------------------------------------------------------------------------------
+# --- Files
+# --------------------------------------------------------------------------------------------------
 
 
 def to_json(measurement: NetworkMeasurement) -> str:
@@ -249,7 +283,9 @@ def from_json(text: str, name: str) -> NetworkMeasurement:
     try:
         head = messages.decode(text, _Head)
     except ValueError as error:
-        raise DataError(f"{name}: expected a network that `lockstep bench -o FILE` has written, got {error}") from None
+        raise DataError(
+            f"{name}: expected a network that `lockstep bench -o FILE` has written, got {error}"
+        ) from None
     if head.format != FORMAT:
         hint = "Measure again: lockstep bench -o FILE."
         raise DataError(f"{name}: expected the format {FORMAT!r}, got {head.format!r}. {hint}")
@@ -257,7 +293,9 @@ def from_json(text: str, name: str) -> NetworkMeasurement:
         made = messages.decode(text, NetworkMeasurement)
         _check(made)
     except ValueError as error:
-        raise DataError(f"{name}: this network is damaged: {error}. Measure again: lockstep bench -o FILE.") from None
+        raise DataError(
+            f"{name}: this network is damaged: {error}. Measure again: lockstep bench -o FILE."
+        ) from None
     return made
 
 
@@ -267,8 +305,12 @@ class _Head(msgspec.Struct, frozen=True):
 
 def _check(made: NetworkMeasurement) -> None:
     """Raise ValueError for values that no measurement can have."""
-    if made.workers < 1 or sorted(rank for ranks in made.hosts for rank in ranks) != list(range(made.workers)):
-        raise ValueError(f"expected the ranks 0 to {made.workers - 1} on its hosts, got {made.hosts}")
+    if made.workers < 1 or sorted(rank for ranks in made.hosts for rank in ranks) != list(
+        range(made.workers)
+    ):
+        raise ValueError(
+            f"expected the ranks 0 to {made.workers - 1} on its hosts, got {made.hosts}"
+        )
     if not 0 < made.copy_bandwidth < math.inf:
         raise ValueError(f"expected a copy bandwidth above 0, got {made.copy_bandwidth}")
     if made.cores < 1:
@@ -280,7 +322,9 @@ def _check(made: NetworkMeasurement) -> None:
                 _check_curve(each.computing, f"{collective} over {name} while computing")
         for pair in transport.pairs:
             if not all(0 <= rank < made.workers for rank in pair.ranks):
-                raise ValueError(f"expected a pair of ranks from 0 to {made.workers - 1}, got {pair.ranks}")
+                raise ValueError(
+                    f"expected a pair of ranks from 0 to {made.workers - 1}, got {pair.ranks}"
+                )
             _check_curve(pair.idle, f"messages of {pair.ranks} over {name}")
 
 
@@ -288,13 +332,17 @@ def _check_curve(curve: Curve, what: str) -> None:
     sizes = curve.sizes
     seconds = curve.seconds
     if not sizes or len(sizes) != len(seconds):
-        raise ValueError(f"{what}: expected as many sizes as seconds, got {len(sizes)} and {len(seconds)}")
+        raise ValueError(
+            f"{what}: expected as many sizes as seconds, got {len(sizes)} and {len(seconds)}"
+        )
     if any(a >= b for a, b in itertools.pairwise(sizes)) or sizes[0] < 0:
         raise ValueError(f"{what}: expected ascending sizes, got {list(sizes)}")
     if not all(each > 0 for each in seconds):
         raise ValueError(f"{what}: expected seconds above 0, got {list(seconds)}")
     if any(a > b for a, b in itertools.pairwise(seconds)):
-        raise ValueError(f"{what}: expected seconds that do not fall with the size, got {list(seconds)}")
+        raise ValueError(
+            f"{what}: expected seconds that do not fall with the size, got {list(seconds)}"
+        )
 
 
 def read_measurement(path: Path) -> NetworkMeasurement:
@@ -307,7 +355,9 @@ def read_measurement(path: Path) -> NetworkMeasurement:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        raise DataError(f"{path}: cannot be read: {reason}. `lockstep bench -o {path}` measures a network") from None
+        raise DataError(
+            f"{path}: cannot be read: {reason}. `lockstep bench -o {path}` measures a network"
+        ) from None
     return from_json(text, str(path))
 
 
@@ -321,7 +371,8 @@ def write_measurement(path: Path, measurement: NetworkMeasurement) -> None:
 
 
 def find_network(text: str, argument: str = "network") -> Link | NetworkMeasurement:
-    """Return what a user means by `text`: the file of a measurement, a preset, or a bandwidth and a latency.
+    """Return what a user means by `text`: the file of a measurement, a preset, or a bandwidth and a
+    latency.
 
     Raises:
         ConfigError: it is none of them.
@@ -333,4 +384,6 @@ def find_network(text: str, argument: str = "network") -> Link | NetworkMeasurem
         return parse_link(text, argument)
     except ConfigError as error:
         expected = f"the file of a measurement (lockstep bench -o network.json), {LINK_FORM}"
-        raise ConfigError(argument, expected if error.expected == LINK_FORM else error.expected, text) from None
+        raise ConfigError(
+            argument, expected if error.expected == LINK_FORM else error.expected, text
+        ) from None

@@ -1,4 +1,6 @@
-"""Starts the ranks that measure a network, and shows what they have found as a table and a picture."""
+"""Starts the ranks that measure a network, and shows what they have found as a table and a
+picture.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,16 @@ __all__ = ["bench", "draw", "table"]
 _RANKS = "lockstep.planning.network_ranks"
 
 
-# --- Starting the ranks -----------------------------------------------------------------------------------------------
+# --- Starting the ranks
+# -----------------------------------------------------------------------------------------------
 
 
 def bench(
-    start: Sequence[str], workers: int, on_this_host: bool, seconds: float, progress: Callable[[str], None]
+    start: Sequence[str],
+    workers: int,
+    on_this_host: bool,
+    seconds: float,
+    progress: Callable[[str], None],
 ) -> NetworkMeasurement:
     """Measure the network between ranks.
 
@@ -44,16 +51,37 @@ def bench(
     transports = _transports()
     mpiexec = _mpiexec() if on_this_host else None
     each = seconds / (len(transports) + (mpiexec is not None))
-    run = [sys.executable, "-m", "lockstep", "run", "--no-watchdog", "--no-prefix", "--quiet", *start, "-m", _RANKS]
+    run = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "run",
+        "--no-watchdog",
+        "--no-prefix",
+        "--quiet",
+        *start,
+        "-m",
+        _RANKS,
+    ]
     found = _run([*run, _settings(each * len(transports), transports)], progress)
     if mpiexec is not None:
-        over_mpi = [mpiexec, *_mpiexec_options(mpiexec), "-n", str(workers), sys.executable, "-m", _RANKS]
+        over_mpi = [
+            mpiexec,
+            *_mpiexec_options(mpiexec),
+            "-n",
+            str(workers),
+            sys.executable,
+            "-m",
+            _RANKS,
+        ]
         try:
             also = _run([*over_mpi, _settings(each, ("mpi4py",))], progress)
         except LockstepError as error:
             progress(f"mpi4py is left out: {error}")
         else:
-            found = msgspec.structs.replace(found, transports={**found.transports, **also.transports})
+            found = msgspec.structs.replace(
+                found, transports={**found.transports, **also.transports}
+            )
     return found
 
 
@@ -72,16 +100,26 @@ def _transports() -> tuple[str, ...]:
 
 
 def _mpiexec() -> str | None:
-    """Return the mpiexec beside this Python, or else the one on the PATH; None without one, or without mpi4py."""
+    """Return the mpiexec beside this Python, or else the one on the PATH; None without one, or
+    without mpi4py.
+    """
     if importlib.util.find_spec("mpi4py") is None:
         return None
     return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 
 def _mpiexec_options(mpiexec: str) -> list[str]:
-    """Return the options with which Open MPI starts more ranks than cores, also as root; others need none."""
-    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False).stdout
-    return ["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in version or "OpenRTE" in version else []
+    """Return the options with which Open MPI starts more ranks than cores, also as root; others
+    need none.
+    """
+    version = subprocess.run(
+        [mpiexec, "--version"], capture_output=True, text=True, check=False
+    ).stdout
+    return (
+        ["--oversubscribe", "--allow-run-as-root"]
+        if "Open MPI" in version or "OpenRTE" in version
+        else []
+    )
 
 
 def _run(command: Sequence[str], progress: Callable[[str], None]) -> NetworkMeasurement:
@@ -89,7 +127,12 @@ def _run(command: Sequence[str], progress: Callable[[str], None]) -> NetworkMeas
     result = ""
     rest = []
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, errors="replace"
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=variables,
+        errors="replace",
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -106,15 +149,17 @@ def _run(command: Sequence[str], progress: Callable[[str], None]) -> NetworkMeas
     return from_json(result, "the result of the ranks")
 
 
-# --- Showing what was found -------------------------------------------------------------------------------------------
+# --- Showing what was found
+# -------------------------------------------------------------------------------------------
 
 
 def table(found: NetworkMeasurement) -> Iterator[tuple[str, ...]]:
-    """Yield the heading and the rows of a table, one row for each transport's collectives and pairs.
+    """Yield the heading and the rows of a table, one row for each transport's collectives and
+    pairs.
 
-    The columns: the time of the smallest message; the bandwidth among the largest; how many times longer the largest
-    takes while the ranks compute; how much medians differ among parts of the measurement; the largest deviation from
-    the fitted curve.
+    The columns: the time of the smallest message; the bandwidth among the largest; how many times
+    longer the largest takes while the ranks compute; how much medians differ among parts of the
+    measurement; the largest deviation from the fitted curve.
     """
     yield "transport", "operation", "latency", "GB/s", "computing", "noise", "fit"
     for transport, measured in found.transports.items():
@@ -130,20 +175,34 @@ def _columns(curve: CollectiveCurve) -> tuple[str, ...]:
     slower = "" if beside is None else f"{beside.seconds[-1] / curve.idle.seconds[-1]:.1f} x"
     bandwidth = "" if math.isinf(curve.idle.bandwidth) else f"{curve.idle.bandwidth / 1e9:.2f}"
     noise = f"{100 * curve.noise:.0f} %" + " !" * (curve.noise > NOISE_LIMIT)
-    return f"{1e6 * curve.idle.latency:.0f} us", bandwidth, slower, noise, f"{100 * curve.idle.residual:.0f} %"
+    return (
+        f"{1e6 * curve.idle.latency:.0f} us",
+        bandwidth,
+        slower,
+        noise,
+        f"{100 * curve.idle.residual:.0f} %",
+    )
 
 
 def verdict(found: NetworkMeasurement) -> str:
     """Return in words which measurements are results."""
     if found.is_result:
-        return f"Parts of the measurement agree within {100 * found.noise:.0f} % (the quartiles of their medians)."
-    noises = {name: each.noise for name, each in found.transports.items()} | {"copies in memory": found.copy_noise}
-    noisy = ", ".join(f"{name} ({100 * noise:.0f} %)" for name, noise in noises.items() if noise > NOISE_LIMIT)
+        return (
+            f"Parts of the measurement agree within {100 * found.noise:.0f} % (the quartiles of "
+            "their medians)."
+        )
+    noises = {name: each.noise for name, each in found.transports.items()} | {
+        "copies in memory": found.copy_noise
+    }
+    noisy = ", ".join(
+        f"{name} ({100 * noise:.0f} %)" for name, noise in noises.items() if noise > NOISE_LIMIT
+    )
     others = ", ".join(name for name, noise in noises.items() if noise <= NOISE_LIMIT)
     return (
-        f"Not a result: {noisy}. Parts of these measurements differ by so much (the quartiles of their medians); "
-        f"expected at most {100 * NOISE_LIMIT:.0f} %. Something else uses these hosts or the network; measure again "
-        f"when they are idle, or longer with --seconds.{f' What was measured of {others} is a result.' * bool(others)}"
+        f"Not a result: {noisy}. Parts of these measurements differ by so much (the quartiles of "
+        f"their medians); expected at most {100 * NOISE_LIMIT:.0f} %. Something else uses these "
+        "hosts or the network; measure again when they are idle, or longer with "
+        f"--seconds.{f' What was measured of {others} is a result.' * bool(others)}"
     )
 
 
@@ -156,7 +215,9 @@ def draw(found: NetworkMeasurement, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names = [name for name in next(iter(found.transports.values())).collectives if name != "barrier"]
+    names = [
+        name for name in next(iter(found.transports.values())).collectives if name != "barrier"
+    ]
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 3, sharex=True, sharey=True).flat
@@ -167,12 +228,27 @@ def draw(found: NetworkMeasurement, path: Path) -> None:
                 for i, pair in enumerate(measured.pairs):
                     sizes = pair.idle.sizes
                     seconds = pair.idle.seconds
-                    axis.plot(sizes, _us(seconds), color=colour, marker=".", lw=1, label=None if i else transport)
+                    axis.plot(
+                        sizes,
+                        _us(seconds),
+                        color=colour,
+                        marker=".",
+                        lw=1,
+                        label=None if i else transport,
+                    )
                 continue
             curve = measured.collectives[name]
-            axis.plot(curve.idle.sizes, _us(curve.idle.seconds), color=colour, marker=".", label=transport)
+            axis.plot(
+                curve.idle.sizes, _us(curve.idle.seconds), color=colour, marker=".", label=transport
+            )
             if curve.computing is not None:
-                axis.plot(curve.computing.sizes, _us(curve.computing.seconds), color=colour, ls=":", marker=".")
+                axis.plot(
+                    curve.computing.sizes,
+                    _us(curve.computing.seconds),
+                    color=colour,
+                    ls=":",
+                    marker=".",
+                )
         axis.set(xscale="log", yscale="log", title=name.replace("_", "-"))
         axis.grid(alpha=0.3)
     for axis in figure.axes[3:]:
@@ -181,11 +257,15 @@ def draw(found: NetworkMeasurement, path: Path) -> None:
         axis.set_ylabel("microseconds")
     figure.axes[0].legend(title="dotted: while computing", fontsize="small", title_fontsize="small")
     noisy = ", ".join(
-        f"{name}: {100 * each.noise:.0f} %" for name, each in found.transports.items() if not each.is_result
+        f"{name}: {100 * each.noise:.0f} %"
+        for name, each in found.transports.items()
+        if not each.is_result
     )
     warning = f" - NOT A RESULT: noise of {noisy}" if noisy else ""
     hosts = len(found.hosts)
-    figure.suptitle(f"{found.workers} ranks on {hosts} host{'s'[: hosts != 1]}{warning}", fontsize=11)
+    figure.suptitle(
+        f"{found.workers} ranks on {hosts} host{'s'[: hosts != 1]}{warning}", fontsize=11
+    )
     with atomic_files.file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=110)
 

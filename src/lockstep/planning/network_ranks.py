@@ -1,4 +1,6 @@
-"""What each rank of `lockstep bench` does: it times messages and collectives over every transport that is there."""
+"""What each rank of `lockstep bench` does: it times messages and collectives over every transport
+that is there.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -18,7 +20,14 @@ import torch
 import torch.distributed as dist
 
 from .. import environment, messages
-from .measurement import FORMAT, CollectiveCurve, Curve, NetworkMeasurement, PairMeasurement, TransportMeasurement
+from .measurement import (
+    FORMAT,
+    CollectiveCurve,
+    Curve,
+    NetworkMeasurement,
+    PairMeasurement,
+    TransportMeasurement,
+)
 
 __all__ = ["PROGRESS", "RESULT", "Settings", "main"]
 
@@ -72,7 +81,14 @@ def main(text: str) -> None:
         found[transport] = bench.measure(_pairs(hosts, settings.pairs))
     if rank == 0:
         made = NetworkMeasurement(
-            FORMAT, size, hosts, environment.usable_cores(), found, copy_bandwidth, copy_noise, _description()
+            FORMAT,
+            size,
+            hosts,
+            environment.usable_cores(),
+            found,
+            copy_bandwidth,
+            copy_noise,
+            _description(),
         )
         print(RESULT + messages.encode(made), flush=True)
     dist.barrier()
@@ -86,7 +102,8 @@ def _say(text: str) -> None:
 
 def _description() -> str:
     return (
-        f"{os.uname().nodename}, {os.uname().machine}, PyTorch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
+        f"{os.uname().nodename}, {os.uname().machine}, PyTorch {torch.__version__}, "
+        f"{time.strftime('%Y-%m-%d %H:%M')}"
     )
 
 
@@ -95,11 +112,15 @@ def _hosts_of_ranks(rank: int) -> tuple[tuple[int, ...], ...]:
     nodes = [torch.zeros(1) for _ in range(dist.get_world_size())]
     dist.all_gather(nodes, torch.tensor([float(world.node)]))
     numbers = [int(each.item()) for each in nodes]
-    return tuple(tuple(r for r, node in enumerate(numbers) if node == each) for each in sorted(set(numbers)))
+    return tuple(
+        tuple(r for r, node in enumerate(numbers) if node == each) for each in sorted(set(numbers))
+    )
 
 
 def _pairs(hosts: Sequence[Sequence[int]], most: int) -> list[tuple[int, int]]:
-    """Return pairs of ranks: first those of the first ranks of two hosts, then those within hosts."""
+    """Return pairs of ranks: first those of the first ranks of two hosts, then those within
+    hosts.
+    """
     between = [(a[0], b[0]) for i, a in enumerate(hosts) for b in hosts[i + 1 :]]
     within = [(ranks[i], ranks[i + 1]) for ranks in hosts for i in range(len(ranks) - 1)]
     return (between + within)[:most]
@@ -129,17 +150,21 @@ def _slowest(times: Sequence[float]) -> list[float]:
 
 
 def _summary(parts: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the median, and the noise: how much it differs among the parts of the measurement, relative to it.
+    """Return the median, and the noise: how much it differs among the parts of the measurement,
+    relative to it.
 
-    Single repetitions differ by far more on a virtual machine, whose cores are taken away now and then; a median
-    is none the worse for it.
+    Single repetitions differ by far more on a virtual machine, whose cores are taken away now and
+    then; a median is none the worse for it.
     """
-    low, _, high = statistics.quantiles([statistics.median(times) for times in parts], n=4, method="inclusive")
+    low, _, high = statistics.quantiles(
+        [statistics.median(times) for times in parts], n=4, method="inclusive"
+    )
     middle = statistics.median([each for times in parts for each in times])
     return middle, (high - low) / middle
 
 
-# --- One transport ----------------------------------------------------------------------------------------------------
+# --- One transport
+# --------------------------------------------------------------------------------------------------
 
 
 class _Bench:
@@ -152,7 +177,9 @@ class _Bench:
         seconds: that it may take.
     """
 
-    def __init__(self, settings: Settings, transport: str, group: dist.ProcessGroup | None, seconds: float) -> None:
+    def __init__(
+        self, settings: Settings, transport: str, group: dist.ProcessGroup | None, seconds: float
+    ) -> None:
         self._settings = settings
         self._transport = transport
         self._group = group
@@ -170,7 +197,10 @@ class _Bench:
         idle = {name: self._collective(name, "idle", _IDLE_SHARE * share) for name in names}
         alone = self._compute_rate(None)
         with self._computing():
-            computing = {name: self._collective(name, "computing", _COMPUTING_SHARE * share) for name in names}
+            computing = {
+                name: self._collective(name, "computing", _COMPUTING_SHARE * share)
+                for name in names
+            }
             beside = self._compute_rate(lambda: self._run("all_reduce", self._settings.sizes[-1]))
         measured = [self._pair(pair, _PAIR_SHARE * self._seconds / len(pairs)) for pair in pairs]
         curves = {name: CollectiveCurve(*idle[name], *computing[name]) for name in names}
@@ -192,7 +222,9 @@ class _Bench:
             for size, run in runs.items():
                 parts[size].append(self._repeat(run, counts[size]))
         found = {float(size): _summary(each) for size, each in parts.items()}
-        return Curve.fit({size: middle for size, (middle, _) in found.items()}), max(each for _, each in found.values())
+        return Curve.fit({size: middle for size, (middle, _) in found.items()}), max(
+            each for _, each in found.values()
+        )
 
     def _run(self, name: str, size: int) -> Callable[[], None]:
         call = _COLLECTIVES[name](max(1, size // 4), self._size, self._device, self._group)
@@ -223,7 +255,9 @@ class _Bench:
         runs = {size: self._ping_pong(pair, size) for size in self._settings.sizes}
         there_and_back, noise = self._curve(runs, seconds)
         one_way = tuple(each / 2 for each in there_and_back.seconds)
-        return PairMeasurement(pair, msgspec.structs.replace(there_and_back, seconds=one_way), noise)
+        return PairMeasurement(
+            pair, msgspec.structs.replace(there_and_back, seconds=one_way), noise
+        )
 
     def _ping_pong(self, pair: tuple[int, int], size: int) -> Callable[[], None]:
         """Return what sends a message there and back; ranks outside of the pair wait."""
@@ -241,11 +275,14 @@ class _Bench:
 
         return run
 
-    # --- Computing beside -------------------------------------------------------------------------------------------
+    # --- Computing beside
+    # -------------------------------------------------------------------------------------------
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Multiply matrices in another thread during the body, as a backward pass does beside communication."""
+        """Multiply matrices in another thread during the body, as a backward pass does beside
+        communication.
+        """
         stop = threading.Event()
 
         def compute() -> None:
@@ -263,7 +300,9 @@ class _Bench:
             thread.join()
 
     def _compute_rate(self, beside: Callable[[], Callable[[], None]] | None) -> float:
-        """Return how many products per second the slowest rank computes, beside an all-reduce that repeats or alone."""
+        """Return how many products per second the slowest rank computes, beside an all-reduce that
+        repeats or alone.
+        """
         if beside is None:
             with self._computing():
                 return self._rate(lambda: time.sleep(0.01))
@@ -287,22 +326,29 @@ def _timed(run: Callable[[], None]) -> float:
     return time.perf_counter() - begin
 
 
-# --- Collectives: how to call each, with an input of `count` float32 elements on each rank ----------------------------
+# --- Collectives: how to call each, with an input of `count` float32 elements on each rank
+# ----------------------------
 
 _Make = Callable[[int, int, torch.device, "dist.ProcessGroup | None"], Callable[[], object]]
 
 
-def _all_reduce(count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None) -> Callable[[], object]:
+def _all_reduce(
+    count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None
+) -> Callable[[], object]:
     tensor = torch.zeros(count, device=device)
     return lambda: dist.all_reduce(tensor, group=group)
 
 
-def _broadcast(count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None) -> Callable[[], object]:
+def _broadcast(
+    count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None
+) -> Callable[[], object]:
     tensor = torch.zeros(count, device=device)
     return lambda: dist.broadcast(tensor, 0, group=group)
 
 
-def _all_gather(count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None) -> Callable[[], object]:
+def _all_gather(
+    count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None
+) -> Callable[[], object]:
     tensor = torch.zeros(count, device=device)
     output = torch.empty(count * ranks, device=device)
     return lambda: dist.all_gather_into_tensor(output, tensor, group=group)
@@ -317,14 +363,18 @@ def _reduce_scatter(
     return lambda: dist.reduce_scatter_tensor(output, tensor, group=group)
 
 
-def _all_to_all(count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None) -> Callable[[], object]:
+def _all_to_all(
+    count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None
+) -> Callable[[], object]:
     part = max(1, count // ranks)
     tensor = torch.zeros(part * ranks, device=device)
     output = torch.empty(part * ranks, device=device)
     return lambda: dist.all_to_all_single(output, tensor, group=group)
 
 
-def _barrier(count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None) -> Callable[[], object]:
+def _barrier(
+    count: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None
+) -> Callable[[], object]:
     return lambda: dist.barrier(group)
 
 

@@ -1,4 +1,6 @@
-"""Records the steps of a user's script in a worker: hooks on loaders, backward passes, gradients and optimizers."""
+"""Records the steps of a user's script in a worker: hooks on loaders, backward passes, gradients
+and optimizers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .. import devices
 from ..data.loader import Batch, Loader
@@ -36,11 +41,15 @@ from .step_profile import Pass, Profile, StepRecord
 __all__ = ["ObserverSettings", "ProfileRecorded", "StepObserver", "profile_file", "progress_file"]
 
 WARM_UP = 4
-"""Steps before the measured ones: allocators fill, DistributedDataParallel rebuilds its buckets, caches get warm."""
+"""Steps before the measured ones: allocators fill, DistributedDataParallel rebuilds its buckets,
+caches get warm.
+"""
 
 _WARM_UP_OF_DURATIONS = 2
 _PROBES = 8  # steps after the measured ones, for the noise of gradients and for memory
-_BLOCK = 4  # steps of one size; the first is not recorded, as memory that was kept for another size is given back
+# steps of one size; the first is not recorded, as memory that was kept for another size is given
+# back
+_BLOCK = 4
 _MOST_IGNORED = 20  # steps that a script may run on after its end was requested
 
 
@@ -55,7 +64,9 @@ def progress_file(folder: Path) -> Path:
 
 
 class ProfileRecorded(SystemExit):
-    """Ends a script after its last recorded step: its `finally` blocks run, and no handler of Exception stops it."""
+    """Ends a script after its last recorded step: its `finally` blocks run, and no handler of
+    Exception stops it.
+    """
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,8 @@ class ObserverSettings:
     """What is recorded, and where.
 
     Attributes:
-        folder: of the profiles; run directories of trainers lie in it as well, instead of the user's.
+        folder: of the profiles; run directories of trainers lie in it as well, instead of the
+            user's.
         steps: how many steps are measured.
         smallest_share: the smallest share of a worker's batch that is measured, 0 to 1.
         durations_only: leave memory and noise out, and half of the steps to warm up.
@@ -86,11 +98,15 @@ class ObserverSettings:
 
     @property
     def steps_run(self) -> int:
-        """Steps between those to warm up and the probes: the measured ones, and those that follow other sizes."""
+        """Steps between those to warm up and the probes: the measured ones, and those that follow
+        other sizes.
+        """
         return self.steps if self.smallest_share >= 1 else -(-self.steps // (_BLOCK - 1)) * _BLOCK
 
     def shares(self) -> list[float]:
-        """Return the shares of the batch of which blocks of steps are run in turn: 1, 1/2, 1/4, … or wider apart."""
+        """Return the shares of the batch of which blocks of steps are run in turn: 1, 1/2, 1/4, …
+        or wider apart.
+        """
         if self.smallest_share >= 1:
             return [1.0]
         halvings = next(n for n in range(1, 64) if 0.5**n <= self.smallest_share * 1.01)
@@ -121,9 +137,10 @@ class _Step:
 class StepObserver:
     """Observes the steps of a script; one for a process.
 
-    A step lasts from the end of an optimizer's step to the end of its next one; of several optimizers, the first one
-    counts. While it is recorded the learning rate is 0 during each update, so that small batches do not spoil the
-    weights. Batches are cut to the sizes that a worker among more would have.
+    A step lasts from the end of an optimizer's step to the end of its next one; of several
+    optimizers, the first one counts. While it is recorded the learning rate is 0 during each
+    update, so that small batches do not spoil the weights. Batches are cut to the sizes that a
+    worker among more would have.
 
     Args:
         settings: see there.
@@ -155,9 +172,12 @@ class StepObserver:
         self._passes = 0
         self._device = torch.device("cpu")
         self._cuts = True  # whether batches can be cut
-        self._group = _Group()  # of the last step: the script may have destroyed it when the profile is written
+        self._group = (
+            _Group()
+        )  # of the last step: the script may have destroyed it when the profile is written
 
-    # --- installation -------------------------------------------------------------------------------------------------
+    # --- installation
+    # ----------------------------------------------------------------------------------------------
 
     def install(self) -> None:
         """Patch torch and Lockstep in this process, until `finish`."""
@@ -202,13 +222,16 @@ class StepObserver:
     def _make_ddp(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(wrapper: Any, *args: Any, **kwargs: Any) -> None:
             original(wrapper, *args, **kwargs)
-            of_lockstep = sys._getframe(1).f_globals.get("__name__", "").startswith("lockstep.parallel")
+            of_lockstep = (
+                sys._getframe(1).f_globals.get("__name__", "").startswith("lockstep.parallel")
+            )
             self._ddp = self._ddp or not of_lockstep
             self._bucket_limit = int(getattr(wrapper, "bucket_bytes_cap", 0))
 
         return make
 
-    # --- batches ------------------------------------------------------------------------------------------------------
+    # --- batches
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def _share(self) -> float:
@@ -216,7 +239,9 @@ class StepObserver:
         number = self._done - self._settings.warm_up
         if number < 0 or not self._cuts_batches:
             return 1.0
-        if number >= self._settings.steps_run:  # probes: whole batches and the smallest ones in turn
+        if (
+            number >= self._settings.steps_run
+        ):  # probes: whole batches and the smallest ones in turn
             return self._shares[0 if number % 2 else -1]
         return self._shares[number // _BLOCK % len(self._shares)]
 
@@ -265,7 +290,9 @@ class StepObserver:
 
     def _forward_of_ddp(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(wrapper: Any, *inputs: Any, **named: Any) -> Any:
-            if not self._step.loaded_samples and torch.is_grad_enabled():  # the script slices its batches itself
+            if (
+                not self._step.loaded_samples and torch.is_grad_enabled()
+            ):  # the script slices its batches itself
                 with suppress(ConfigError):
                     samples = sample_count((inputs, named))
                     self._note_samples(samples, samples)
@@ -292,7 +319,9 @@ class StepObserver:
         self._note_samples(batch.size, size)
         data = narrow(batch.data, 0, size, batch.size)
         indices = batch.indices[:size]
-        return dataclasses.replace(batch, data=data, indices=indices, size=size, global_size=total, collated=None)
+        return dataclasses.replace(
+            batch, data=data, indices=indices, size=size, global_size=total, collated=None
+        )
 
     def _cut(self, data: Any) -> Any:
         """Return the samples of a `DataLoader`'s batch that this step has."""
@@ -319,7 +348,8 @@ class StepObserver:
         devices.synchronize(self._device)
         return time.perf_counter()
 
-    # --- passes -------------------------------------------------------------------------------------------------------
+    # --- passes
+    # ----------------------------------------------------------------------------------------------
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -336,7 +366,9 @@ class StepObserver:
                 step = self._step
                 step.complete = max(step.ready.values(), default=ended)
                 step.ready = {number: at - began for number, at in step.ready.items()}
-                step.passes.append(Pass(max(0.0, began - step.since), max(0.0, step.complete - began)))
+                step.passes.append(
+                    Pass(max(0.0, began - step.since), max(0.0, step.complete - began))
+                )
                 step.ended = step.since = ended
                 if isinstance(self._tracker, _PeakOfPasses):
                     self._tracker.end_pass()
@@ -345,7 +377,9 @@ class StepObserver:
 
     def _begin_reducer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def begin(reducer: Reducer, trained: list[nn.Parameter]) -> None:
-            if reducer.one_pass:  # not that of `prepare`, whose loader says whether there are virtual workers
+            if (
+                reducer.one_pass
+            ):  # not that of `prepare`, whose loader says whether there are virtual workers
                 self._virtual_workers = reducer.virtual_workers
             original(reducer, trained)
 
@@ -370,7 +404,9 @@ class StepObserver:
         return average
 
     def _watch_gradients(self) -> None:
-        """Register hooks for the step that begins: on all parameters, or on the one whose gradient comes last."""
+        """Register hooks for the step that begins: on all parameters, or on the one whose gradient
+        comes last.
+        """
         self._remove_hooks()
         number = self._done - self._settings.warm_up
         # each hook costs a microsecond or two of the backward pass
@@ -395,18 +431,25 @@ class StepObserver:
             hook.remove()
         self._hooks = []
 
-    # --- updates ------------------------------------------------------------------------------------------------------
+    # --- updates
+    # ----------------------------------------------------------------------------------------------
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
             self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self._device = next((p.device for p in self._parameters if p.device.type != "cpu"), self._device)
+            self._device = next(
+                (p.device for p in self._parameters if p.device.type != "cpu"), self._device
+            )
         if optimizer is self._optimizer:
             self._step.updating = self.now()
         if self._is_probing and optimizer is self._optimizer:
             self._note_noise()
-        self._rates = [(group, group["lr"]) for group in optimizer.param_groups if isinstance(group.get("lr"), float)]
+        self._rates = [
+            (group, group["lr"])
+            for group in optimizer.param_groups
+            if isinstance(group.get("lr"), float)
+        ]
         for group, _ in self._rates:
             group["lr"] = 0.0
 
@@ -421,7 +464,8 @@ class StepObserver:
         if shards < 2:
             self._add_noise(samples * _Group.current().size, whole)
         elif _Group.current().size == 1 and len(self._step.passes) == shards <= samples:
-            # a pass gives the sum of its samples' gradients, divided by the samples of the global batch
+            # a pass gives the sum of its samples' gradients, divided by the samples of the global
+            # batch
             self._add_noise(samples // shards, shards * self._step.squares)
             self._add_noise(samples, whole)
 
@@ -464,12 +508,23 @@ class StepObserver:
         share = step.samples / step.loaded_samples if step.loaded_samples else 1.0
         other = 0.0 if step.asked is None else max(0.0, step.asked - step.began)
         complete_set = len(step.ready) > 1 or len(self._parameters) == 1
-        ready = [step.ready.get(index, -1.0) for index in range(len(self._parameters))] if complete_set else []
+        ready = (
+            [step.ready.get(index, -1.0) for index in range(len(self._parameters))]
+            if complete_set
+            else []
+        )
         return StepRecord(
-            step.samples or self._batch, step.loaded_s * share, tuple(step.passes), wait, update, other, tuple(ready)
+            step.samples or self._batch,
+            step.loaded_s * share,
+            tuple(step.passes),
+            wait,
+            update,
+            other,
+            tuple(ready),
         )
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- the end
+    # ----------------------------------------------------------------------------------------------
 
     def _measure_memory_on_device(self) -> None:
         """Note the most memory that the step which has ended had in use on a GPU."""
@@ -480,7 +535,8 @@ class StepObserver:
             devices.reset_peak_memory(self._device)
 
     def _track_memory(self) -> None:
-        """Track the memory of two of the last steps on the CPU with torch's tracker; called with a step's batch.
+        """Track the memory of two of the last steps on the CPU with torch's tracker; called with a
+        step's batch.
 
         It registers hooks of optimizers itself, and so cannot begin or end inside of one.
         """
@@ -497,7 +553,9 @@ class StepObserver:
 
     def _start_tracker(self) -> None:
         assert self._optimizer is not None
-        kind = _PeakOfStep if self._passes == 1 else _PeakOfPasses  # torch's tracker refuses a second pass
+        kind = (
+            _PeakOfStep if self._passes == 1 else _PeakOfPasses
+        )  # torch's tracker refuses a second pass
         with suppress(Exception):
             self._tracker = kind(self._optimizer, self._parameters)
 
@@ -584,15 +642,22 @@ class _PeakOfStep:
 
 
 class _PeakOfPasses:
-    """The memory of a step of several passes: what exists between steps, and what autograd saves for one pass.
+    """The memory of a step of several passes: what exists between steps, and what autograd saves
+    for one pass.
 
     Args:
-        optimizer, parameters: whose tensors exist between steps, besides a set of gradients and a set of their sums.
+        optimizer, parameters: whose tensors exist between steps, besides a set of gradients and a
+            set of their sums.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         states = [value for state in optimizer.state.values() for value in state.values()]
-        tensors = [*parameters, *parameters, *parameters, *(each for each in states if isinstance(each, torch.Tensor))]
+        tensors = [
+            *parameters,
+            *parameters,
+            *parameters,
+            *(each for each in states if isinstance(each, torch.Tensor)),
+        ]
         self._constant = sum(tensor.nbytes for tensor in tensors)
         self._known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         self._saved: dict[int, int] = {}

@@ -15,7 +15,9 @@ _PARTS = ("compute", "stragglers", "loader", "bandwidth", "latency")
 _COLOURS = ("#4878a8", "#c9a227", "#8a6d3b", "#c44e52", "#e39c9e")
 
 
-def draw(path: Path, forecasts: Sequence[Forecast], title: str, measured: Mapping[int, float]) -> None:
+def draw(
+    path: Path, forecasts: Sequence[Forecast], title: str, measured: Mapping[int, float]
+) -> None:
     """Write a PNG or another format that matplotlib knows by the ending of `path`.
 
     Args:
@@ -46,13 +48,30 @@ def _draw_speed(axes: Any, forecasts: Sequence[Forecast], measured: Mapping[int,
     lows = [each.samples_per_s * each.step_s / each.high_s for each in forecasts]
     highs = [each.samples_per_s * each.step_s / each.low_s for each in forecasts]
     alone = forecasts[0].samples_per_s / forecasts[0].speedup
-    axes.fill_between(counts, lows, highs, color=_COLOURS[0], alpha=0.25, linewidth=0, label="90 % interval")
-    axes.plot(counts, [each.samples_per_s for each in forecasts], "o-", color=_COLOURS[0], ms=4, label="predicted")
-    axes.plot(counts, [alone * count for count in counts], ":", color="0.5", label="each worker as fast as one")
+    axes.fill_between(
+        counts, lows, highs, color=_COLOURS[0], alpha=0.25, linewidth=0, label="90 % interval"
+    )
+    axes.plot(
+        counts,
+        [each.samples_per_s for each in forecasts],
+        "o-",
+        color=_COLOURS[0],
+        ms=4,
+        label="predicted",
+    )
+    axes.plot(
+        counts,
+        [alone * count for count in counts],
+        ":",
+        color="0.5",
+        label="each worker as fast as one",
+    )
     known = [each for each in forecasts if each.workers in measured]
     if known:
         speeds = [each.samples_per_s * each.step_s / measured[each.workers] for each in known]
-        axes.plot([each.workers for each in known], speeds, "x", color="black", ms=8, label="measured")
+        axes.plot(
+            [each.workers for each in known], speeds, "x", color="black", ms=8, label="measured"
+        )
     _count_axis(axes, counts)
     axes.set(ylabel="samples per second", ylim=(0, 1.15 * max(highs)), title="Speed")
     axes.grid(alpha=0.3)

@@ -1,4 +1,6 @@
-"""Predicts the duration of a step, its spread and its cost at any number of workers, from a profile of a few."""
+"""Predicts the duration of a step, its spread and its cost at any number of workers, from a profile
+of a few.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from ..errors import ConfigError
 from ..parallel.shards import sizes
 from .collective_costs import Cost, Fabric
 from .step_profile import ComputeCurve, ComputeTimes, Profile, merge
-from .step_simulation import FIRST_BUCKET, Gradient, Message, StepPlan, ddp_buckets, equal_buckets, simulate
+from .step_simulation import (
+    FIRST_BUCKET,
+    Gradient,
+    Message,
+    StepPlan,
+    ddp_buckets,
+    equal_buckets,
+    simulate,
+)
 
 __all__ = ["STANDS_STILL", "Forecast", "Job", "Uncertainty", "critical_batch_size", "predict"]
 
@@ -31,20 +41,32 @@ ASSUMED_SLOWDOWN = 0.1
 STANDS_STILL = 1e6
 """The same on a host all of whose cores compute: what moves data takes its time from computing."""
 
-_SCALES = (0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)  # of computing, between which step times are linear
+_SCALES = (
+    0.5,
+    0.8,
+    0.9,
+    1.0,
+    1.1,
+    1.25,
+    1.5,
+    2.0,
+    4.0,
+)  # of computing, between which step times are linear
 _DRAWS = 400
 _TOTALS = 64.0  # bytes of loss, sample count and stop flag, which each step of a trainer sums
 
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """How far a prediction may be from the truth for reasons that no profile shows, as relative standard deviations.
+    """How far a prediction may be from the truth for reasons that no profile shows, as relative
+    standard deviations.
 
-    With the defaults, 85 to 95 % of the steps that `benchmarks/plan.py` has measured on a shared host lie in their 90 %
-    intervals.
+    With the defaults, 85 to 95 % of the steps that `benchmarks/plan.py` has measured on a shared
+    host lie in their 90 % intervals.
 
     Attributes:
-        compute: of the time of computing: turbo clocks, caches, and what differs between two runs of a script.
+        compute: of the time of computing: turbo clocks, caches, and what differs between two runs
+            of a script.
         network: of the time of communication: the residuals of the measured network.
     """
 
@@ -57,13 +79,16 @@ class Job:
     """A script as it would run on any number of workers.
 
     Attributes:
-        profiles: of one worker, and of two where there are any, by the number of workers; each of all of its ranks.
+        profiles: of one worker, and of two where there are any, by the number of workers; each of
+            all of its ranks.
         fabric: what connects the workers.
-        batch_is_global: whether the number of workers divides the batch; if not, each worker has the profiled one.
+        batch_is_global: whether the number of workers divides the batch; if not, each worker has
+            the profiled one.
         bucket_limit: bytes; None as in the script.
-        slowdown: by how much longer computing takes while collectives run, where only one worker was profiled.
-        copy_bandwidth: bytes per second at which gradients are copied into buckets, where only one worker was
-            profiled; None to leave that out.
+        slowdown: by how much longer computing takes while collectives run, where only one worker
+            was profiled.
+        copy_bandwidth: bytes per second at which gradients are copied into buckets, where only one
+            worker was profiled; None to leave that out.
         uncertainty: see there.
         price_per_hour: of one worker; None if it is not known.
         seed: of the draws.
@@ -86,19 +111,27 @@ class Job:
 
     @cached_property
     def global_batch(self) -> int:
-        """Samples of a step over all workers; on one worker, where the batch is that of each worker."""
+        """Samples of a step over all workers; on one worker, where the batch is that of each
+        worker.
+        """
         first = self.first
         return first.global_batch or first.batch * (first.workers if self.batch_is_global else 1)
 
     @cached_property
     def curves(self) -> dict[int, ComputeCurve]:
         """The times of computing, by the number of workers that were profiled."""
-        # the first ranks have the remainder of the shards: with virtual workers, rank 0 is never the one that waits
-        chosen = {count: ranks[:1] if ranks[0].virtual_workers else ranks for count, ranks in self.profiles.items()}
+        # the first ranks have the remainder of the shards: with virtual workers, rank 0 is never
+        # the one that waits
+        chosen = {
+            count: ranks[:1] if ranks[0].virtual_workers else ranks
+            for count, ranks in self.profiles.items()
+        }
         return {count: ComputeCurve(merge(ranks)) for count, ranks in chosen.items()}
 
     def loads(self, workers: int) -> dict[int, int]:
-        """Return how many of the workers have how many samples, or passes with virtual workers; the most come first."""
+        """Return how many of the workers have how many samples, or passes with virtual workers; the
+        most come first.
+        """
         virtual = self.first.virtual_workers
         if not virtual and not self.batch_is_global:
             return {self.first.batch: workers}
@@ -113,10 +146,14 @@ class Job:
         virtual = self.first.virtual_workers
         if virtual and workers > virtual:
             hint = "Use fewer workers, or more virtual workers in the script."
-            raise ConfigError("workers", f"at most {virtual}, the virtual workers of the script", workers, hint)
+            raise ConfigError(
+                "workers", f"at most {virtual}, the virtual workers of the script", workers, hint
+            )
         if self.batch_is_global and workers > self.global_batch:
             expected = f"at most {self.global_batch}, the samples of a global batch"
-            raise ConfigError("workers", expected, workers, "Use fewer workers, or a larger global batch.")
+            raise ConfigError(
+                "workers", expected, workers, "Use fewer workers, or a larger global batch."
+            )
 
 
 @dataclass(frozen=True)
@@ -131,8 +168,8 @@ class Forecast:
         samples_per_s: over all workers.
         speedup: samples per second, relative to one worker.
         efficiency: the speed-up for each worker.
-        limit: what a step spends most time on beside computing, if that is more than a tenth of the step and of
-            computing: "bandwidth", "latency", "loader" or "stragglers"; else "compute".
+        limit: what a step spends most time on beside computing, if that is more than a tenth of the
+            step and of computing: "bandwidth", "latency", "loader" or "stragglers"; else "compute".
         shares: the seconds that each of these adds to a step, and those of computing.
         exposed_s: how long a worker waits for collectives.
         memory: bytes of a worker at the peak of a step; None if it was not measured.
@@ -157,14 +194,17 @@ class Forecast:
 
 
 def measured_slowdown(job: Job) -> float | None:
-    """Return by how much longer computing took on two workers than on one with as many samples; None if unknown."""
+    """Return by how much longer computing took on two workers than on one with as many samples;
+    None if unknown.
+    """
     if not {1, 2} <= job.profiles.keys() or job.first.virtual_workers:
         return None
     samples = job.profiles[2][0].batch
     return job.curves[2].times(samples).seconds / job.curves[1].times(samples).seconds - 1
 
 
-# --- A step of a worker -----------------------------------------------------------------------------------------------
+# --- A step of a worker
+# -----------------------------------------------------------------------------------------------
 
 
 def computing(job: Job, workers: int, load: int | None = None) -> ComputeTimes:
@@ -185,14 +225,17 @@ def computing(job: Job, workers: int, load: int | None = None) -> ComputeTimes:
 
 
 def _slowest(job: Job, workers: int, ratios: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return draws of how long the slowest worker computes, relative to the median of one with the most samples.
+    """Return draws of how long the slowest worker computes, relative to the median of one with the
+    most samples.
 
-    Each worker's computing is drawn from the measured steps. The largest of n draws is one draw at the quantile
-    u^(1/n), for u uniform. Workers with fewer samples are seldom the slowest.
+    Each worker's computing is drawn from the measured steps. The largest of n draws is one draw at
+    the quantile u^(1/n), for u uniform. Workers with fewer samples are seldom the slowest.
     """
     most_s = computing(job, workers).seconds
     draws = [
-        np.quantile(ratios, rng.random(_DRAWS) ** (1 / count)) * computing(job, workers, load).seconds / most_s
+        np.quantile(ratios, rng.random(_DRAWS) ** (1 / count))
+        * computing(job, workers, load).seconds
+        / most_s
         for load, count in job.loads(workers).items()
     ]
     slowest: np.ndarray = np.max(draws, axis=0)
@@ -200,12 +243,16 @@ def _slowest(job: Job, workers: int, ratios: np.ndarray, rng: np.random.Generato
 
 
 def _slowdown(job: Job, workers: int) -> float:
-    """Return by how much collectives slow computing down; a profile of several workers contains it."""
+    """Return by how much collectives slow computing down; a profile of several workers contains
+    it.
+    """
     return job.slowdown if workers > 1 and max(job.profiles) == 1 else 0.0
 
 
 def _copies_per_second(job: Job) -> float:
-    """Return the bytes of gradients that are copied into buckets in a second; a profile of several contains that."""
+    """Return the bytes of gradients that are copied into buckets in a second; a profile of several
+    contains that.
+    """
     return job.copy_bandwidth if job.copy_bandwidth and max(job.profiles) == 1 else math.inf
 
 
@@ -229,7 +276,9 @@ class _Network:
         return self.fabric.cost(collective, size, workers).scaled(self.latency, self.bandwidth)
 
 
-def plan_step(job: Job, times: ComputeTimes, workers: int, network: _Network, scale: float) -> StepPlan:
+def plan_step(
+    job: Job, times: ComputeTimes, workers: int, network: _Network, scale: float
+) -> StepPlan:
     """Return a step among `workers`, with all computing multiplied by `scale`."""
     start = (times.loader_s + times.other_s + times.before_s) * scale
     slowdown = _slowdown(job, workers)
@@ -243,7 +292,8 @@ def plan_step(job: Job, times: ComputeTimes, workers: int, network: _Network, sc
     if not job.first.ddp and not _is_one_message(job, times.gradients):
         messages.append(Message(start, network.cost("all_reduce", _TOTALS, workers)))
     rows = _subtrees(job.first.virtual_workers, workers)
-    # one all-reduce does where it adds in the order of the tree: between two workers, and in shared memory
+    # one all-reduce does where it adds in the order of the tree: between two workers, and in shared
+    # memory
     exchange = rows > 1 or (rows == 1 and workers > 2 and not job.fabric.is_one_host)
     for bucket in buckets_of(job, times.gradients):
         copied += bucket.size / copies
@@ -257,12 +307,19 @@ def plan_step(job: Job, times: ComputeTimes, workers: int, network: _Network, sc
 
 
 def _is_one_message(job: Job, gradients: Sequence[Gradient]) -> bool:
-    """Return whether the gradients are so few that a step of Lockstep sends its totals with them."""
-    return not job.first.virtual_workers and sum(gradient.size for gradient in gradients) <= FIRST_BUCKET
+    """Return whether the gradients are so few that a step of Lockstep sends its totals with
+    them.
+    """
+    return (
+        not job.first.virtual_workers
+        and sum(gradient.size for gradient in gradients) <= FIRST_BUCKET
+    )
 
 
 def _subtrees(virtual_workers: int, workers: int) -> int:
-    """Return about how many partial sums a worker sends: one, where its shards are a subtree; 0 without shards."""
+    """Return about how many partial sums a worker sends: one, where its shards are a subtree; 0
+    without shards.
+    """
     if not virtual_workers:
         return 0
     shards = virtual_workers // workers
@@ -270,11 +327,13 @@ def _subtrees(virtual_workers: int, workers: int) -> int:
     return 1 if whole else max(1, math.ceil(math.log2(shards + 1)))
 
 
-# --- Predictions ------------------------------------------------------------------------------------------------------
+# --- Predictions
+# --------------------------------------------------------------------------------------------------
 
 
 def predict(job: Job, counts: Sequence[int]) -> list[Forecast]:
-    """Return what is predicted for each number of workers in `counts`; a step ends with its slowest worker.
+    """Return what is predicted for each number of workers in `counts`; a step ends with its slowest
+    worker.
 
     Raises:
         ConfigError: for more workers than samples of a global batch, or than virtual workers.
@@ -322,7 +381,9 @@ def _forecast(job: Job, workers: int, alone: float | None) -> Forecast:
 
 
 class _StepTimes:
-    """The duration of a step by the factor of its computing, linear between the factors that were simulated."""
+    """The duration of a step by the factor of its computing, linear between the factors that were
+    simulated.
+    """
 
     def __init__(self, job: Job, times: ComputeTimes, workers: int, network: _Network) -> None:
         self._plan = partial(plan_step, job, times, workers, network)
@@ -338,7 +399,12 @@ class _StepTimes:
 
 
 def _interval(
-    job: Job, times: ComputeTimes, workers: int, ratios: np.ndarray, steps: int, rng: np.random.Generator
+    job: Job,
+    times: ComputeTimes,
+    workers: int,
+    ratios: np.ndarray,
+    steps: int,
+    rng: np.random.Generator,
 ) -> tuple[float, float]:
     """Return the 90 % interval of the median: few measured steps, and what no profile shows."""
     resampled = np.median(rng.choice(ratios, (_DRAWS, max(1, steps))), axis=1)
@@ -360,8 +426,12 @@ def _interval(
 
 
 def _shares(job: Job, times: ComputeTimes, workers: int, slowest: float) -> dict[str, float]:
-    """Return how many seconds a step would be shorter without each of what limits it; the rest is computing."""
-    no_loader = ComputeTimes(0.0, times.before_s, times.backward_s, times.update_s, times.other_s, times.gradients)
+    """Return how many seconds a step would be shorter without each of what limits it; the rest is
+    computing.
+    """
+    no_loader = ComputeTimes(
+        0.0, times.before_s, times.backward_s, times.update_s, times.other_s, times.gradients
+    )
     full = _Network(job.fabric)
     variants = {
         "bandwidth": (times, _Network(job.fabric, bandwidth=0.0), slowest),
@@ -378,7 +448,9 @@ def _shares(job: Job, times: ComputeTimes, workers: int, slowest: float) -> dict
     return shares
 
 
-def _ordered(variant: tuple[ComputeTimes, _Network, float], workers: int) -> tuple[ComputeTimes, int, _Network, float]:
+def _ordered(
+    variant: tuple[ComputeTimes, _Network, float], workers: int
+) -> tuple[ComputeTimes, int, _Network, float]:
     times, network, scale = variant
     return times, workers, network, scale
 
@@ -386,16 +458,22 @@ def _ordered(variant: tuple[ComputeTimes, _Network, float], workers: int) -> tup
 def _limit(shares: Mapping[str, float], step: float) -> str:
     others = {name: seconds for name, seconds in shares.items() if name != "compute"}
     name = max(others, key=lambda each: others[each])
-    return name if others[name] > 0.1 * step and others[name] > 0.1 * shares["compute"] else "compute"
+    return (
+        name if others[name] > 0.1 * step and others[name] > 0.1 * shares["compute"] else "compute"
+    )
 
 
 def memory_per_worker(job: Job, workers: int) -> int | None:
-    """Return the bytes of a worker at the peak of a step: a constant part, and one that grows with its samples."""
+    """Return the bytes of a worker at the peak of a step: a constant part, and one that grows with
+    its samples.
+    """
     profile = job.first
     points = sorted(profile.memory)
     if not points:
         return None
-    buckets = sum(profile.gradients) if workers > 1 and (profile.ddp or profile.virtual_workers) else 0
+    buckets = (
+        sum(profile.gradients) if workers > 1 and (profile.ddp or profile.virtual_workers) else 0
+    )
     if profile.virtual_workers or len(points) == 1 or points[0][0] == points[-1][0]:
         return points[-1][1] + buckets
     (few, low) = points[0]
@@ -404,15 +482,19 @@ def memory_per_worker(job: Job, workers: int) -> int | None:
     return round(high + slope * (max(job.loads(workers)) - many)) + buckets
 
 
-# --- Advice -----------------------------------------------------------------------------------------------------------
+# --- Advice
+# --------------------------------------------------------------------------------------------------
 
 
 def critical_batch_size(job: Job) -> float | None:
-    """Return the gradient noise scale in samples, from the norms of gradients over batches of two sizes.
+    """Return the gradient noise scale in samples, from the norms of gradients over batches of two
+    sizes.
 
-    Returns None where there are not two sizes, or they are too few to tell the gradient from its noise.
+    Returns None where there are not two sizes, or they are too few to tell the gradient from its
+    noise.
 
-    Source: McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch training", 2018, appendix A.1.
+    Source: McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch training", 2018,
+    appendix A.1.
     """
     by_size: dict[int, list[float]] = {}
     for size, square in job.first.noise:
@@ -429,7 +511,9 @@ def critical_batch_size(job: Job) -> float | None:
 
 
 def best_bucket(job: Job, workers: int, limits: Sequence[int]) -> tuple[int, float]:
-    """Return the limit of buckets with the shortest step, and by what share it is shorter than the script's."""
+    """Return the limit of buckets with the shortest step, and by what share it is shorter than the
+    script's.
+    """
     times = computing(job, workers)
 
     def duration(limit: int | None) -> float:
@@ -441,5 +525,7 @@ def best_bucket(job: Job, workers: int, limits: Sequence[int]) -> tuple[int, flo
 
 
 def balance(virtual_workers: int, workers: int) -> float:
-    """Return the share of its time that the average worker computes while the one with most shards does."""
+    """Return the share of its time that the average worker computes while the one with most shards
+    does.
+    """
     return virtual_workers / workers / sizes(virtual_workers, workers)[0]

@@ -1,4 +1,6 @@
-"""Runs a user's script for a few steps on one worker or more of this host, and returns their profiles."""
+"""Runs a user's script for a few steps on one worker or more of this host, and returns their
+profiles.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class _ObservedScript(Script):
         folder = Path(self.folder)
         if self.alone:
             folder = _be_alone(folder)
-        observer = StepObserver(ObserverSettings(str(folder), self.steps, self.smallest_share, self.durations_only))
+        observer = StepObserver(
+            ObserverSettings(str(folder), self.steps, self.smallest_share, self.durations_only)
+        )
         observer.install()
         try:
             super().run()
@@ -80,7 +84,11 @@ def _be_alone(folder: Path) -> Path:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    own_store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    own_store = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
     environment.set_variables(one | own_store)
     own = folder / f"copy-{rank}"
     own.mkdir()
@@ -99,21 +107,25 @@ def record_profiles(
 ) -> list[Profile]:
     """Run `program` on `workers` processes of this host, and return a profile of each.
 
-    The script ends after the last recorded step, with an exception that is no Exception. Run directories of trainers
-    are made in a temporary folder. What the script prints is shown only if it fails.
+    The script ends after the last recorded step, with an exception that is no Exception. Run
+    directories of trainers are made in a temporary folder. What the script prints is shown only if
+    it fails.
 
     Args:
         program: the script.
         workers: their number.
-        smallest_share: the smallest share of a worker's batch to measure; 1 for the whole batch alone.
+        smallest_share: the smallest share of a worker's batch to measure; 1 for the whole batch
+            alone.
         alone: run a job of one worker in each process, all at the same time, instead of one job.
-        network: that is emulated between the workers, with its dilation, by which all times are longer.
+        network: that is emulated between the workers, with its dilation, by which all times are
+            longer.
         durations_only: measure nothing else, with fewer further steps.
         title: what is shown while it runs.
 
     Raises:
         ConfigError: if there is no such script.
-        LockstepError: if the script fails, in one line with the place; its exit code is that of the script.
+        LockstepError: if the script fails, in one line with the place; its exit code is that of the
+            script.
         DataError: if the script ends without having run enough steps.
         KeyboardInterrupt: after Ctrl-C.
     """
@@ -121,7 +133,9 @@ def record_profiles(
 
     script = Script(program.words[0], program.words[1:], program.is_module)
     script.check()
-    threads = program.threads or environment.threads() or max(1, environment.usable_cores() // workers)
+    threads = (
+        program.threads or environment.threads() or max(1, environment.usable_cores() // workers)
+    )
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as name:
         folder = Path(name)
         settings = (name, program.steps, smallest_share, alone, durations_only)
@@ -155,19 +169,27 @@ def _progress(title: str, folder: Path, alone: bool) -> Iterator[None]:
 
 
 def _read(
-    script: Script, steps: int, folder: Path, workers: int, alone: bool, failure: LockstepError | None
+    script: Script,
+    steps: int,
+    folder: Path,
+    workers: int,
+    alone: bool,
+    failure: LockstepError | None,
 ) -> list[Profile]:
     from ..launcher.quiet_run import in_one_line, last_line
     from .observer import profile_file
 
     ranks = range(workers)
-    paths = [profile_file(folder / f"copy-{rank}", 0) if alone else profile_file(folder, rank) for rank in ranks]
+    paths = [
+        profile_file(folder / f"copy-{rank}", 0) if alone else profile_file(folder, rank)
+        for rank in ranks
+    ]
     if not all(path.exists() for path in paths):
         if failure is not None:
             raise in_one_line(script, failure)
         raise DataError(
-            f"{script.name} ended without a step: expected a script that trains, with an optimizer of torch whose "
-            f"step() is called, got {last_line(folder)}"
+            f"{script.name} ended without a step: expected a script that trains, with an "
+            f"optimizer of torch whose step() is called, got {last_line(folder)}"
         )
     profiles = [decode(path.read_bytes(), Profile) for path in paths]
     fewest = min(len(profile.steps) for profile in profiles)
@@ -175,7 +197,8 @@ def _read(
         if failure is not None:
             raise in_one_line(script, failure)
         raise DataError(
-            f"{script.name} ended after {counted(fewest, 'step')} that could be measured; expected at least "
-            f"{_FEWEST_STEPS} after those to warm up. Let it train longer: more epochs, or more data"
+            f"{script.name} ended after {counted(fewest, 'step')} that could be measured; "
+            f"expected at least {_FEWEST_STEPS} after those to warm up. Let it train longer: more "
+            "epochs, or more data"
         )
     return profiles

@@ -1,4 +1,6 @@
-"""What was recorded of a few steps of a user's script, and how long computing takes by the samples of a worker."""
+"""What was recorded of a few steps of a user's script, and how long computing takes by the samples
+of a worker.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ class StepRecord(msgspec.Struct, frozen=True):
         wait_s: waiting for the sums of the gradients after the last of them was complete.
         update_s: from then until the optimizer's step has ended.
         other_s: from there until the next batch is asked for: callbacks, logs.
-        ready_s: when the gradient of each parameter was complete in the last backward pass, from its beginning; -1 for
-            one without; empty where this was not recorded.
+        ready_s: when the gradient of each parameter was complete in the last backward pass, from
+            its beginning; -1 for one without; empty where this was not recorded.
     """
 
     samples: Count
@@ -108,7 +110,8 @@ def merge(profiles: Sequence[Profile]) -> Profile:
     return msgspec.structs.replace(first, steps=steps, batch=largest)
 
 
-# --- Computing, by the number of samples ------------------------------------------------------------------------------
+# --- Computing, by the number of samples
+# ------------------------------------------------------------------------------
 
 
 class ComputeTimes(msgspec.Struct, frozen=True):
@@ -138,16 +141,18 @@ _FEWEST = 0.1  # the share of the steps that a size needs to count
 
 
 class ComputeCurve:
-    """The times of computing by the samples of a worker, linear between the sizes that were measured.
+    """The times of computing by the samples of a worker, linear between the sizes that were
+    measured.
 
-    Below the smallest size, and above the largest, the line through the nearest two goes on; a time never falls below
-    the share of its size.
+    Below the smallest size, and above the largest, the line through the nearest two goes on; a time
+    never falls below the share of its size.
 
     Args:
         profile: of one rank or of several, see `merge`.
 
     Attributes:
-        ratios: the durations of passes and updates, each divided by the median of its size: how much steps scatter.
+        ratios: the durations of passes and updates, each divided by the median of its size: how
+            much steps scatter.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -155,12 +160,18 @@ class ComputeCurve:
         self._by_size: dict[int, list[StepRecord]] = defaultdict(list)
         for step in profile.steps:
             self._by_size[step.samples].append(step)
-        for size in [size for size, steps in self._by_size.items() if len(steps) < _FEWEST * len(profile.steps)]:
+        for size in [
+            size
+            for size, steps in self._by_size.items()
+            if len(steps) < _FEWEST * len(profile.steps)
+        ]:
             if len(self._by_size) > 1:  # the last batch of an epoch
                 del self._by_size[size]
         self._sizes = sorted(self._by_size)
         self._parts = {size: _median_parts(steps) for size, steps in self._by_size.items()}
-        self._ready = {size: ready for size, steps in self._by_size.items() if (ready := _median_ready(steps))}
+        self._ready = {
+            size: ready for size, steps in self._by_size.items() if (ready := _median_ready(steps))
+        }
         self.ratios = [ratio for steps in self._by_size.values() for ratio in _ratios(steps)]
 
     @property
@@ -169,9 +180,13 @@ class ComputeCurve:
         return min(len(steps) for steps in self._by_size.values())
 
     def times(self, samples: int) -> ComputeTimes:
-        """Return the times of a step with one pass over `samples` samples, or several as in the script."""
+        """Return the times of a step with one pass over `samples` samples, or several as in the
+        script.
+        """
         loader, before, backward, update, other = self._at(samples)
-        return ComputeTimes(loader, before, backward, update, other, self._gradients(samples, backward))
+        return ComputeTimes(
+            loader, before, backward, update, other, self._gradients(samples, backward)
+        )
 
     def times_of_passes(self, passes: int, samples: int, of: int) -> ComputeTimes:
         """Return the times of a step with `passes` passes, where one with `of` passes was measured.
@@ -182,7 +197,9 @@ class ComputeCurve:
         one = (before + backward) / of
         before = one * passes - backward
         gradients = self._gradients(samples, backward)
-        return ComputeTimes(loader * passes / of, max(0.0, before), backward, update, other, gradients)
+        return ComputeTimes(
+            loader * passes / of, max(0.0, before), backward, update, other, gradients
+        )
 
     def _at(self, samples: int) -> list[float]:
         sizes = self._sizes
@@ -201,7 +218,9 @@ class ComputeCurve:
         return [max(value, least) for value, least in zip(line, at_least, strict=True)]
 
     def _gradients(self, samples: int, backward: float) -> tuple[Gradient, ...]:
-        """Return when gradients are complete: as at the nearest size, in proportion to the backward pass."""
+        """Return when gradients are complete: as at the nearest size, in proportion to the backward
+        pass.
+        """
         if not self._ready:
             return tuple(Gradient(size, backward) for size in self._profile.gradients)
         nearest = min(self._ready, key=lambda size: abs(size - samples))
@@ -220,7 +239,9 @@ def _median_parts(steps: Iterable[StepRecord]) -> list[float]:
 
 
 def _median_ready(steps: Iterable[StepRecord]) -> list[float]:
-    """Return for each gradient the share of the backward pass after which it is complete; -1 for one without."""
+    """Return for each gradient the share of the backward pass after which it is complete; -1 for
+    one without.
+    """
     rows = []
     for step in steps:
         last = max(step.ready_s, default=0.0)
@@ -232,7 +253,8 @@ def _median_ready(steps: Iterable[StepRecord]) -> list[float]:
 def _ratios(steps: Sequence[StepRecord]) -> list[float]:
     """Return the durations of passes and updates, each divided by their median.
 
-    What happens between epochs, such as a validation, happens to all workers at the same step, and is left out.
+    What happens between epochs, such as a validation, happens to all workers at the same step, and
+    is left out.
     """
     durations = [step.compute_s - step.loader_s - step.other_s for step in steps]
     middle = statistics.median(durations)

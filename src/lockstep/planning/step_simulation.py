@@ -7,13 +7,23 @@ from dataclasses import dataclass, field
 
 from .collective_costs import Cost
 
-__all__ = ["Gradient", "Message", "StepPlan", "Timeline", "ddp_buckets", "equal_buckets", "simulate"]
+__all__ = [
+    "Gradient",
+    "Message",
+    "StepPlan",
+    "Timeline",
+    "ddp_buckets",
+    "equal_buckets",
+    "simulate",
+]
 
 FIRST_BUCKET = 1 << 20
-"""Bytes of the first bucket of DistributedDataParallel; small, so that communication begins early."""
+"""Bytes of the first bucket of DistributedDataParallel; small, so that communication begins early.
+"""
 
 
-# --- Buckets ----------------------------------------------------------------------------------------------------------
+# --- Buckets
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +39,15 @@ class Gradient:
     ready_s: float
 
 
-def ddp_buckets(gradients: Sequence[Gradient], limit: int, first: int = FIRST_BUCKET) -> list[Gradient]:
-    """Return the buckets of DistributedDataParallel: gradients in the order of their arrival, up to a limit in bytes.
+def ddp_buckets(
+    gradients: Sequence[Gradient], limit: int, first: int = FIRST_BUCKET
+) -> list[Gradient]:
+    """Return the buckets of DistributedDataParallel: gradients in the order of their arrival, up to
+    a limit in bytes.
 
-    A bucket is closed by the gradient with which it reaches its limit, which is `first` for the first one. It is ready
-    when all of its gradients are, and after the buckets before it, because buckets are sent in order.
+    A bucket is closed by the gradient with which it reaches its limit, which is `first` for the
+    first one. It is ready when all of its gradients are, and after the buckets before it, because
+    buckets are sent in order.
     """
     return _buckets(gradients, [min(first, limit), limit])
 
@@ -56,7 +70,8 @@ def _buckets(gradients: Sequence[Gradient], limits: Sequence[int]) -> list[Gradi
     return [*buckets, Gradient(size, ready)] if size else buckets
 
 
-# --- One step ---------------------------------------------------------------------------------------------------------
+# --- One step
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +81,8 @@ class Message:
     Attributes:
         ready_s: seconds of computing after which it may start, from the beginning of the step.
         cost: what it costs.
-        follow_up: a second collective, which starts when all computing and all first ones are done; None without one.
+        follow_up: a second collective, which starts when all computing and all first ones are done;
+            None without one.
     """
 
     ready_s: float
@@ -111,7 +127,9 @@ class Timeline:
 
 
 class _Lanes:
-    """One lane of communication in each direction, which collectives occupy in the order in which they start."""
+    """One lane of communication in each direction, which collectives occupy in the order in which
+    they start.
+    """
 
     def __init__(self, in_flight: int) -> None:
         self._send_free = self._receive_free = 0.0
@@ -177,8 +195,8 @@ def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def simulate(plan: StepPlan) -> Timeline:
     """Return how a step passes on workers that all do `plan` at the same time.
 
-    The gaps between collectives are found while computing goes on: a collective starts when its gradients are ready and
-    the lanes are free, and computing is slower from then until it ends.
+    The gaps between collectives are found while computing goes on: a collective starts when its
+    gradients are ready and the lanes are free, and computing is slower from then until it ends.
     """
     lanes = _Lanes(plan.in_flight)
     clock = _Clock(plan.slowdown)

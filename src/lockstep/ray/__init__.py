@@ -1,4 +1,5 @@
-"""Runs a function in the workers of a new job on a Ray cluster, with the signature and the reports of `launch`.
+"""Runs a function in the workers of a new job on a Ray cluster, with the signature and the reports
+of `launch`.
 
 Experimental: may change in any release.
 """
@@ -30,40 +31,47 @@ def launch(
     grace: float = SAVE_GRACE,
     **kwargs: object,
 ) -> T:
-    """Run ``fn(*args, **kwargs)`` on every rank of a new job on a Ray cluster and return the result of rank 0.
+    """Run ``fn(*args, **kwargs)`` on every rank of a new job on a Ray cluster and return the result
+    of rank 0.
 
-    As `lockstep.launch`, but each worker is an actor of Ray, in a placement group of all. In the function
-    ``lockstep.init()`` (or ``torch.distributed``) finds its rank in torchrun's environment variables; workers on one
-    host share memory. It may use Ray's own API. The lines of all ranks are printed here, with the rank in front.
-    Without a connection to a cluster ``ray.init()`` is called, which reads RAY_ADDRESS or starts Ray on this host.
+    As `lockstep.launch`, but each worker is an actor of Ray, in a placement group of all. In the
+    function ``lockstep.init()`` (or ``torch.distributed``) finds its rank in torchrun's environment
+    variables; workers on one host share memory. It may use Ray's own API. The lines of all ranks
+    are printed here, with the rank in front. Without a connection to a cluster ``ray.init()`` is
+    called, which reads RAY_ADDRESS or starts Ray on this host.
 
-    With ``workers=(2, 8)`` the job is elastic: it begins with as many workers as there are free resources for, at most
-    8; it goes on, in the step in which it was, when workers or nodes are lost, and uses nodes that are added. Below 2
-    workers it waits. There is one actor for each node then, which holds the resources of its workers and starts them as
-    processes; they are no actors, and Ray's API is not connected in them.
+    With ``workers=(2, 8)`` the job is elastic: it begins with as many workers as there are free
+    resources for, at most 8; it goes on, in the step in which it was, when workers or nodes are
+    lost, and uses nodes that are added. Below 2 workers it waits. There is one actor for each node
+    then, which holds the resources of its workers and starts them as processes; they are no actors,
+    and Ray's API is not connected in them.
 
-    Ctrl-C and SIGTERM are forwarded to the workers, which then have `grace` seconds to finish their step, save and
-    exit; a second signal kills them at once. Signals are handled only if this is called from the main thread. No actor
-    and no placement group remains, however this ends.
+    Ctrl-C and SIGTERM are forwarded to the workers, which then have `grace` seconds to finish their
+    step, save and exit; a second signal kills them at once. Signals are handled only if this is
+    called from the main thread. No actor and no placement group remains, however this ends.
 
     Args:
         fn: the function to run; pickled by value, so that it may be a lambda or a closure.
         args: its positional arguments.
         workers: their number, or the least and the most of them.
-        resources: that Ray reserves for each worker, such as ``{"CPU": 2, "GPU": 1}``; if None one CPU, and one GPU as
-            well if the cluster has any.
+        resources: that Ray reserves for each worker, such as ``{"CPU": 2, "GPU": 1}``; if None one
+            CPU, and one GPU as well if the cluster has any.
         threads: intra-op threads of PyTorch per worker; as many as the CPUs of a worker if None.
         grace: seconds after a signal until workers that are still running are killed.
-        kwargs: its keyword arguments. Those named as a setting here can be bound with `functools.partial`.
+        kwargs: its keyword arguments. Those named as a setting here can be bound with
+            `functools.partial`.
 
     Raises:
-        ConfigError: Ray is not installed, a setting is invalid, the cluster can never hold so many workers, or the
-            function or an argument cannot be pickled (the message names it).
+        ConfigError: Ray is not installed, a setting is invalid, the cluster can never hold so many
+            workers, or the function or an argument cannot be pickled (the message names it).
         WorkerError: a worker raised an exception or died; if several did, the first one.
-        DesyncError, RankLostError, StallError: the ranks are desynchronised, or wait for one that died or stalled.
-        LockstepError: a subclass such as ConfigError, if all workers raised the same error: then it is not specific to
-            one worker, and the error of the first worker, with its traceback, is the cause.
-        InterruptedRunError: the workers shut down cleanly after a signal, or this process received SIGTERM.
+        DesyncError, RankLostError, StallError: the ranks are desynchronised, or wait for one that
+            died or stalled.
+        LockstepError: a subclass such as ConfigError, if all workers raised the same error: then it
+            is not specific to one worker, and the error of the first worker, with its traceback, is
+            the cause.
+        InterruptedRunError: the workers shut down cleanly after a signal, or this process received
+            SIGTERM.
         KeyboardInterrupt: this process received SIGINT and the workers reported nothing else.
         LockstepError: Ray ends, this process is a worker itself, or workers cannot be started.
     """
@@ -101,11 +109,16 @@ def _limits(workers: object) -> tuple[int, int]:
     """
     given = workers if isinstance(workers, tuple | list) else (workers, workers)
     try:
-        least, most = (arguments.whole("workers", each, least=1, most=_MAX_WORKERS) for each in given)
+        least, most = (
+            arguments.whole("workers", each, least=1, most=_MAX_WORKERS) for each in given
+        )
     except ValueError:  # one is invalid, or there are not two
         least = 1
         most = 0
     if least > most:
-        expected = "a whole number of at least 1, or the least and the most workers of an elastic job, such as (2, 8)"
+        expected = (
+            "a whole number of at least 1, or the least and the most workers of an elastic job, "
+            "such as (2, 8)"
+        )
         raise ConfigError("workers", expected, workers)
     return least, most

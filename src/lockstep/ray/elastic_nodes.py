@@ -1,4 +1,6 @@
-"""An elastic job on Ray: an actor on each node runs the launcher of that host, and nodes come and go as it trains."""
+"""An elastic job on Ray: an actor on each node runs the launcher of that host, and nodes come and
+go as it trains.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ __all__ = ["choose_error", "run_job"]
 # What loads PyTorch is imported in the methods, after the actor's environment is set.
 
 
-# --- In the actor of a node -------------------------------------------------------------------------------------------
+# --- In the actor of a node
+# -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,9 @@ class NodeActor:
         self._listener = Listener(ray.util.get_node_ip_address())
         return self._listener.address, self._listener.port
 
-    def run(self, call: bytes, config: JobOptions, slots: int, addresses: list[tuple[str, int]]) -> NodeEnd:
+    def run(
+        self, call: bytes, config: JobOptions, slots: int, addresses: list[tuple[str, int]]
+    ) -> NodeEnd:
         """Run this host's part of the job.
 
         Args:
@@ -124,7 +129,9 @@ class NodeActor:
             cause = error.__cause__ if error is not None else None
             return NodeEnd(value, error, cause, self._host is not None and self._host.knows_outcome)
 
-    def _take_part(self, call: Call, config: JobOptions, slots: int, addresses: list[tuple[str, int]]) -> None:
+    def _take_part(
+        self, call: Call, config: JobOptions, slots: int, addresses: list[tuple[str, int]]
+    ) -> None:
         from ..launcher.elastic_node import found_job, join_job
         from ..launcher.fork_server import prepare_workers
         from ..launcher.local import elastic_setup
@@ -142,7 +149,9 @@ class NodeActor:
             self._address = host.mesh.own.address, host.mesh.own.port
 
     def poll(self, seconds: float) -> tuple[list[Item], tuple[str, int] | None]:
-        """Return the output since the last call, and where this launcher listens, if it takes part."""
+        """Return the output since the last call, and where this launcher listens, if it takes
+        part.
+        """
         return self._log.take(seconds), self._address
 
     def signal(self, number: int) -> None:
@@ -151,7 +160,8 @@ class NodeActor:
             self._host.job_signals.append(number)
 
 
-# --- In the driver ----------------------------------------------------------------------------------------------------
+# --- In the driver
+# --------------------------------------------------------------------------------------------------
 
 _POLL_S = 0.2
 _OUTPUT_S = 1.0  # for which an actor waits for output before it answers
@@ -161,9 +171,15 @@ _START_S = 120.0  # for all nodes to take part
 
 
 def choose_error(ends: list[NodeEnd]) -> BaseException | None:
-    """Return the error of the job with its cause: the one of the node that knows which worker failed."""
+    """Return the error of the job with its cause: the one of the node that knows which worker
+    failed.
+    """
     failed = [end for end in ends if end.error is not None]
-    knows = [end for end in failed if isinstance(end.error, WorkerError) or isinstance(end.cause, WorkerError)]
+    knows = [
+        end
+        for end in failed
+        if isinstance(end.error, WorkerError) or isinstance(end.cause, WorkerError)
+    ]
     over = [end for end in failed if end.is_over]
     for end in (*knows, *over, *failed):
         assert end.error is not None
@@ -173,7 +189,8 @@ def choose_error(ends: list[NodeEnd]) -> BaseException | None:
 
 
 def run_job(call: bytes, limits: tuple[int, int], placement: Placement) -> bytes | None:
-    """Run the pickled call in an elastic job of the least to the most workers; returns the pickled value of rank 0.
+    """Run the pickled call in an elastic job of the least to the most workers; returns the pickled
+    value of rank 0.
 
     Raises:
         as `lockstep.ray.launch`.
@@ -237,7 +254,9 @@ class _Job:
         self._reference = ray.put(self.call)
         parts = [self._make_part(key, names.get(key, key), count) for key, count in slots.items()]
         try:
-            check_compatible([describe_host(0), *ray.get([part.actor.describe.remote() for part in parts])])
+            check_compatible(
+                [describe_host(0), *ray.get([part.actor.describe.remote() for part in parts])]
+            )
             address, port = ray.get(parts[0].actor.listen.remote())
         except ray.exceptions.RayError as error:
             from .rank_actors import describe_start
@@ -274,13 +293,18 @@ class _Job:
         return part
 
     def _run_part(self, part: _Part, config: JobOptions, addresses: list[tuple[str, int]]) -> None:
-        self._pending[part.actor.run.remote(self._reference, config, part.slots, addresses)] = ("run", part)
+        self._pending[part.actor.run.remote(self._reference, config, part.slots, addresses)] = (
+            "run",
+            part,
+        )
         self._pending[part.actor.poll.remote(_OUTPUT_S)] = ("poll", part)
 
     # --- while it runs
 
     def watch(self) -> None:
-        """Show output, forward signals, and use nodes that are added, until the job is over on all nodes."""
+        """Show output, forward signals, and use nodes that are added, until the job is over on all
+        nodes.
+        """
         import ray
 
         while any(kind == "run" for kind, _ in self._pending.values()):
@@ -332,14 +356,20 @@ class _Job:
             part.actor.signal.remote(number)
 
     def _use_new_nodes(self) -> None:
-        """Start actors on nodes that have room, and that no actor of this job is on, up to the most workers."""
+        """Start actors on nodes that have room, and that no actor of this job is on, up to the most
+        workers.
+        """
         addresses = [part.address for part in self._parts if part.address is not None]
         room = self.limits[1] - sum(part.slots for part in self._parts)
         if not addresses or room <= 0:
             return
         used = {part.key for part in self._parts}
         now = time.monotonic()
-        nodes = [node for node in find_nodes() if node.key not in used and self._again_at.get(node.key, 0.0) <= now]
+        nodes = [
+            node
+            for node in find_nodes()
+            if node.key not in used and self._again_at.get(node.key, 0.0) <= now
+        ]
         free = {node.key: capacity(node.free, self.placement.resources) for node in nodes}
         names = {node.key: node.name for node in nodes}
         for key, slots in spread(free, room).items():
@@ -366,7 +396,9 @@ class _Job:
 
     def _raise_lost(self) -> None:
         raise_signal(self.signals, "with all nodes of the job")
-        raise LockstepError("all nodes of the job were lost, and the state of the training with them")
+        raise LockstepError(
+            "all nodes of the job were lost, and the state of the training with them"
+        )
 
     def remove(self) -> None:
         """Remove all actors."""

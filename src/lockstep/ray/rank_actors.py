@@ -1,4 +1,6 @@
-"""A job of a fixed number of workers on Ray: an actor for each rank, and one on each node that supervises its ranks."""
+"""A job of a fixed number of workers on Ray: an actor for each rank, and one on each node that
+supervises its ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ __all__ = ["describe_end", "describe_start", "places_of", "run_job"]
 # What loads PyTorch is imported in the methods, after the actor's environment is set.
 
 
-# --- In the actor of a rank -------------------------------------------------------------------------------------------
+# --- In the actor of a rank
+# -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class RankEnd:
 
 
 class RankActor:
-    """A rank of the job. Its function runs in the main thread, as signals and the watchdog's errors need it.
+    """A rank of the job. Its function runs in the main thread, as signals and the watchdog's errors
+    need it.
 
     Args:
         variables: of the environment.
@@ -54,12 +58,16 @@ class RankActor:
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         environment.set_variables(variables)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in any other worker; Ray's handler would end the actor
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # as in any other worker; Ray's handler would end the actor
         from ..launcher import worker  # loads PyTorch, while the other actors start
 
         self._main = worker.main
 
-    def run(self, call: bytes, setup: WorkerSetup, local_rank: int, variables: Mapping[str, str]) -> RankEnd:
+    def run(
+        self, call: bytes, setup: WorkerSetup, local_rank: int, variables: Mapping[str, str]
+    ) -> RankEnd:
         """Run the pickled call as a worker."""
         from functools import partial
 
@@ -74,7 +82,8 @@ class RankActor:
         return RankEnd(value, None if client is None else client.failure)
 
 
-# --- In the actor of a node -------------------------------------------------------------------------------------------
+# --- In the actor of a node
+# -------------------------------------------------------------------------------------------
 
 _POLL_S = 0.2
 
@@ -104,13 +113,23 @@ class HostPlace:
     def world(self, local_rank: int) -> World:
         """Return the place of a rank."""
         count = len(self.bundles)
-        return World(self.first_rank + local_rank, self.ranks, local_rank, count, self.node, self.nodes, "lockstep")
+        return World(
+            self.first_rank + local_rank,
+            self.ranks,
+            local_rank,
+            count,
+            self.node,
+            self.nodes,
+            "lockstep",
+        )
 
 
 class HostActor:
-    """Supervises the ranks of one node, as a launcher does: signals, output, the watchdog's files, and results.
+    """Supervises the ranks of one node, as a launcher does: signals, output, the watchdog's files,
+    and results.
 
-    On the node of the driver that is done in the driver itself: a process that loads PyTorch would delay the ranks.
+    On the node of the driver that is done in the driver itself: a process that loads PyTorch would
+    delay the ranks.
 
     Args:
         variables: of the environment, for an actor.
@@ -163,18 +182,26 @@ class HostActor:
         first = place.first_rank
         log = self._log
         write = lambda rank, stream, line: log.write(first + rank, stream, line)  # noqa: E731
-        output = self._stack.enter_context(log_multiplexer.pipe_output(folder, range(options.workers), write))
-        job = self._job = local.HostJob(folder, options, hosts, output, log.write_message, "ray", False)
+        output = self._stack.enter_context(
+            log_multiplexer.pipe_output(folder, range(options.workers), write)
+        )
+        job = self._job = local.HostJob(
+            folder, options, hosts, output, log.write_message, "ray", False
+        )
         job.start_attempt(0, first)
         for local_rank in range(options.workers):
             job.workers.add(local_rank, None)
         setup = worker.WorkerSetup(folder, options.threads, output, folder.name, "")
         shared = environment.variables_for_workers(folder.name, options.threads, None)
         shared |= _network_variables(address, place.nodes) | job.watchdog.variables()
-        self._thread = threading.Thread(target=self._supervise, name="lockstep supervisor", daemon=True)
+        self._thread = threading.Thread(
+            target=self._supervise, name="lockstep supervisor", daemon=True
+        )
         self._thread.start()
         worlds = [place.world(local_rank) for local_rank in range(options.workers)]
-        return setup, [shared | environment.world_variables(world, address, port) for world in worlds]
+        return setup, [
+            shared | environment.world_variables(world, address, port) for world in worlds
+        ]
 
     def poll(self, seconds: float) -> list[Item]:
         """Return the ranks' output since the last call; waits for so long until there is some."""
@@ -186,13 +213,17 @@ class HostActor:
             self._job.signals.append(number)
 
     def end(self, failure: HostFailure | None) -> None:
-        """The job cannot continue: let the ranks report, with the failure of another host if there is one."""
+        """The job cannot continue: let the ranks report, with the failure of another host if there
+        is one.
+        """
         self._is_over = True
         if failure is not None and self._job is not None:
             self._job.watchdog.deliver_failure(failure)
 
     def close(self) -> tuple[WorkerResults, set[int], str | None, list[Item]]:
-        """Return the results after the last rank has ended, the ranks killed, the checkpoint and the output."""
+        """Return the results after the last rank has ended, the ranks killed, the checkpoint and
+        the output.
+        """
         from ..system.processes import end_orphans
 
         job = self._job
@@ -223,7 +254,9 @@ class HostActor:
         self._stack.close()
 
     def _supervise(self) -> None:
-        """Forward signals, enforce deadlines, and release the failed ranks once all have reported."""
+        """Forward signals, enforce deadlines, and release the failed ranks once all have
+        reported.
+        """
         job = self._job
         assert job is not None and job.supervisor is not None
         while not self._closing.is_set():
@@ -231,7 +264,9 @@ class HostActor:
             job.watchdog.relay_messages()
             job.supervisor.check(is_over=self._is_over)
             if self._is_over and all(worker.has_reported for worker in job.workers.all.values()):
-                unfinished = [rank for rank, worker in job.workers.all.items() if not worker.is_finished]
+                unfinished = [
+                    rank for rank, worker in job.workers.all.items() if not worker.is_finished
+                ]
                 job.workers.end(unfinished, signal.SIGKILL)
 
 
@@ -249,7 +284,8 @@ def _network_variables(address: str, nodes: int) -> dict[str, str]:
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
-# --- In the driver ----------------------------------------------------------------------------------------------------
+# --- In the driver
+# --------------------------------------------------------------------------------------------------
 
 _OUTPUT_S = 5.0  # for which an actor waits for output before it answers
 _TOLD_S = 1.0  # for ranks to find out themselves, with more details, what the driver knows
@@ -270,26 +306,31 @@ def places_of(bundles: Mapping[int, str], names: Mapping[str, str]) -> list[Host
     places = []
     first = 0
     for node, (key, own) in enumerate(on_node.items()):
-        places.append(HostPlace(key, names.get(key, key), node, len(on_node), first, tuple(own), len(bundles)))
+        places.append(
+            HostPlace(key, names.get(key, key), node, len(on_node), first, tuple(own), len(bundles))
+        )
         first += len(own)
     return places
 
 
 def describe_end(message: str) -> tuple[int, str]:
-    """Return the exit code of an actor's process, 0 if it is not known, and how it ended, from Ray's message."""
+    """Return the exit code of an actor's process, 0 if it is not known, and how it ended, from
+    Ray's message.
+    """
     code = re.search(r"exits? with an? exit code (\d+)", message)
     if code:
         return int(code[1]), ""
     if "OutOfMemory" in message or "ran low on memory" in message or "memory pressure" in message:
         return 0, "killed by Ray, because its node ran out of memory"
     return 0, (
-        "its process died without a message: killed by a signal (as the kernel does when memory runs out, and "
-        "kill -9), or ended by os._exit"
+        "its process died without a message: killed by a signal (as the kernel does when memory "
+        "runs out, and kill -9), or ended by os._exit"
     )
 
 
 def run_job(call: bytes, workers: int, placement: Placement) -> bytes | None:
-    """Run the pickled call in an actor for each of so many ranks; returns the pickled value of rank 0.
+    """Run the pickled call in an actor for each of so many ranks; returns the pickled value of rank
+    0.
 
     Raises:
         as `lockstep.ray.launch`.
@@ -343,8 +384,12 @@ class _Job:
         names = {node.key: node.name for node in find_nodes()}
         self._places = places_of(placement_group_table(self._group)["bundles_to_node_id"], names)
         self._make_actors()
-        hosts = self._get([self._ask(place.node, "describe", len(place.bundles)) for place in self._places])
-        self._offsets = [at - time.time_ns() for _, _, at in hosts]  # one after the other, but within milliseconds
+        hosts = self._get(
+            [self._ask(place.node, "describe", len(place.bundles)) for place in self._places]
+        )
+        self._offsets = [
+            at - time.time_ns() for _, _, at in hosts
+        ]  # one after the other, but within milliseconds
         check_compatible([describe_host(0), *(host for host, _, _ in hosts)])
         several = len(hosts) > 1
         address = hosts[0][1] if several else "127.0.0.1"
@@ -360,25 +405,38 @@ class _Job:
         host_actor = ray.remote(HostActor)
         own = _node_of_driver()
         for place in self._places:
-            strategies = [PlacementGroupSchedulingStrategy(self._group, bundle) for bundle in place.bundles]
+            strategies = [
+                PlacementGroupSchedulingStrategy(self._group, bundle) for bundle in place.bundles
+            ]
             for strategy in strategies:
                 options = self._placement.options() | {"scheduling_strategy": strategy}
                 self._ranks.append(rank_actor.options(**options).remote(variables))
             if place.key == own:
                 self._hosts.append(HostActor({}, self._screen))
                 continue
-            host = host_actor.options(num_cpus=0, max_concurrency=4, scheduling_strategy=strategies[0])
+            host = host_actor.options(
+                num_cpus=0, max_concurrency=4, scheduling_strategy=strategies[0]
+            )
             self._hosts.append(host.remote(variables))
 
     def _open(self, call: Any, address: str, port: int) -> None:
         threads = self._placement.worker_threads
         grace = self._placement.grace
-        options = [WorkerOptions(len(place.bundles), threads, grace, exit_grace=grace) for place in self._places]
-        opened = [self._ask(place.node, "open", place, options[place.node], address, port) for place in self._places]
+        options = [
+            WorkerOptions(len(place.bundles), threads, grace, exit_grace=grace)
+            for place in self._places
+        ]
+        opened = [
+            self._ask(place.node, "open", place, options[place.node], address, port)
+            for place in self._places
+        ]
         for place, (setup, variables) in zip(self._places, self._get(opened), strict=True):
             for local_rank, own in enumerate(variables):
                 rank = place.first_rank + local_rank
-                self._pending[self._ranks[rank].run.remote(call, setup, local_rank, own)] = ("rank", rank)
+                self._pending[self._ranks[rank].run.remote(call, setup, local_rank, own)] = (
+                    "rank",
+                    rank,
+                )
         for number, host in enumerate(self._hosts):
             if not isinstance(host, HostActor):
                 self._pending[host.poll.remote(_OUTPUT_S)] = ("host", number)
@@ -419,7 +477,11 @@ class _Job:
             while self._forwarded < len(self._signals):
                 self._tell_hosts("signal", self._signals[self._forwarded])
                 self._forwarded += 1
-            if self._failed_at and not self._is_told and time.monotonic() - self._failed_at > _TOLD_S:
+            if (
+                self._failed_at
+                and not self._is_told
+                and time.monotonic() - self._failed_at > _TOLD_S
+            ):
                 self._is_told = True
                 self._tell_hosts("end", self._first_death())
 
@@ -435,7 +497,9 @@ class _Job:
             self._note_failure()
             return
         if end.report is not None:
-            ray.kill(self._ranks[rank])  # its connections end, as those of any other process that has failed
+            ray.kill(
+                self._ranks[rank]
+            )  # its connections end, as those of any other process that has failed
             if not end.report.stopped:
                 self._note_failure()
 
@@ -463,10 +527,16 @@ class _Job:
                 self._ask(number, what, argument)
 
     def _first_death(self) -> HostFailure | None:
-        """Return the death of a rank of which the other hosts may not know; None if there is none."""
+        """Return the death of a rank of which the other hosts may not know; None if there is
+        none.
+        """
         for rank, (_, how) in self._deaths.items():
             place = self._place(rank)
-            reason = f"its node {place.name} was lost" if place.node in self._lost else how or "its process ended"
+            reason = (
+                f"its node {place.name} was lost"
+                if place.node in self._lost
+                else how or "its process ended"
+            )
             return HostFailure(rank, "exit", reason, host=place.name, time=time.time_ns())
         return None
 
@@ -490,7 +560,9 @@ class _Job:
         try:
             raise_failure(combine([results for results, _ in found], self._signals))
         except LockstepError as error:
-            error.checkpoint = error.checkpoint or next((saved for _, saved in found if saved), None)
+            error.checkpoint = error.checkpoint or next(
+                (saved for _, saved in found if saved), None
+            )
             failed = error if isinstance(error, WorkerError) else error.__cause__
             if isinstance(failed, WorkerError) and len(self._places) > 1:
                 failed.host = self._place(failed.rank).name
@@ -498,7 +570,9 @@ class _Job:
         return self._ends[0].value
 
     def _results(self, place: HostPlace, closed: Any) -> tuple[WorkerResults, str | None]:
-        """Return what is known of the ranks of a node, and the newest checkpoint that they have saved."""
+        """Return what is known of the ranks of a node, and the newest checkpoint that they have
+        saved.
+        """
         import ray
 
         from ..launcher.worker_status import FORCED_EXIT_CODE, WorkerResults
@@ -517,9 +591,15 @@ class _Job:
             results = replace(results, reports=reports, dead_since=results.dead_since - offset)
         except ray.exceptions.RayError:
             self._lost.add(place.node)
-            reports = [end.report for rank, end in self._ends.items() if end.report and self._place(rank) is place]
+            reports = [
+                end.report
+                for rank, end in self._ends.items()
+                if end.report and self._place(rank) is place
+            ]
             results = WorkerResults(reports, workers=count, first_rank=first)
-        deaths = {rank - first: end for rank, end in self._deaths.items() if first <= rank < first + count}
+        deaths = {
+            rank - first: end for rank, end in self._deaths.items() if first <= rank < first + count
+        }
         deaths = {rank: end for rank, end in deaths.items() if rank not in killed}
         lost = f"its node {place.name} was lost" if place.node in self._lost else ""
         codes = {rank: code for rank, (code, _) in deaths.items() if code}
@@ -541,7 +621,10 @@ class _Job:
 
         self._screen.close()
         with suppress(Exception):  # the cluster is gone
-            for actor in (*self._ranks, *(host for host in self._hosts if not isinstance(host, HostActor))):
+            for actor in (
+                *self._ranks,
+                *(host for host in self._hosts if not isinstance(host, HostActor)),
+            ):
                 ray.kill(actor)
             if self._group is not None:
                 remove_placement_group(self._group)
@@ -551,10 +634,14 @@ class _Job:
 
 
 def _node_of_driver() -> str:
-    """Return Ray's ID of this process's node; "" if this user's private folders may not be open to its actors."""
+    """Return Ray's ID of this process's node; "" if this user's private folders may not be open to
+    its actors.
+    """
     import ray
 
-    with suppress(Exception):  # under Ray Client there is none; the folder is not part of Ray's stable interface
+    with suppress(
+        Exception
+    ):  # under Ray Client there is none; the folder is not part of Ray's stable interface
         folder = Path(ray._private.worker._global_node.get_session_dir_path())
         if folder.stat().st_uid == os.getuid():
             return str(ray.get_runtime_context().get_node_id())
@@ -572,8 +659,10 @@ def describe_start(error: Exception) -> str:
     text = str(error).strip()
     if "No module named 'lockstep'" in text:
         return (
-            "Lockstep is not installed on all nodes of the Ray cluster. Install the same version on each, or let Ray "
-            "do it: ray.init(runtime_env={'pip': ['lockstep-train']})"
+            "Lockstep is not installed on all nodes of the Ray cluster. Install the same version "
+            "on each, or let Ray do it: ray.init(runtime_env={'pip': ['lockstep-train']})"
         )
-    last = next((line for line in reversed(text.splitlines()) if line.strip()), type(error).__name__)
+    last = next(
+        (line for line in reversed(text.splitlines()) if line.strip()), type(error).__name__
+    )
     return f"the workers could not be started on Ray: {last.strip()}"

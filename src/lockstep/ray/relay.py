@@ -1,4 +1,6 @@
-"""Output of workers on its way through Ray: kept in an actor on each node, and shown by the driver with the ranks."""
+"""Output of workers on its way through Ray: kept in an actor on each node, and shown by the driver
+with the ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from ..launcher.remote_command import remote_environment
 __all__ = ["Item", "RelayedLog", "Screen", "forwarded_variables"]
 
 Item = tuple[int, int, OutputLine] | str
-"""A line of a rank, with 0 for standard output or 1 for standard error; or a message of the launcher there."""
+"""A line of a rank, with 0 for standard output or 1 for standard error; or a message of the
+launcher there.
+"""
 
 _MOST_KEPT = 1 << 16  # items; the oldest are dropped if the driver does not take them
 
@@ -44,7 +48,12 @@ class RelayedLog(LogMultiplexer):
             return
         with self._changed:
             last = self._items[-1] if self._items else ""
-            if not isinstance(last, str) and last[:2] == (rank, stream) and last[2].is_bar and not last[2].is_complete:
+            if (
+                not isinstance(last, str)
+                and last[:2] == (rank, stream)
+                and last[2].is_bar
+                and not last[2].is_complete
+            ):
                 self._items.pop()
             self._items.append((rank, stream, line))
             self._changed.notify_all()
@@ -74,7 +83,9 @@ class RelayedLog(LogMultiplexer):
 
 
 class Screen:
-    """Shows what the actors have kept: in a notebook's cell, or on this process's standard streams."""
+    """Shows what the actors have kept: in a notebook's cell, or on this process's standard
+    streams.
+    """
 
     def __init__(self) -> None:
         self._notebook = NotebookOutput() if in_notebook() else None
@@ -96,7 +107,9 @@ class Screen:
 
 
 def forwarded_variables(threads: int) -> dict[str, str]:
-    """Return the variables of this process that the actors get: those that `lockstep run -H` sends to other hosts."""
+    """Return the variables of this process that the actors get: those that `lockstep run -H` sends
+    to other hosts.
+    """
     own: dict[str, Any] = remote_environment(JobOptions(("function",)), environment.variables())
     own["OMP_NUM_THREADS"] = str(threads)
     if in_notebook():

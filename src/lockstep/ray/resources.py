@@ -1,4 +1,6 @@
-"""What a Ray cluster has, and what a job needs of it: checks before anything waits, and the wait itself."""
+"""What a Ray cluster has, and what a job needs of it: checks before anything waits, and the wait
+itself.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ MOST_ON_A_NODE = 120
 """As `lockstep.launch` on a host."""
 
 
-# --- What there is, and what is needed (pure) -------------------------------------------------------------------------
+# --- What there is, and what is needed (pure)
+# -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,11 @@ class Placement:
 
     def options(self, workers: int = 1) -> dict[str, Any]:
         """Return the resources of so many workers as options of an actor."""
-        rest = {name: workers * amount for name, amount in self.resources.items() if name not in ("CPU", "GPU")}
+        rest = {
+            name: workers * amount
+            for name, amount in self.resources.items()
+            if name not in ("CPU", "GPU")
+        }
         cpus, gpus = (workers * self.resources.get(name, 0) for name in ("CPU", "GPU"))
         return {"num_cpus": cpus, "num_gpus": gpus, "resources": rest, "max_restarts": 0}
 
@@ -102,7 +109,10 @@ def check_resources(resources: object) -> dict[str, float] | None:
 def capacity(has: Mapping[str, float], needs: Mapping[str, float]) -> int:
     """Return how many workers that each need so much a node can hold that has so much."""
     # Ray counts in units of 1/10000
-    counts = [round(has.get(name, 0) * 10_000) // max(1, round(amount * 10_000)) for name, amount in needs.items()]
+    counts = [
+        round(has.get(name, 0) * 10_000) // max(1, round(amount * 10_000))
+        for name, amount in needs.items()
+    ]
     return max(0, min([MOST_ON_A_NODE, *counts]))
 
 
@@ -113,7 +123,8 @@ def describe(needs: Mapping[str, float]) -> str:
 
 
 def check_capacity(nodes: Sequence[Node], workers: int, needs: Mapping[str, float]) -> None:
-    """Check that the cluster can hold the workers once nobody else uses it: Ray would wait for ever.
+    """Check that the cluster can hold the workers once nobody else uses it: Ray would wait for
+    ever.
 
     Raises:
         ConfigError: it cannot.
@@ -124,14 +135,23 @@ def check_capacity(nodes: Sequence[Node], workers: int, needs: Mapping[str, floa
     total = {name: sum(node.total.get(name, 0) for node in nodes) for name in needs}
     there = f"the cluster has {describe(total)} on {len(nodes)} node{'s'[: len(nodes) != 1]}"
     each = f"each needs {describe(needs)}"
-    missing = {name: workers * amount - total[name] for name, amount in needs.items() if workers * amount > total[name]}
+    missing = {
+        name: workers * amount - total[name]
+        for name, amount in needs.items()
+        if workers * amount > total[name]
+    }
     lacks = f"{describe(missing)} missing" if missing else "no node has enough of all at once"
-    hint = "Start fewer workers, reserve less for each with resources=, or add nodes to the cluster."
-    raise ConfigError("workers", f"at most {most}: {each}, and {there}", found=f"{workers} ({lacks})", hint=hint)
+    hint = (
+        "Start fewer workers, reserve less for each with resources=, or add nodes to the cluster."
+    )
+    raise ConfigError(
+        "workers", f"at most {most}: {each}, and {there}", found=f"{workers} ({lacks})", hint=hint
+    )
 
 
 def spread(free: Mapping[str, int], most: int) -> dict[str, int]:
-    """Divide at most so many slots among nodes, as evenly as their free room allows; nodes without any are left out.
+    """Divide at most so many slots among nodes, as evenly as their free room allows; nodes without
+    any are left out.
 
     Args:
         free: how many workers each node has room for.
@@ -147,7 +167,8 @@ def spread(free: Mapping[str, int], most: int) -> dict[str, int]:
 
 
 def knows_node_types(status: bytes | None) -> bool:
-    """Return whether an autoscaler is configured, from the status in JSON that Ray's monitor leaves in any cluster.
+    """Return whether an autoscaler is configured, from the status in JSON that Ray's monitor leaves
+    in any cluster.
 
     Without a configuration each node is of a type of its own, called ``node_`` and its ID.
     """
@@ -158,7 +179,8 @@ def knows_node_types(status: bytes | None) -> bool:
         return False
 
 
-# --- The cluster ------------------------------------------------------------------------------------------------------
+# --- The cluster
+# --------------------------------------------------------------------------------------------------
 
 _WAIT_S = 0.5
 
@@ -177,11 +199,15 @@ def connect() -> None:
         try:
             ray.init(logging_level=logging.WARNING)
         except Exception as error:
-            raise LockstepError(f"no connection to a Ray cluster: {type(error).__name__}: {error}") from error
+            raise LockstepError(
+                f"no connection to a Ray cluster: {type(error).__name__}: {error}"
+            ) from error
 
 
 def default_resources() -> dict[str, float]:
-    """Return what each worker gets if the user does not say: a CPU, and a GPU where the cluster has any."""
+    """Return what each worker gets if the user does not say: a CPU, and a GPU where the cluster has
+    any.
+    """
     import ray
 
     return {"CPU": 1.0, "GPU": 1.0} if ray.cluster_resources().get("GPU", 0) else {"CPU": 1.0}
@@ -196,7 +222,10 @@ def find_nodes() -> list[Node]:
         free = ray._private.state.available_resources_per_node()
     return [
         Node(
-            each["NodeID"], each["NodeManagerHostname"], each["Resources"], free.get(each["NodeID"], each["Resources"])
+            each["NodeID"],
+            each["NodeManagerHostname"],
+            each["Resources"],
+            free.get(each["NodeID"], each["Resources"]),
         )
         for each in ray.nodes()
         if each["Alive"]
@@ -205,7 +234,9 @@ def find_nodes() -> list[Node]:
 
 def has_autoscaler() -> bool:
     """Return whether nodes may be added to the cluster when somebody waits for resources."""
-    with suppress(Exception):  # none of this is part of Ray's stable interface; Ray has no other way to tell
+    with suppress(
+        Exception
+    ):  # none of this is part of Ray's stable interface; Ray has no other way to tell
         from ray.autoscaler.v2.utils import is_autoscaler_v2
         from ray.experimental.internal_kv import _internal_kv_get
 
@@ -216,7 +247,8 @@ def has_autoscaler() -> bool:
 
 
 def reserve(workers: int, needs: Mapping[str, float], signals: Sequence[int]) -> Any:
-    """Return a placement group with a bundle for each worker, as soon as the cluster has the resources free.
+    """Return a placement group with a bundle for each worker, as soon as the cluster has the
+    resources free.
 
     Args:
         workers: their number.
@@ -242,8 +274,11 @@ def reserve(workers: int, needs: Mapping[str, float], signals: Sequence[int]) ->
     return group
 
 
-def wait_for_slots(least: int, most: int, needs: Mapping[str, float], signals: Sequence[int]) -> dict[str, int]:
-    """Return how many workers an elastic job has on each node at its start, once there is room for the least.
+def wait_for_slots(
+    least: int, most: int, needs: Mapping[str, float], signals: Sequence[int]
+) -> dict[str, int]:
+    """Return how many workers an elastic job has on each node at its start, once there is room for
+    the least.
 
     Raises:
         as `reserve`.
@@ -261,7 +296,9 @@ def wait_for_slots(least: int, most: int, needs: Mapping[str, float], signals: S
 
 
 def _ask_autoscaler(workers: int, needs: Mapping[str, float], until: ExitStack) -> None:
-    """Let the autoscaler add nodes, if there is one: nothing else asks for them before the nodes are known."""
+    """Let the autoscaler add nodes, if there is one: nothing else asks for them before the nodes
+    are known.
+    """
     from ray.autoscaler.sdk import request_resources
 
     if has_autoscaler():

@@ -1,4 +1,6 @@
-"""A job as a scheduler gets it, whichever it is, and the way of its file to the scheduler's own tool."""
+"""A job as a scheduler gets it, whichever it is, and the way of its file to the scheduler's own
+tool.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from .options import SubmitOptions
 __all__ = ["Job", "Scheduler", "check_script_is_shared", "hand_over", "run_tool", "split_variables"]
 
 END_MARGIN_S = 30
-"""Seconds after those in which workers save until the job ends: the launcher ends, and logs are written."""
+"""Seconds after those in which workers save until the job ends: the launcher ends, and logs are
+written.
+"""
 
 _TOOL_LIMIT_S = 60.0
 
 
-# --- The job, and a scheduler -----------------------------------------------------------------------------------------
+# --- The job, and a scheduler
+# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,12 @@ class Job:
         limit = self.request.time
         if limit is not None and limit <= self.lead:
             expected = (
-                f"more than {self.lead} s: workers are told to save {self.grace} + {END_MARGIN_S} s before the end"
+                f"more than {self.lead} s: workers are told to save {self.grace} + {END_MARGIN_S} "
+                "s before the end"
             )
-            raise ConfigError("time", expected, found=f"{limit} s", hint="--grace S gives them less time.")
+            raise ConfigError(
+                "time", expected, found=f"{limit} s", hint="--grace S gives them less time."
+            )
 
 
 class Scheduler(Protocol):
@@ -131,14 +139,16 @@ def split_variables(variables: Sequence[str]) -> tuple[dict[str, str], list[str]
     return values, names
 
 
-# --- The files on this host -------------------------------------------------------------------------------------------
+# --- The files on this host
+# -------------------------------------------------------------------------------------------
 
 _LOCAL_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "overlay")
 _OWN_FOLDERS = tuple(Path(name) for name in ("/tmp", "/var/tmp", "/dev/shm", "/run"))
 
 
 def check_script_is_shared(script: Path, folder: Path, shared: str, mounts: str) -> None:
-    """Check that nodes other than this host will find the program, as far as that can be known here.
+    """Check that nodes other than this host will find the program, as far as that can be known
+    here.
 
     Args:
         script: the program's file.
@@ -153,20 +163,27 @@ def check_script_is_shared(script: Path, folder: Path, shared: str, mounts: str)
     for path in (script, folder):
         if shared:
             if not path.is_relative_to(Path(shared)):
-                raise ConfigError("script", f"a file in the shared folder {shared}", found=str(path), hint=hint)
+                raise ConfigError(
+                    "script", f"a file in the shared folder {shared}", found=str(path), hint=hint
+                )
             continue
         own = next((str(own) for own in _OWN_FOLDERS if path.is_relative_to(own)), "")
         system = _file_system(path, mounts)
         if own or system in _LOCAL_SYSTEMS:
             found = f"{path}, where each host has a folder of its own ({own or system})"
-            raise ConfigError("script", "a file on a folder that all nodes share", found=found, hint=hint)
+            raise ConfigError(
+                "script", "a file on a folder that all nodes share", found=found, hint=hint
+            )
 
 
 def _file_system(path: Path, mounts: str) -> str:
     """Return the type of the file system that `path` is on."""
     rows = [line.split() for line in mounts.splitlines()]
     points = [(row[1].replace("\\040", " "), row[2]) for row in rows if len(row) > 2]
-    return max(((len(point), kind) for point, kind in points if path.is_relative_to(point)), default=(0, ""))[1]
+    return max(
+        ((len(point), kind) for point, kind in points if path.is_relative_to(point)),
+        default=(0, ""),
+    )[1]
 
 
 def run_tool(words: Sequence[str]) -> tuple[int, str, str]:
@@ -179,7 +196,12 @@ def run_tool(words: Sequence[str]) -> tuple[int, str, str]:
         return 127, "", f"there is no {words[0]} on the PATH"
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_TOOL_LIMIT_S
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TOOL_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
         return 124, "", f"`{shlex.join(words)}` does not answer within {_TOOL_LIMIT_S:g} s"
@@ -196,12 +218,16 @@ def hand_over(scheduler: Scheduler, job: Job, path: Path) -> str:
     """
     if shutil.which(scheduler.tool) is None:
         hint = "Run it where jobs are submitted from; --dry-run prints the file anywhere."
-        expected = f"a scheduler that can be reached from here: {scheduler.title} is by `{scheduler.tool}`"
+        expected = (
+            f"a scheduler that can be reached from here: {scheduler.title} is by `{scheduler.tool}`"
+        )
         raise ConfigError("to", expected, found=f"no {scheduler.tool} on the PATH", hint=hint)
     scheduler.check_here(job)
     scheduler.prepare(job, str(path))
     words = scheduler.submit_words(str(path))
     code, output, error = run_tool(words)
     if code:
-        raise LockstepError(f"`{shlex.join(words)}` has failed: {error or f'exit code {code}'}. The file is {path}.")
+        raise LockstepError(
+            f"`{shlex.join(words)}` has failed: {error or f'exit code {code}'}. The file is {path}."
+        )
     return output.strip()

@@ -1,6 +1,8 @@
-"""Manifests for Kubernetes: an indexed Job with its headless Service, or a JobSet, one launcher in each pod.
+"""Manifests for Kubernetes: an indexed Job with its headless Service, or a JobSet, one launcher in
+each pod.
 
-Sources: the API reference of Kubernetes (batch/v1 Job, v1 Service), and of JobSet (jobset.x-k8s.io/v1alpha2).
+Sources: the API reference of Kubernetes (batch/v1 Job, v1 Service), and of JobSet
+(jobset.x-k8s.io/v1alpha2).
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ class Kubernetes:
         """Return the manifest."""
         job.check_limit()
         if not job.request.image:
-            expected = f"the name of a container image with the program and Lockstep, which {self.title} needs"
+            expected = (
+                f"the name of a container image with the program and Lockstep, which {self.title} "
+                "needs"
+            )
             raise ConfigError("image", expected, found="nothing")
         body = _jobset(job) if job.request.kind == "jobset" else [*_service(job), "---", *_job(job)]
         return "\n".join([*_head(job), *body]) + "\n"
@@ -45,13 +50,20 @@ class Kubernetes:
         """Let the cluster check the manifest."""
         code, _, error = run_tool([*self.submit_words(path), "--dry-run=server"])
         if code:
-            hint = "`kubectl config current-context` and `kubectl cluster-info` say which cluster that is."
-            raise LockstepError(f"Kubernetes would not run this job: {error}. {hint} The file is {path}.")
+            hint = (
+                "`kubectl config current-context` and `kubectl cluster-info` say which cluster "
+                "that is."
+            )
+            raise LockstepError(
+                f"Kubernetes would not run this job: {error}. {hint} The file is {path}."
+            )
 
 
 def _head(job: Job) -> list[str]:
     namespace = f" -n {shlex.quote(job.request.namespace)}" if job.request.namespace else ""
-    needs = "    (JobSet's controller must be in the cluster)" if job.request.kind == "jobset" else ""
+    needs = (
+        "    (JobSet's controller must be in the cluster)" if job.request.kind == "jobset" else ""
+    )
     lines = [
         f"# Made by: {job.command}",
         "#",
@@ -59,7 +71,8 @@ def _head(job: Job) -> list[str]:
         f"#   kubectl{namespace} get pods -l app.kubernetes.io/name={job.name}",
         f"#   kubectl{namespace} logs -f -l app.kubernetes.io/name={job.name} --prefix "
         f"--max-log-requests={job.request.nodes}",
-        f"#   kubectl{namespace} delete -f {job.name}.yaml    the trainer saves first; apply it again to resume",
+        f"#   kubectl{namespace} delete -f {job.name}.yaml    the trainer saves first; apply it "
+        "again to resume",
     ]
     _, names = split_variables(job.variables)
     if names:
@@ -82,7 +95,8 @@ def _service(job: Job) -> list[str]:
         "kind: Service",
         *_metadata(job),
         "spec:",
-        "  clusterIP: None                   # headless: each pod gets a name, by which the others find it",
+        "  clusterIP: None                   # headless: each pod gets a name, by which the "
+        "others find it",
         "  publishNotReadyAddresses: true    # also while the pods wait for each other",
         f"  selector: {{app.kubernetes.io/name: {job.name}}}",
     ]
@@ -92,8 +106,14 @@ def _job(job: Job) -> list[str]:
     lines = ["apiVersion: batch/v1", "kind: Job", *_metadata(job), "spec:"]
     # when one node of a job that is not elastic fails, all others end too
     failures = job.request.retries if job.elastic else job.request.retries * job.request.nodes
-    comment = f"{job.request.retries} times, each node" if failures > job.request.retries else "pods that fail in all"
-    lines += _job_spec(job, f"  backoffLimit: {failures}    # {comment}, before the job is given up")
+    comment = (
+        f"{job.request.retries} times, each node"
+        if failures > job.request.retries
+        else "pods that fail in all"
+    )
+    lines += _job_spec(
+        job, f"  backoffLimit: {failures}    # {comment}, before the job is given up"
+    )
     return [*lines, "  template:", *_pod(job, "    ", subdomain=job.name)]
 
 
@@ -104,11 +124,13 @@ def _jobset(job: Job) -> list[str]:
         *_metadata(job),
         "spec:",
         "  network:",
-        "    enableDNSHostnames: true          # a headless service: each pod gets a name, by which the others find it",
+        "    enableDNSHostnames: true          # a headless service: each pod gets a name, by "
+        "which the others find it",
         "    publishNotReadyAddresses: true    # also while the pods wait for each other",
         f"    subdomain: {job.name}",
         "  failurePolicy:",
-        f"    maxRestarts: {job.request.retries}                    # all pods start again together, and resume",
+        f"    maxRestarts: {job.request.retries}                    # all pods start again "
+        "together, and resume",
         "    rules:",
         "    - {name: bad-input, action: FailJobSet, onJobFailureReasons: [PodFailurePolicy]}",
         "  replicatedJobs:",
@@ -136,14 +158,17 @@ def _job_spec(job: Job, backoff: str) -> list[str]:
     ]
     if job.request.time is not None:
         deadline = f"  activeDeadlineSeconds: {job.request.time - job.lead}"
-        lines.append(f"{deadline}    # then the pods get SIGTERM, and the grace period below to save")
+        lines.append(
+            f"{deadline}    # then the pods get SIGTERM, and the grace period below to save"
+        )
     return [
         *lines,
         "  podFailurePolicy:",
         "    rules:",
         "    # bad input fails again: do not repeat it",
         "    - {action: FailJob, onExitCodes: {containerName: train, operator: In, values: [2]}}",
-        "    # a pod that is evicted, preempted or drained saves, and its place is taken again without being counted",
+        "    # a pod that is evicted, preempted or drained saves, and its place is taken again "
+        "without being counted",
         "    - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: 'True'}]}",
     ]
 
@@ -155,7 +180,8 @@ def _pod(job: Job, indent: str, subdomain: str) -> list[str]:
         f"  labels: {{app.kubernetes.io/name: {job.name}}}",
         "spec:",
         "  restartPolicy: Never",
-        f"  terminationGracePeriodSeconds: {job.lead}    # from SIGTERM to SIGKILL; the default, 30, is too short",
+        f"  terminationGracePeriodSeconds: {job.lead}    # from SIGTERM to SIGKILL; the default, "
+        "30, is too short",
     ]
     if subdomain:
         lines.insert(3, f"  subdomain: {subdomain}    # the headless service above")
@@ -165,12 +191,16 @@ def _pod(job: Job, indent: str, subdomain: str) -> list[str]:
     lines += [
         *_command(job),
         "    env:",
-        f"    - {{name: LOCKSTEP_NODES, value: '{job.request.nodes}'}}    # nothing else tells a pod",
+        f"    - {{name: LOCKSTEP_NODES, value: '{job.request.nodes}'}}    # nothing else tells a "
+        "pod",
     ]
     values, names = split_variables(job.variables)
     lines += [f"    - {{name: {name}, value: {_quoted(value)}}}" for name, value in values.items()]
     secret = f"{job.name}-env"
-    lines += [f"    - {{name: {name}, valueFrom: {{secretKeyRef: {{name: {secret}, key: {name}}}}}}}" for name in names]
+    lines += [
+        f"    - {{name: {name}, valueFrom: {{secretKeyRef: {{name: {secret}, key: {name}}}}}}}"
+        for name in names
+    ]
     return _indented([*lines, *_resources(job), *_volumes(job)], indent)
 
 
@@ -200,16 +230,25 @@ def _resources(job: Job) -> list[str]:
 def _volumes(job: Job) -> list[str]:
     mounts = ["    - {name: shm, mountPath: /dev/shm}"]
     volumes = [
-        "  # /dev/shm of a container has 64 MiB, too little for the batches of loader processes, and for NCCL",
+        "  # /dev/shm of a container has 64 MiB, too little for the batches of loader processes, "
+        "and for NCCL",
         f"  - {{name: shm, emptyDir: {{medium: Memory, sizeLimit: {job.request.shm}Gi}}}}",
     ]
     if job.request.volume is not None:
         claim, path = job.request.volume
         mounts.append(f"    - {{name: shared, mountPath: {_quoted(path)}}}")
-        volumes.append("  # that all pods can write (ReadWriteMany): for checkpoints, so that any of them can resume")
-        volumes.append(f"  - {{name: shared, persistentVolumeClaim: {{claimName: {_quoted(claim)}}}}}")
+        volumes.append(
+            "  # that all pods can write (ReadWriteMany): for checkpoints, so that any of them "
+            "can resume"
+        )
+        volumes.append(
+            f"  - {{name: shared, persistentVolumeClaim: {{claimName: {_quoted(claim)}}}}}"
+        )
     else:
-        volumes.append("  # --volume CLAIM:/PATH adds one for checkpoints; without it they are lost with the pods")
+        volumes.append(
+            "  # --volume CLAIM:/PATH adds one for checkpoints; without it they are lost with the "
+            "pods"
+        )
     lines = ["    volumeMounts:", *mounts, "  volumes:", *volumes]
     if job.request.gpu_type:
         lines.append(f"  nodeSelector: {{nvidia.com/gpu.product: {_quoted(job.request.gpu_type)}}}")

@@ -34,7 +34,9 @@ class Slurm:
         lines = ["#!/bin/bash", *_head(job, logs), "", *_directives(job, logs)]
         if job.request.setup:
             lines += ["", *job.request.setup]
-        values, _ = split_variables(job.variables)  # those without a value are in the shell that calls sbatch
+        values, _ = split_variables(
+            job.variables
+        )  # those without a value are in the shell that calls sbatch
         lines += [f"export {name}={shlex.quote(value)}" for name, value in values.items()]
         return "\n".join([*lines, "", *_step(job), "", *_ending(job)]) + "\n"
 
@@ -57,12 +59,14 @@ class Slurm:
         if code:
             message = error.replace("allocation failure: ", "").removeprefix("sbatch: error: ")
             raise LockstepError(
-                f"Slurm would not run this job: {message}. `sinfo` shows what there is. The file is {path}."
+                f"Slurm would not run this job: {message}. `sinfo` shows what there is. The file "
+                f"is {path}."
             )
 
 
 def check_partition(job: Job, listing: str) -> None:
-    """Compare a job with the partitions that `sinfo` lists as NAME|NODES|TIME, the default one with a star (pure).
+    """Compare a job with the partitions that `sinfo` lists as NAME|NODES|TIME, the default one with
+    a star (pure).
 
     Raises:
         ConfigError: there is no such partition, or it has fewer nodes or a shorter time limit.
@@ -83,7 +87,12 @@ def check_partition(job: Job, listing: str) -> None:
     if request.partition and chosen not in nodes:
         raise ConfigError("partition", f"one of {', '.join(nodes) or 'none'}", chosen, hint)
     if chosen in nodes and request.nodes > nodes[chosen]:
-        raise ConfigError("nodes", f"at most {nodes[chosen]}, the nodes of partition {chosen}", request.nodes, hint)
+        raise ConfigError(
+            "nodes",
+            f"at most {nodes[chosen]}, the nodes of partition {chosen}",
+            request.nodes,
+            hint,
+        )
     most = _seconds(limits.get(chosen, ""))
     if most is not None and request.time is not None and request.time > most:
         expected = f"at most {limits[chosen]}, the limit of partition {chosen}"
@@ -91,7 +100,9 @@ def check_partition(job: Job, listing: str) -> None:
 
 
 def _seconds(limit: str) -> int | None:
-    """Return the seconds in a time limit of `sinfo`, which leaves out hours that are 0; None if there is none."""
+    """Return the seconds in a time limit of `sinfo`, which leaves out hours that are 0; None if
+    there is none.
+    """
     try:
         return parse_time("time", limit if limit.count(":") == 2 else f"0:{limit}")
     except ConfigError:  # infinite, n/a
@@ -110,11 +121,13 @@ def _head(job: Job, logs: str) -> list[str]:
     return [
         f"# Made by: {job.command}",
         "#",
-        f"#   mkdir -p {shlex.quote(logs)}       Slurm does not make the folder of the logs, and fails without it",
+        f"#   mkdir -p {shlex.quote(logs)}       Slurm does not make the folder of the logs, and "
+        "fails without it",
         f"#   sbatch {file}",
         "#   squeue --me                    where it stands",
         "#   scancel --signal=TERM JOBID    save a checkpoint and end, in as long as that takes",
-        "#   scancel JOBID                  the same, but Slurm kills the job after its KillWait (30 s by default)",
+        "#   scancel JOBID                  the same, but Slurm kills the job after its KillWait "
+        "(30 s by default)",
     ]
 
 
@@ -132,7 +145,12 @@ def _directives(job: Job, logs: str) -> list[str]:
             rows.append((f"--{name}={value}", ""))
     rows.append((f"--nodes={request.nodes}", ""))
     rows.append(("--ntasks-per-node=1", "one launcher on each node; it starts the workers"))
-    rows.append((f"--cpus-per-task={job.cpus}", "cores of a node, for all of its workers and their loader processes"))
+    rows.append(
+        (
+            f"--cpus-per-task={job.cpus}",
+            "cores of a node, for all of its workers and their loader processes",
+        )
+    )
     if request.gpus:
         kind = f"{request.gpu_type}:" if request.gpu_type else ""
         comment = "one for each worker" if job.workers == request.gpus else ""
@@ -141,12 +159,25 @@ def _directives(job: Job, logs: str) -> list[str]:
         rows.append((f"--mem={request.memory}G", "of a node"))
     if request.time is not None:
         rows.append((f"--time={_time(request.time)}", ""))
-    rows.append((f"--signal=TERM@{job.lead}", f"{job.lead} s before the time limit: the trainer saves, and ends"))
-    rows.append(("--requeue", "after the failure of a node, or preemption, the job starts again, and resumes"))
+    rows.append(
+        (
+            f"--signal=TERM@{job.lead}",
+            f"{job.lead} s before the time limit: the trainer saves, and ends",
+        )
+    )
+    rows.append(
+        (
+            "--requeue",
+            "after the failure of a node, or preemption, the job starts again, and resumes",
+        )
+    )
     if job.elastic:
         rows.append(("--no-kill", "elastic: a node may be lost, the others go on"))
     width = max(len(_directive(option)) for option, comment in rows if comment)
-    return [f"{_directive(option):{width}}  # {comment}" if comment else _directive(option) for option, comment in rows]
+    return [
+        f"{_directive(option):{width}}  # {comment}" if comment else _directive(option)
+        for option, comment in rows
+    ]
 
 
 def _directive(option: str) -> str:
@@ -156,7 +187,8 @@ def _directive(option: str) -> str:
 
 
 def _step(job: Job) -> list[str]:
-    # since 22.05 srun does not take --cpus-per-task from sbatch, and would give each launcher a single core
+    # since 22.05 srun does not take --cpus-per-task from sbatch, and would give each launcher a
+    # single core
     words = ["srun", f"--cpus-per-task={job.cpus}"]
     if job.elastic:
         comment = "# A launcher on each node. When one is lost, srun lets the others go on."
@@ -184,9 +216,11 @@ def _in_lines(words: Sequence[str], width: int = 100) -> list[str]:
 
 def _ending(job: Job) -> list[str]:
     return [
-        "# Exit code 143: the trainer has saved after SIGTERM. If that was near the time limit, queue again;",
+        "# Exit code 143: the trainer has saved after SIGTERM. If that was near the time limit, "
+        "queue again;",
         "# --resume latest then resumes. After scancel there is time left, and the job ends.",
-        'end=$(date -d "$(squeue --noheader --job "$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null || echo 0)',
+        'end=$(date -d "$(squeue --noheader --job "$SLURM_JOB_ID" --format=%e)" +%s 2>/dev/null '
+        "|| echo 0)",
         f"if ((code == 143 && end > 0 && end - $(date +%s) <= {job.lead} + 60)); then",
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",

@@ -1,1 +1,3 @@
-"""Services of the operating system: processes, files, private folders, heartbeats between hosts, patches of torch."""
+"""Services of the operating system: processes, files, private folders, heartbeats between hosts,
+patches of torch.
+"""

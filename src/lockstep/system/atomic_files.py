@@ -1,4 +1,6 @@
-"""Atomic writes of files and folders: a reader sees the old content or the new, whatever ends the writing process."""
+"""Atomic writes of files and folders: a reader sees the old content or the new, whatever ends the
+writing process.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,22 @@ from typing import Any
 
 from .processes import is_alive, read_status
 
-__all__ = ["file", "folder", "link", "remove", "remove_abandoned", "restore", "write_bytes", "write_json", "write_text"]
+__all__ = [
+    "file",
+    "folder",
+    "link",
+    "remove",
+    "remove_abandoned",
+    "restore",
+    "write_bytes",
+    "write_json",
+    "write_text",
+]
 
 # ".tmp-" is unfinished or being removed; ".old-" is a complete folder that is being replaced.
 _NAME = re.compile(
-    r"\.(?P<kind>tmp|old)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]{8}-(?P<name>.+)", re.DOTALL
+    r"\.(?P<kind>tmp|old)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]{8}-(?P<name>.+)",
+    re.DOTALL,
 )
 # The liveness of a process on another host is unknown; no single write takes a day.
 _FOREIGN_SECONDS = 24 * 3600.0
@@ -31,11 +44,12 @@ _FOREIGN_SECONDS = 24 * 3600.0
 def write_bytes(path: Path, data: bytes) -> None:
     """Write or replace a file atomically.
 
-    The data is written under a temporary name in the same folder, flushed to the device, and then renamed: a reader,
-    also after a crash, finds the old content or the new, never a part.
+    The data is written under a temporary name in the same folder, flushed to the device, and then
+    renamed: a reader, also after a crash, finds the old content or the new, never a part.
 
     Raises:
-        OSError: it could not be written; an existing file is untouched and no temporary file remains.
+        OSError: it could not be written; an existing file is untouched and no temporary file
+            remains.
     """
     with file(path) as temporary:
         temporary.write_bytes(data)
@@ -43,7 +57,8 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which does not exist yet, for a file that is renamed to `path` as in `write_bytes`.
+    """Yield a temporary path, which does not exist yet, for a file that is renamed to `path` as in
+    `write_bytes`.
 
     Raises:
         OSError: as `write_bytes`.
@@ -77,11 +92,12 @@ def write_json(path: Path, obj: Any) -> None:
 
 @contextlib.contextmanager
 def folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path` that is renamed to `path` if the block ends without an error.
+    """Yield a temporary folder beside `path` that is renamed to `path` if the block ends without an
+    error.
 
-    An existing folder is replaced. After an error in the block or in the renaming, the temporary folder is removed and
-    the old one untouched. If the process is killed between moving the old folder away and renaming the new one,
-    `restore` puts the old one back.
+    An existing folder is replaced. After an error in the block or in the renaming, the temporary
+    folder is removed and the old one untouched. If the process is killed between moving the old
+    folder away and renaming the new one, `restore` puts the old one back.
 
     Raises:
         NotADirectoryError: `path` exists and is not a folder.
@@ -132,9 +148,11 @@ def remove(path: Path) -> None:
 
 
 def restore(parent: Path) -> None:
-    """Rename back each folder in `parent` whose replacement was interrupted by the end of its process.
+    """Rename back each folder in `parent` whose replacement was interrupted by the end of its
+    process.
 
-    A folder that cannot be renamed, e.g. for lack of permission, is left as it is; nothing is raised.
+    A folder that cannot be renamed, e.g. for lack of permission, is left as it is; nothing is
+    raised.
     """
     for path, match in _abandoned(parent):
         if _is_only_copy(path, match):
@@ -192,7 +210,9 @@ def _temporary_name(path: Path, kind: str) -> Path:
     # Only the start of the name: long names would become too long.
     name = path.name if kind == "old" else path.name[:32]
     pid = os.getpid()
-    return path.with_name(f".{kind}-{_host()}-{pid}-{_started(pid) or 0}-{secrets.token_hex(4)}-{name}")
+    return path.with_name(
+        f".{kind}-{_host()}-{pid}-{_started(pid) or 0}-{secrets.token_hex(4)}-{name}"
+    )
 
 
 def _host() -> str:
@@ -200,7 +220,9 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Return the start time of process `pid`, in clock ticks after boot; 0 if unknown, None if it has ended."""
+    """Return the start time of process `pid`, in clock ticks after boot; 0 if unknown, None if it
+    has ended.
+    """
     status = read_status(pid)
     if status is None:
         return 0 if is_alive(pid) else None
@@ -227,7 +249,8 @@ def _in_use(path: Path, match: re.Match[str]) -> bool:
             return True
     started = _started(int(match["pid"]))
     written_by = int(match["started"])
-    # In a container the next process often has the PID of the killed one, but not the same start time.
+    # In a container the next process often has the PID of the killed one, but not the same start
+    # time.
     return started is not None and (started == written_by or 0 in (started, written_by))
 
 

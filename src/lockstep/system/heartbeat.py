@@ -1,10 +1,12 @@
-"""Liveness of processes on other hosts, by TCP keep-alive: the kernels exchange the heartbeats, not the processes.
+"""Liveness of processes on other hosts, by TCP keep-alive: the kernels exchange the heartbeats, not
+the processes.
 
-A heartbeat that a process sends stops when the process holds the interpreter for long, or is not scheduled. Here each
-process holds an idle TCP connection to the first one. When a process ends, however it does, its kernel closes the
-connection at once; when a host or the network to it fails, it no longer answers the keep-alive probes of the other
-kernel, and the connection ends at the limit. A process that is merely busy, and a network that recovers in time, leave
-the connection as it is.
+A heartbeat that a process sends stops when the process holds the interpreter for long, or is not
+scheduled. Here each process holds an idle TCP connection to the first one. When a process ends,
+however it does, its kernel closes the connection at once; when a host or the network to it fails,
+it no longer answers the keep-alive probes of the other kernel, and the connection ends at the
+limit. A process that is merely busy, and a network that recovers in time, leave the connection as
+it is.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ __all__ = [
 ]
 
 PeerState = Literal["unknown", "alive", "left", "ended", "lost"]
-"""A process is not connected (yet), alive, disconnected cleanly, ended without that, or unreachable with its host."""
+"""A process is not connected (yet), alive, disconnected cleanly, ended without that, or unreachable
+with its host.
+"""
 
 # TCP_RTO_MAX_MS and TCP_THIN_LINEAR_TIMEOUTS of include/uapi/linux/tcp.h
 _RETRANSMISSION = {44: 1000, 16: 1}
@@ -50,15 +54,20 @@ _CONNECT_S = 1.0  # for a connection to be made; later ones are noticed by `poll
 
 
 def keep_alive(connection: socket.socket, limit_s: float) -> None:
-    """Make the kernel end a connection whose peer has not answered it for `limit_s` seconds, of at least 1."""
-    # probes are sent in whole seconds, and the connection ends at the first that finds the limit passed
+    """Make the kernel end a connection whose peer has not answered it for `limit_s` seconds, of at
+    least 1.
+    """
+    # probes are sent in whole seconds, and the connection ends at the first that finds the limit
+    # passed
     period_s = max(1, int(limit_s / 10))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     settings = {
         "TCP_KEEPIDLE": period_s,
         "TCP_KEEPINTVL": period_s,
         "TCP_KEEPCNT": max(1, int(limit_s / period_s) - 1),
-        "TCP_USER_TIMEOUT": max(500, int((limit_s - period_s) * 1000)),  # Linux; also for data in flight
+        "TCP_USER_TIMEOUT": max(
+            500, int((limit_s - period_s) * 1000)
+        ),  # Linux; also for data in flight
     }
     for name, value in settings.items():
         option = getattr(socket, name, None)
@@ -68,10 +77,12 @@ def keep_alive(connection: socket.socket, limit_s: float) -> None:
 
 
 def retransmit_often(connection: socket.socket) -> None:
-    """Let the kernel send again at least once a second what is not acknowledged, where it can (Linux 6.15).
+    """Let the kernel send again at least once a second what is not acknowledged, where it can
+    (Linux 6.15).
 
-    By default it waits twice as long each time, up to two minutes: a network that has been cut for 6 s may then be
-    whole for 6 s more before anybody tries it. Older kernels try six times without doubling, while little is in flight.
+    By default it waits twice as long each time, up to two minutes: a network that has been cut for
+    6 s may then be whole for 6 s more before anybody tries it. Older kernels try six times without
+    doubling, while little is in flight.
     """
     if sys.platform == "linux":
         for option, value in _RETRANSMISSION.items():
@@ -96,8 +107,8 @@ def address_in_a_network(interfaces: str = "") -> str:
     """Return an IPv4 address by which other hosts may reach this one.
 
     Args:
-        interfaces: the names of the network interfaces that may be used, separated by commas; "" for the one on the way
-            to far hosts, or else any.
+        interfaces: the names of the network interfaces that may be used, separated by commas; ""
+            for the one on the way to far hosts, or else any.
 
     Raises:
         OSError: this host is in no such network.
@@ -111,12 +122,16 @@ def address_in_a_network(interfaces: str = "") -> str:
         for found in addresses if not interfaces or name in interfaces.split(",") else ():
             if found.family is socket.AF_INET and not found.address.startswith("127."):
                 return str(found.address)
-    raise OSError(f"no network interface with an address{f' among {interfaces}' if interfaces else ''}")
+    raise OSError(
+        f"no network interface with an address{f' among {interfaces}' if interfaces else ''}"
+    )
 
 
 @dataclass(eq=False)
 class _Connection:
-    """A connection to a peer. Attributes: state, of the peer; since, when it began; received, the last bytes."""
+    """A connection to a peer. Attributes: state, of the peer; since, when it began; received, the
+    last bytes.
+    """
 
     socket: socket.socket
     state: PeerState = "unknown"
@@ -144,9 +159,11 @@ class _Connection:
 
 
 class Heartbeat:
-    """The states of peers by their connections to this process; see `HeartbeatServer` and `HeartbeatClient`.
+    """The states of peers by their connections to this process; see `HeartbeatServer` and
+    `HeartbeatClient`.
 
-    Nothing blocks here except the constructor of `HeartbeatClient`. Call `poll` repeatedly, from any thread.
+    Nothing blocks here except the constructor of `HeartbeatClient`. Call `poll` repeatedly, from
+    any thread.
 
     Args:
         limit_s: seconds within which the kernel of another host must answer.
@@ -171,7 +188,9 @@ class Heartbeat:
         keys = [key for key, _ in self._selector.select(0)]
         for key in keys:
             current = self._selector.get_map().get(key.fd)
-            if current is not None and current.fileobj is key.fileobj:  # else an earlier one of these has closed it
+            if (
+                current is not None and current.fileobj is key.fileobj
+            ):  # else an earlier one of these has closed it
                 self._on_event(key)
         return bool(keys)
 
@@ -197,7 +216,9 @@ class Heartbeat:
             self._close_all()
 
     def close_in_child(self) -> None:
-        """Close the descriptors in a forked child: the connections are its parent's, and end with the parent."""
+        """Close the descriptors in a forked child: the connections are its parent's, and end with
+        the parent.
+        """
         self._close_all()
 
     def _close_all(self) -> None:
@@ -271,7 +292,9 @@ class HeartbeatServer(Heartbeat):
         self._strangers.forget()
 
     def _identify(self, connection: _Connection, is_open: bool) -> None:
-        """Register a peer that has sent its token and number, even if it has ended by now; drop any other."""
+        """Register a peer that has sent its token and number, even if it has ended by now; drop any
+        other.
+        """
         hello, end, rest = connection.received.partition(b"\n")
         if is_open and not end and len(hello) < _HELLO:
             return
@@ -306,7 +329,9 @@ class HeartbeatClient(Heartbeat):
         has_failed: whether the server cannot be reached.
     """
 
-    def __init__(self, endpoint: str, token: str, peer: int, limit_s: float, server: int = 0) -> None:
+    def __init__(
+        self, endpoint: str, token: str, peer: int, limit_s: float, server: int = 0
+    ) -> None:
         super().__init__(limit_s)
         host, _, port = endpoint.partition(" ")
         self._hello = f"{token[:_TOKEN]} {peer}\n".encode()
@@ -315,11 +340,15 @@ class HeartbeatClient(Heartbeat):
         connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         connection.setblocking(False)
         keep_alive(connection, limit_s)
-        self._connection = self._connections[server] = _Connection(connection, since=time.monotonic())
+        self._connection = self._connections[server] = _Connection(
+            connection, since=time.monotonic()
+        )
         with suppress(OSError):  # it is raised again when the error of the socket is read
             connection.connect_ex((host, int(port)))
         self._selector.register(connection, selectors.EVENT_WRITE, self._connection)
-        self._selector.select(_CONNECT_S)  # so that the server knows of it, even if this process ends next
+        self._selector.select(
+            _CONNECT_S
+        )  # so that the server knows of it, even if this process ends next
         self.poll()
 
     def _on_event(self, key: selectors.SelectorKey) -> None:

@@ -1,4 +1,6 @@
-"""Folders that belong to a job: a lock tells whether one of its processes still lives, also in another container."""
+"""Folders that belong to a job: a lock tells whether one of its processes still lives, also in
+another container.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ _LOCK = ".in-use"
 
 
 class JobFolderLock:
-    """Marks a job's folder as in use, until it is closed or this process ends, however that happens.
+    """Marks a job's folder as in use, until it is closed or this process ends, however that
+    happens.
 
-    Every process of the job holds one: the locks are shared. Process ids would not do, because containers that share
-    /tmp or /dev/shm have numbers of their own. Where the file system has no locks, or no space for one, this does
-    nothing, and the folder is never taken as abandoned.
+    Every process of the job holds one: the locks are shared. Process ids would not do, because
+    containers that share /tmp or /dev/shm have numbers of their own. Where the file system has no
+    locks, or no space for one, this does nothing, and the folder is never taken as abandoned.
 
     Args:
         folder: the job's folder, which exists.
@@ -58,9 +61,11 @@ def is_abandoned(folder: Path) -> bool:
 
 @contextmanager
 def temporary_job_folder() -> Iterator[Path]:
-    """Make a private temporary folder for a job of this host, and remove it at the end of the block.
+    """Make a private temporary folder for a job of this host, and remove it at the end of the
+    block.
 
-    Those that other jobs of this user have left behind, because all their processes were killed, are removed first.
+    Those that other jobs of this user have left behind, because all their processes were killed,
+    are removed first.
     """
     base = short_base() or tempfile.gettempdir()  # sockets are made in it
     for left in Path(base).glob(f"{_PREFIX}*"):
@@ -83,7 +88,8 @@ def _open_locked(folder: Path) -> int:
     Raises:
         OSError: there can be none.
     """
-    # The file gets its name when it is locked: a lock that nobody holds is that of a job whose processes are gone.
+    # The file gets its name when it is locked: a lock that nobody holds is that of a job whose
+    # processes are gone.
     descriptor, draft = tempfile.mkstemp(prefix=f"{_LOCK}-", dir=folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

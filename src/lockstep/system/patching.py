@@ -18,7 +18,9 @@ class Replaced:
         make: returns the replacement, given the original.
     """
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def __init__(
+        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         self._owner = owner
         self._name = name
         self._old = getattr(owner, name)

@@ -9,11 +9,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["find_folders", "is_private", "make_folder", "make_random_folder", "make_usual_folder", "remove_if_random"]
+__all__ = [
+    "find_folders",
+    "is_private",
+    "make_folder",
+    "make_random_folder",
+    "make_usual_folder",
+    "remove_if_random",
+]
 
 
 def make_folder(parent: Path, runtime: Path | None) -> Path:
-    """Create the folder with the usual name, or one with a random name if another user has taken that.
+    """Create the folder with the usual name, or one with a random name if another user has taken
+    that.
 
     Args:
         parent: a directory that all users can write to, such as /tmp.
@@ -26,9 +34,11 @@ def make_folder(parent: Path, runtime: Path | None) -> Path:
 
 
 def make_usual_folder(parent: Path, runtime: Path | None) -> Path | None:
-    """Return the first private folder with a usual name, created if it does not exist; None if there is none.
+    """Return the first private folder with a usual name, created if it does not exist; None if
+    there is none.
 
-    Another user can create the one in `parent` first, as its name can be guessed, but not the one in `runtime`.
+    Another user can create the one in `parent` first, as its name can be guessed, but not the one
+    in `runtime`.
     """
     for folder in _usual_folders(parent, runtime):
         with suppress(OSError):  # it exists, or cannot be created
@@ -39,7 +49,8 @@ def make_usual_folder(parent: Path, runtime: Path | None) -> Path | None:
 
 
 def make_random_folder(parent: Path, token: str) -> Path:
-    """Create the private folder named after `token`, an unguessable text, if it does not exist already.
+    """Create the private folder named after `token`, an unguessable text, if it does not exist
+    already.
 
     Raises:
         OSError: it cannot be created, or is not private.
@@ -67,12 +78,16 @@ def remove_if_random(folder: Path) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether `folder` is a directory, not a link to one, that only this user can enter and write to."""
+    """Return whether `folder` is a directory, not a link to one, that only this user can enter and
+    write to.
+    """
     try:
         status = folder.lstat()
     except OSError:
         return False
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    is_own = (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    )
     # a container maps unknown users to one number, which may be that of this user
     return is_own and os.access(folder, os.W_OK | os.X_OK)
 

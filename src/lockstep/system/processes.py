@@ -1,4 +1,6 @@
-"""Processes of this host: their status, liveness of the ranks' processes, and the end of orphans of a run."""
+"""Processes of this host: their status, liveness of the ranks' processes, and the end of orphans of
+a run.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ __all__ = [
 
 
 UNKNOWN_EXIT_CODE = 256
-"""Stands for the exit code of a process that has ended, when nobody is left who could tell it; no process has it."""
+"""Stands for the exit code of a process that has ended, when nobody is left who could tell it; no
+process has it.
+"""
 
 
 def signal_name(number: int) -> str:
@@ -43,12 +47,14 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-# --- The status of one process ----------------------------------------------------------------------------------------
+# --- The status of one process
+# ----------------------------------------------------------------------------------------
 
-# psutil is imported where it is used, as that takes longer than to import all of this package that a command needs. It
-# is not used for the status: psutil gives the start time as seconds since the epoch, which differ when the clock has
-# been set, so that they do not identify a process; and a rank checks the status of every other one twice a second, for
-# which one file is read here and two there.
+# psutil is imported where it is used, as that takes longer than to import all of this package that
+# a command needs. It is not used for the status: psutil gives the start time as seconds since the
+# epoch, which differ when the clock has been set, so that they do not identify a process; and a
+# rank checks the status of every other one twice a second, for which one file is read here and two
+# there.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +62,11 @@ class ProcessStatus:
     """The status of a process, from /proc/PID/stat.
 
     Attributes:
-        state: the letter that ps shows: R, S, D, T (stopped by a signal), t (by a debugger), Z (zombie), …
+        state: the letter that ps shows: R, S, D, T (stopped by a signal), t (by a debugger), Z
+            (zombie), …
         parent: PID of the parent.
-        started: start time in clock ticks after boot, which together with the PID identifies the process.
+        started: start time in clock ticks after boot, which together with the PID identifies the
+            process.
     """
 
     state: str
@@ -70,14 +78,17 @@ def read_status(pid: int) -> ProcessStatus | None:
     """Return the status of a process; None if there is none, or no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        fields = text.rpartition(")")[2].split()  # the fields after the name, which may contain spaces
+        fields = text.rpartition(")")[
+            2
+        ].split()  # the fields after the name, which may contain spaces
         return ProcessStatus(fields[0], int(fields[1]), int(fields[19]))
     except (OSError, IndexError):
         return None
 
 
 def is_alive(pid: int, any_user: bool = True) -> bool:
-    """Return whether there is such a process, a zombie included; with `any_user` False, only one of this user.
+    """Return whether there is such a process, a zombie included; with `any_user` False, only one of
+    this user.
 
     If a PID was this user's and is another's now, its process has ended and the PID was reused.
     """
@@ -102,7 +113,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def has_variables(pid: int, variables: Mapping[str, str]) -> bool:
-    """Return whether a process was started with `variables`; False for a process of another user, or if there is none.
+    """Return whether a process was started with `variables`; False for a process of another user,
+    or if there is none.
 
     Args:
         pid: of the process.
@@ -118,19 +130,22 @@ def has_variables(pid: int, variables: Mapping[str, str]) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal; one that a debugger has stopped (state t) is not."""
+    """Return whether a process is stopped by a signal; one that a debugger has stopped (state t) is
+    not.
+    """
     status = read_status(pid)
     return status is not None and status.state == "T"
 
 
-# --- Liveness of the processes of ranks -------------------------------------------------------------------------------
+# --- Liveness of the processes of ranks
+# -------------------------------------------------------------------------------
 
 
 class ProcessLiveness:
     """Detects the end of processes of this host; any thread may call it.
 
-    A pidfd reports the end of exactly that process, also as a zombie, whichever process gets its PID next (Linux 5.3).
-    Without pidfds, or descriptors for them, it checks whether the PIDs exist.
+    A pidfd reports the end of exactly that process, also as a zombie, whichever process gets its
+    PID next (Linux 5.3). Without pidfds, or descriptors for them, it checks whether the PIDs exist.
 
     Args:
         pids: rank → PID.
@@ -143,13 +158,18 @@ class ProcessLiveness:
         self._pids = dict(pids)
         self.gone: set[int] = set()
         self._descriptors: dict[int, int] = {}
-        self._lock = threading.Lock()  # no descriptor is closed, and its number reused, while it is polled
+        self._lock = (
+            threading.Lock()
+        )  # no descriptor is closed, and its number reused, while it is polled
         for rank, pid in pids.items():
             try:
                 self._descriptors[os.pidfd_open(pid)] = rank
             except ProcessLookupError:
                 self.gone.add(rank)
-            except (OSError, AttributeError):  # an old kernel, no descriptor left, or another system
+            except (
+                OSError,
+                AttributeError,
+            ):  # an old kernel, no descriptor left, or another system
                 continue
 
     def poll(self) -> set[int]:
@@ -163,7 +183,11 @@ class ProcessLiveness:
                 os.close(descriptor)
             watched = {*self._descriptors.values(), *self.gone}
             if len(watched) < len(self._pids):
-                self.gone |= {rank for rank, pid in self._pids.items() if rank not in watched and not is_alive(pid)}
+                self.gone |= {
+                    rank
+                    for rank, pid in self._pids.items()
+                    if rank not in watched and not is_alive(pid)
+                }
             return set(self.gone)
 
     def is_stopped(self, rank: int) -> bool:
@@ -177,12 +201,17 @@ class ProcessLiveness:
                 os.close(self._descriptors.popitem()[0])
 
 
-# --- Orphan processes -------------------------------------------------------------------------------------------------
+# --- Orphan processes
+# -------------------------------------------------------------------------------------------------
 
 TERM_GRACE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL: enough to remove a temporary file or close a connection, not to finish work."""
+"""Seconds between SIGTERM and SIGKILL: enough to remove a temporary file or close a connection, not
+to finish work.
+"""
 
-_EXIT_S = 0.2  # in which children that notice the end of their worker, such as loader processes, exit by themselves
+# in which children that notice the end of their worker, such as loader processes, exit by
+# themselves
+_EXIT_S = 0.2
 _POLL_S = 0.02
 _MAX_NAMES = 8
 
@@ -196,7 +225,8 @@ def end_orphans(
 
     Args:
         run_id: of the run.
-        keep_children: keep children of this process: a launcher's are the fork server and the resource tracker.
+        keep_children: keep children of this process: a launcher's are the fork server and the
+            resource tracker.
         keep: other processes to keep.
         term_grace_s: see above.
 
@@ -205,7 +235,9 @@ def end_orphans(
     """
 
     def remaining() -> dict[int, str]:
-        return {pid: name for pid, name in _find_by_run_id(run_id, keep_children) if pid not in keep}
+        return {
+            pid: name for pid, name in _find_by_run_id(run_id, keep_children) if pid not in keep
+        }
 
     if not _wait_for_exit(remaining, _EXIT_S):
         return ""
@@ -221,13 +253,17 @@ def end_orphans(
     killed = _wait_for_exit(terminate, term_grace_s)
     for pid in killed:
         _send(pid, signal.SIGKILL)
-    names = [f"{pid} {name}{' (killed)' if pid in killed else ''}" for pid, name in sorted(ended.items())]
+    names = [
+        f"{pid} {name}{' (killed)' if pid in killed else ''}" for pid, name in sorted(ended.items())
+    ]
     more = [f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
     return ", ".join([*names[:_MAX_NAMES], *more])
 
 
 def _wait_for_exit(poll: Callable[[], dict[int, str]], seconds: float) -> dict[int, str]:
-    """Wait until `poll` returns no processes, for at most so many seconds; return the remaining ones."""
+    """Wait until `poll` returns no processes, for at most so many seconds; return the remaining
+    ones.
+    """
     deadline = time.monotonic() + seconds
     while (remaining := poll()) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -261,7 +297,9 @@ def _pids() -> list[int]:
 
 
 def _is_kept(process: psutil.Process, keep_children: bool) -> bool:
-    """Return whether it is this process, a child to keep, or a resource tracker, which exits by itself."""
+    """Return whether it is this process, a child to keep, or a resource tracker, which exits by
+    itself.
+    """
     if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
         return True
     return os.getpid() in (process.pid, process.ppid() if keep_children else process.pid)

@@ -10,15 +10,17 @@ from pathlib import Path
 
 __all__ = ["LONGEST", "prepare_multiprocessing", "short_base"]
 
-# The path of a socket has 107 bytes (sun_path, unix(7)). The longest that is made below a temporary folder is that of
-# multiprocessing, /pymp-XXXXXXXX/listener-XXXXXXXX, with 32; ours, /lockstep-XXXXXXXX/membership, has 29.
+# The path of a socket has 107 bytes (sun_path, unix(7)). The longest that is made below a temporary
+# folder is that of multiprocessing, /pymp-XXXXXXXX/listener-XXXXXXXX, with 32; ours,
+# /lockstep-XXXXXXXX/membership, has 29.
 LONGEST = 107 - 32
 
 _ELSEWHERE = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def short_base() -> str | None:
-    """Return the folder for temporary folders with sockets; None for the usual one, which is short enough.
+    """Return the folder for temporary folders with sockets; None for the usual one, which is short
+    enough.
 
     Raises:
         OSError: TMPDIR is too long, and no other folder can be written to.
@@ -34,7 +36,8 @@ def short_base() -> str | None:
 
 
 def prepare_multiprocessing() -> None:
-    """Let multiprocessing make its sockets in a folder with a short path; processes that it starts inherit it.
+    """Let multiprocessing make its sockets in a folder with a short path; processes that it starts
+    inherit it.
 
     Raises:
         OSError: there is no place for it; see `short_base`.

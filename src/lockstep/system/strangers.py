@@ -1,7 +1,8 @@
-"""Connections of strangers: accepted by a listening socket, and not yet identified as those of a peer.
+"""Connections of strangers: accepted by a listening socket, and not yet identified as those of a
+peer.
 
-Whoever reaches a port can open connections to it, send anything at any pace, or nothing. None of that may hold up the
-process that listens, take all of its descriptors, or keep its peers out.
+Whoever reaches a port can open connections to it, send anything at any pace, or nothing. None of
+that may hold up the process that listens, take all of its descriptors, or keep its peers out.
 """
 
 from __future__ import annotations
@@ -20,25 +21,30 @@ __all__ = ["LIMIT_S", "MOST", "Strangers"]
 T = TypeVar("T")
 
 LIMIT_S = 10.0
-"""Seconds after its acceptance in which a connection must identify itself, however much it sends."""
+"""Seconds after its acceptance in which a connection must identify itself, however much it sends.
+"""
 
 MOST = 64
 """The most connections that have not identified themselves."""
 
-_AT_ONCE = 32  # that are accepted in one turn: their first data are read before others make them too many
+_AT_ONCE = (
+    32  # that are accepted in one turn: their first data are read before others make them too many
+)
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 class Strangers(Generic[T]):
-    """The connections that have not identified themselves. Whoever is too many, or takes too long, is closed.
+    """The connections that have not identified themselves. Whoever is too many, or takes too long,
+    is closed.
 
-    Handle the data that have come before `tick`: who has sent what it had to in time is then no stranger any more.
+    Handle the data that have come before `tick`: who has sent what it had to in time is then no
+    stranger any more.
 
     Args:
         close: called for each connection that is dropped here.
         limit_s: seconds that each of them may take from its acceptance.
-        most: the most of them; beyond it the oldest of the address that has the most of them is dropped, so that a
-            flood from one address does not drop those of others.
+        most: the most of them; beyond it the oldest of the address that has the most of them is
+            dropped, so that a flood from one address does not drop those of others.
         clock: returns the time in seconds.
     """
 
@@ -54,7 +60,8 @@ class Strangers(Generic[T]):
         self._most = most
         self._clock = clock
         self._held: dict[T, tuple[float, str]] = {}  # since when, and the address; the oldest first
-        # given up for a moment when there are no more: else nobody could be accepted, and so be refused
+        # given up for a moment when there are no more: else nobody could be accepted, and so be
+        # refused
         self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def __contains__(self, connection: T) -> bool:
@@ -102,7 +109,9 @@ class Strangers(Generic[T]):
     def tick(self) -> None:
         """Close the connections that have taken too long."""
         now = self._clock()
-        for connection in [each for each, (since, _) in self._held.items() if now - since > self._limit_s]:
+        for connection in [
+            each for each, (since, _) in self._held.items() if now - since > self._limit_s
+        ]:
             self.drop(connection)
 
     def close(self) -> None:
@@ -125,7 +134,9 @@ class Strangers(Generic[T]):
         return next(each for each, (_, address) in self._held.items() if counts[address] == most)
 
     def _turn_away(self, listener: socket.socket) -> None:
-        """Make room for the next connection, or refuse it: it would be told of again and again, and never accepted."""
+        """Make room for the next connection, or refuse it: it would be told of again and again, and
+        never accepted.
+        """
         if self._held:
             self.drop(self._oldest())
             return

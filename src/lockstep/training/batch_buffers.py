@@ -1,4 +1,6 @@
-"""The buffers of a prepared loop's models within a batch: each shard begins with the same, and all shards count."""
+"""The buffers of a prepared loop's models within a batch: each shard begins with the same, and all
+shards count.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,26 @@ __all__ = ["BatchBuffers"]
 
 
 class BatchBuffers:
-    """The buffers that forward passes change, and what the shards of the running batch have made of them.
+    """The buffers that forward passes change, and what the shards of the running batch have made of
+    them.
 
     Args:
         model: the models that are trained.
         averages: averages of models, which have buffers of their own.
         parts: the shards of each batch.
-        is_elastic: whether the bodies of a batch may run again, with the buffers that it began with.
+        is_elastic: whether the bodies of a batch may run again, with the buffers that it began
+            with.
     """
 
     _buffers: Buffers
     _reducer: Reducer
 
     def __init__(
-        self, model: nn.Module, averages: Sequence[AveragedModel], parts: BatchParts, is_elastic: bool
+        self,
+        model: nn.Module,
+        averages: Sequence[AveragedModel],
+        parts: BatchParts,
+        is_elastic: bool,
     ) -> None:
         self._model = model
         self._with_averages = nn.ModuleList([model, *(average.module for average in averages)])
@@ -44,7 +52,9 @@ class BatchBuffers:
         comm = self._parts.comm
         saves = len(self._parts.local) > 1 or self._is_elastic
         self._buffers = Buffers(self._with_averages, comm, saves=saves, at_once=self._parts.exact)
-        self._reducer = Reducer(comm, self._parts.virtual_workers, one_pass=False)  # of numbers alone
+        self._reducer = Reducer(
+            comm, self._parts.virtual_workers, one_pass=False
+        )  # of numbers alone
         self._of_shards = {}
         self._seen = None
 
@@ -79,7 +89,9 @@ class BatchBuffers:
         """Keep what the passes of a shard have made of them, unless that was done in its step."""
         number = shard.number
         if number not in self._of_shards:
-            self._of_shards[number] = self._buffers.of_shard(shard.samples, first=number == 0, last=shard.last)
+            self._of_shards[number] = self._buffers.of_shard(
+                shard.samples, first=number == 0, last=shard.last
+            )
 
     def end(self, samples: int, left_out: int | None) -> None:
         """Set them after the last shard, equally on every worker.
@@ -96,7 +108,9 @@ class BatchBuffers:
             self._reducer.open(shard)
             is_last = shard == self._parts.local[-1]
             missing = left_out if is_last and left_out is not None else 0
-            self._reducer.add(torch.cat([self._of_shards.get(shard, zeros), zeros.new_full((1,), missing)]))
+            self._reducer.add(
+                torch.cat([self._of_shards.get(shard, zeros), zeros.new_full((1,), missing)])
+            )
             self._reducer.close()
         self._reducer.finish()
         sums = self._reducer.sums

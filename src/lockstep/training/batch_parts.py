@@ -1,4 +1,6 @@
-"""The parts of a global batch in a prepared loop: which shards there are, which this worker has, and their data."""
+"""The parts of a global batch in a prepared loop: which shards there are, which this worker has,
+and their data.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ class Shard:
         last: whether it is this worker's last one, in which optimizers update the parameters.
         one_of_several: whether this worker has other shards of the same batch.
         total: samples of the global batch.
-        left_out: in the last shard, the samples that a collate function has left out of this worker's shards; None if
-            there is no such function.
+        left_out: in the last shard, the samples that a collate function has left out of this
+            worker's shards; None if there is no such function.
         whole_batch: whether its loss is one of the whole batch, on each worker.
-        divisors: what the losses of its backward passes are divided by, where steps have a count; see `divisor`.
-        collectives: how many this process had called before its body; None if they are not recorded.
+        divisors: what the losses of its backward passes are divided by, where steps have a count;
+            see `divisor`.
+        collectives: how many this process had called before its body; None if they are not
+            recorded.
     """
 
     number: int
@@ -58,7 +62,8 @@ class BatchParts:
 
     Attributes:
         comm: of the workers.
-        exact: whether the shards are those of virtual workers, and so the same at any number of workers.
+        exact: whether the shards are those of virtual workers, and so the same at any number of
+            workers.
         virtual_workers: number of shards of a global batch.
         local: the numbers of this worker's shards.
         current: the shard whose passes are running; None outside of the bodies of a batch.
@@ -74,20 +79,26 @@ class BatchParts:
         self.current: Shard | None = None
         self.source: Loader | None = None
         self._given = virtual_workers
-        self._passes: dict[tuple[int, int] | None, int] = {}  # how many over the current batch have begun, from 0
+        self._passes: dict[
+            tuple[int, int] | None, int
+        ] = {}  # how many over the current batch have begun, from 0
         self.regroup()
 
     def regroup(self) -> None:
         """Divide batches among the workers that the communicator has now."""
         size = self.comm.size
-        self.virtual_workers = size if self._given is None else check_virtual_workers(self._given, size)
+        self.virtual_workers = (
+            size if self._given is None else check_virtual_workers(self._given, size)
+        )
         self.local = range(*bounds(self.virtual_workers, size, self.comm.rank))
 
     def of(self, batch: Any) -> tuple[list[tuple[int, Any, int]], int]:
-        """Return (number, data, samples) of each of this worker's shards that has samples, and the batch's samples.
+        """Return (number, data, samples) of each of this worker's shards that has samples, and the
+        batch's samples.
 
         Args:
-            batch: of a loader; or tensors, nested in tuples, lists and mappings; or a number of samples.
+            batch: of a loader; or tensors, nested in tuples, lists and mappings; or a number of
+                samples.
         """
         if isinstance(batch, Batch):
             total = batch.global_size
@@ -105,7 +116,9 @@ class BatchParts:
         return [(shard, part, size) for shard, part, size in parts if size], total
 
     def left_out(self, batch: Any) -> int | None:
-        """Return how many samples a collate function has left out of this worker's shards; None without one."""
+        """Return how many samples a collate function has left out of this worker's shards; None
+        without one.
+        """
         collated = batch.collated if isinstance(batch, Batch) else None
         return None if collated is None else batch.size - sum(collated)
 
@@ -140,11 +153,15 @@ class BatchParts:
         return mix((*(where or _NO_LOADER), number)) >> 1
 
     def passes_before(self, batch: Any) -> int:
-        """Return how many passes over a loader's batch were before the one that has begun; 0 for other batches."""
+        """Return how many passes over a loader's batch were before the one that has begun; 0 for
+        other batches.
+        """
         return self._passes.get((batch.epoch, batch.step), 0) if isinstance(batch, Batch) else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many passes over batches of no loader there were, on which their random draws depend."""
+        """Return how many passes over batches of no loader there were, on which their random draws
+        depend.
+        """
         return {"passes": {key: count for key, count in self._passes.items() if key is None}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""The bodies of prepared loops that run now, and the calls of torch within them that a loop is told of."""
+"""The bodies of prepared loops that run now, and the calls of torch within them that a loop is told
+of.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +52,18 @@ def running() -> Loop | None:
     return _running[-1] if _running else None
 
 
-# --- calls of torch ---------------------------------------------------------------------------------------------------
+# --- calls of torch
+# --------------------------------------------------------------------------------------------------
 
-# A loop of one's own calls torch directly, so that there is no object to ask. These are wrapped, once in a process;
-# outside the bodies of prepared loops a wrapper is one comparison.
+# A loop of one's own calls torch directly, so that there is no object to ask. These are wrapped,
+# once in a process; outside the bodies of prepared loops a wrapper is one comparison.
 _MARK = "_lockstep_watched"
 
 
 def watch() -> None:
-    """Wrap the calls that a prepared loop is told of; once more for classes of schedulers defined since then."""
+    """Wrap the calls that a prepared loop is told of; once more for classes of schedulers defined
+    since then.
+    """
     if not hasattr(torch.autograd.backward, _MARK):
         torch.autograd.backward = _marked(_watched_backward, torch.autograd.backward)
         register_optimizer_step_pre_hook(_watched_optimizer)
@@ -86,7 +91,9 @@ def _marked(replacement: Callable[..., Any], original: Any) -> Any:
     return watched
 
 
-def _watched_backward(original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _watched_backward(
+    original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     is_plain = grad_tensors is None and len(args) < 4 and kwargs.get("inputs") is None
     told = [(loop.gradients, loop.losses.refusals(roots)) for loop in _running] if is_plain else []

@@ -1,4 +1,6 @@
-"""The losses of a prepared loop's bodies, looked at before their backward passes; closely in few batches only."""
+"""The losses of a prepared loop's bodies, looked at before their backward passes; closely in few
+batches only.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,16 @@ __all__ = ["BodyLosses"]
 class BodyLosses:
     """What is wrong with the losses of a loop, and what they are divided by.
 
-    Losses are looked at closely in the batches for which `is_due` says so, separately for the first pass over a batch,
-    the second one and so on, as these may compute different things.
+    Losses are looked at closely in the batches for which `is_due` says so, separately for the first
+    pass over a batch, the second one and so on, as these may compute different things.
 
     Args:
         models: those that are trained.
         parts: the shards of each batch.
 
     Attributes:
-        have_counts: whether a step has had a count, so that it is of interest what losses are divided by.
+        have_counts: whether a step has had a count, so that it is of interest what losses are
+            divided by.
     """
 
     def __init__(self, models: Sequence[nn.Module], parts: BatchParts) -> None:
@@ -38,10 +41,14 @@ class BodyLosses:
         self._models = models
         self._parts = parts
         self._looks = Counter[int]()  # by the number of the pass over a batch
-        self._look: int | None = None  # how many looks were before that at the batch in progress, if it is looked at
+        self._look: int | None = (
+            None  # how many looks were before that at the batch in progress, if it is looked at
+        )
         self._latest_look = 0
         self._calls: ModelCalls | None = None  # of models in the running body, if it is looked at
-        self._inputs_before: list[torch.Tensor] | None = None  # of models, in the body that was looked at before
+        self._inputs_before: list[torch.Tensor] | None = (
+            None  # of models, in the body that was looked at before
+        )
 
     def begin_batch(self, passes_before: int) -> None:
         """Begin a pass over a batch, before which there were so many over the same batch."""
@@ -59,7 +66,8 @@ class BodyLosses:
         if self._look is None or not shard.samples:
             return
         models = [model for model in self._models if not is_compiled(model)]
-        # The shards of virtual workers are the same on any number of workers, and so is what is compared in them.
+        # The shards of virtual workers are the same on any number of workers, and so is what is
+        # compared in them.
         exact = self._parts.exact
         refuses_changes = exact or self._parts.comm.size > 1
         before = self._inputs_before
@@ -90,7 +98,9 @@ class BodyLosses:
         return [refusal for refusal in found if refusal is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how often losses have been looked at, on which it depends when they are looked at next."""
+        """Return how often losses have been looked at, on which it depends when they are looked at
+        next.
+        """
         return {"looks": dict(self._looks), "counts": self.have_counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""The checkpoint manager: writes the checkpoints of a training run, and finds the one to resume from."""
+"""The checkpoint manager: writes the checkpoints of a training run, and finds the one to resume
+from.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from typing import Any, cast
 import torch
 
 from .. import arguments
-from ..checkpoint.folder import FINITE, Checkpoint, CheckpointStore, check_finite, open_stored, suggest_other
+from ..checkpoint.folder import (
+    FINITE,
+    Checkpoint,
+    CheckpointStore,
+    check_finite,
+    open_stored,
+    suggest_other,
+)
 from ..errors import CheckpointError, DivergedError
 from ..job.client import note_checkpoint
 from .errors_on_all import call_on_all
@@ -25,23 +34,29 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """The checkpoints of one training run. All workers call every method together, unless it says otherwise.
+    """The checkpoints of one training run. All workers call every method together, unless it says
+    otherwise.
 
     Args:
         state: the state of the run.
         run_dir: the run directory; None for a run that writes nothing.
         keep_checkpoints: number of newest checkpoints to keep.
-        background: whether to write checkpoints in the background, from a copy of the state in memory.
+        background: whether to write checkpoints in the background, from a copy of the state in
+            memory.
 
     Attributes:
         run_dir: the run directory.
-        last: (step, path) of the newest checkpoint that this run has written or resumed from, if any.
+        last: (step, path) of the newest checkpoint that this run has written or resumed from, if
+            any.
 
     Raises:
-        ConfigError: if `keep_checkpoints` is not a whole number of at least 1, or `background` is not a bool.
+        ConfigError: if `keep_checkpoints` is not a whole number of at least 1, or `background` is
+            not a bool.
     """
 
-    def __init__(self, state: RunState, run_dir: Path | None, keep_checkpoints: int, background: bool = False) -> None:
+    def __init__(
+        self, state: RunState, run_dir: Path | None, keep_checkpoints: int, background: bool = False
+    ) -> None:
         self._state = state
         self._comm = state.step.comm
         self.run_dir = run_dir
@@ -53,7 +68,9 @@ class CheckpointManager:
 
     @property
     def last_path(self) -> Path | None:
-        """The path of the newest checkpoint that this run has written or resumed from; None without one."""
+        """The path of the newest checkpoint that this run has written or resumed from; None without
+        one.
+        """
         return None if self.last is None else self.last[1]
 
     @property
@@ -63,11 +80,16 @@ class CheckpointManager:
             return self._pending.step
         return None if self.last is None else self.last[0]
 
-    def save(self, state: Mapping[str, Any], rank0_state: Callable[[], Mapping[str, Any]], best: bool = False) -> Path:
+    def save(
+        self,
+        state: Mapping[str, Any],
+        rank0_state: Callable[[], Mapping[str, Any]],
+        best: bool = False,
+    ) -> Path:
         """Write a checkpoint, and replace an earlier one of the same step.
 
-        Rank 0 writes it; with a strategy that shards tensors, every worker writes its shards. Only one checkpoint is
-        written in the background at a time: this waits for the previous one.
+        Rank 0 writes it; with a strategy that shards tensors, every worker writes its shards. Only
+        one checkpoint is written in the background at a time: this waits for the previous one.
 
         Args:
             state: the state of the run.
@@ -78,8 +100,8 @@ class CheckpointManager:
             The path of the checkpoint; in the background it exists after `wait`.
 
         Raises:
-            CheckpointError: on every worker, if this or the previous checkpoint cannot be written, or the run has no
-                run directory.
+            CheckpointError: on every worker, if this or the previous checkpoint cannot be written,
+                or the run has no run directory.
         """
         self.wait()
         self._aborting = False
@@ -111,7 +133,11 @@ class CheckpointManager:
             store.mark_best(step)
 
     def _work(
-        self, store: CheckpointStore, state: Mapping[str, Any], rank0_state: Callable[[], Mapping[str, Any]], step: int
+        self,
+        store: CheckpointStore,
+        state: Mapping[str, Any],
+        rank0_state: Callable[[], Mapping[str, Any]],
+        step: int,
     ) -> Callable[[], object]:
         """Return the function that writes this worker's files of a checkpoint."""
         comm = self._comm
@@ -119,13 +145,22 @@ class CheckpointManager:
             from ..checkpoint.distributed_checkpoint import prepare
 
             options = self._options(step)
-            return prepare(store, comm, state, rank0_state, **options, aborting=lambda: self._aborting)
+            return prepare(
+                store, comm, state, rank0_state, **options, aborting=lambda: self._aborting
+            )
         works: list[Callable[[], object]] = []
-        comm.on_rank0(lambda: works.append(store.prepare({**state, **rank0_state()}, **self._options(step))))
+        comm.on_rank0(
+            lambda: works.append(store.prepare({**state, **rank0_state()}, **self._options(step)))
+        )
         return works[0] if works else lambda: None
 
     def _options(self, step: int) -> dict[str, Any]:
-        return {"step": step, "epoch": self._state.epoch, "info": self._info(), "copy": self._background}
+        return {
+            "step": step,
+            "epoch": self._state.epoch,
+            "info": self._info(),
+            "copy": self._background,
+        }
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete.
@@ -140,7 +175,8 @@ class CheckpointManager:
             self.set_last(pending.step, pending.path)
 
     def abandon(self) -> None:
-        """Forget a checkpoint that is being written: a worker was lost. Called by each worker alone.
+        """Forget a checkpoint that is being written: a worker was lost. Called by each worker
+        alone.
 
         One that is written in the background goes on being written by rank 0.
         """
@@ -150,7 +186,8 @@ class CheckpointManager:
             pending.abandon()
 
     def end(self) -> None:
-        """Wait for this worker's files of a checkpoint that is being written, without communication.
+        """Wait for this worker's files of a checkpoint that is being written, without
+        communication.
 
         For the end of a run after an error, when other workers may have exited. Errors are logged.
         """
@@ -173,8 +210,14 @@ class CheckpointManager:
             note_checkpoint(str(path))
 
     def with_advice(self, error: DivergedError) -> DivergedError:
-        """Return the error of a run that has diverged with the checkpoint to go on from, whose weights are finite."""
-        where = f"The last checkpoint is {self.last_path}." if self.last_path else "There is no checkpoint yet."
+        """Return the error of a run that has diverged with the checkpoint to go on from, whose
+        weights are finite.
+        """
+        where = (
+            f"The last checkpoint is {self.last_path}."
+            if self.last_path
+            else "There is no checkpoint yet."
+        )
         return DivergedError(f"{error} {where}")
 
     def _store(self) -> CheckpointStore:
@@ -182,7 +225,9 @@ class CheckpointManager:
 
     def _store_in(self, run_dir: Path | None) -> CheckpointStore:
         if run_dir is None:
-            raise CheckpointError("this run has no run directory for checkpoints: pass run_dir= to the Trainer")
+            raise CheckpointError(
+                "this run has no run directory for checkpoints: pass run_dir= to the Trainer"
+            )
         return CheckpointStore(run_dir / "checkpoints", keep=self._keep_checkpoints)
 
     def _info(self) -> dict[str, Any]:
@@ -195,20 +240,23 @@ class CheckpointManager:
         }
 
     def find(self, which: str | Path | None, restarted: bool = False) -> Checkpoint | None:
-        """Return a checkpoint that fits the trainer's model and optimizer; None if there is none to resume from yet.
+        """Return a checkpoint that fits the trainer's model and optimizer; None if there is none to
+        resume from yet.
 
         Tensors are not read from its files yet. Each file is verified by one worker of each host.
 
         Args:
-            which: a checkpoint, a run directory, or "latest" for this run's; None for none. In a directory, the newest
-                checkpoint is used that is not damaged and has no NaN in its weights; others are logged as errors.
-            restarted: whether the workers of this job were all started again, and have not trained since. They go
-                on from the newest checkpoint of the directory in which the job was training, or from which it was
-                to resume if that is this run's: one may have been written that nobody has been told of.
+            which: a checkpoint, a run directory, or "latest" for this run's; None for none. In a
+                directory, the newest checkpoint is used that is not damaged and has no NaN in its
+                weights; others are logged as errors.
+            restarted: whether the workers of this job were all started again, and have not trained
+                since. They go on from the newest checkpoint of the directory in which the job was
+                training, or from which it was to resume if that is this run's: one may have been
+                written that nobody has been told of.
 
         Raises:
-            CheckpointError: on every worker, if the checkpoint or all are damaged or have NaN in their weights, or it
-                does not fit on any worker.
+            CheckpointError: on every worker, if the checkpoint or all are damaged or have NaN in
+                their weights, or it does not fit on any worker.
         """
         self.wait()
         comm = self._comm
@@ -224,7 +272,11 @@ class CheckpointManager:
                 first_error = first_error or error.with_traceback(None)
                 if number < len(candidates) and comm.rank == 0:
                     previous = candidates[number]
-                    _log.error("A CHECKPOINT CANNOT BE USED: %s. Trying the one before it, %s.", error, previous)
+                    _log.error(
+                        "A CHECKPOINT CANNOT BE USED: %s. Trying the one before it, %s.",
+                        error,
+                        previous,
+                    )
                 continue
             call_on_all(comm, partial(self._check, opened))
             return opened
@@ -234,7 +286,9 @@ class CheckpointManager:
         raise CheckpointError(f"{first_error}. {suggestion}.") from first_error.__cause__
 
     def _open(self, path: Path) -> Checkpoint:
-        """Open a checkpoint that is undamaged and has no NaN in its weights; called by every worker."""
+        """Open a checkpoint that is undamaged and has no NaN in its weights; called by every
+        worker.
+        """
         comm = self._comm
         opened = call_on_all(comm, partial(open_stored, path, comm.local_rank, comm.local_size))
         # Not by `on_rank0`, which workers that join an elastic job later would expect as well.
@@ -253,10 +307,16 @@ class CheckpointManager:
             found = [paths[::-1] for run in runs if (paths := self._store_in(run).paths())]
             return found[0] if found else self._store().paths()
         folder = Path(which) / "checkpoints"
-        return (CheckpointStore(folder).paths()[::-1] or [folder]) if folder.is_dir() else [Path(which).resolve()]
+        return (
+            (CheckpointStore(folder).paths()[::-1] or [folder])
+            if folder.is_dir()
+            else [Path(which).resolve()]
+        )
 
     def _run_of_this_job(self, which: str | Path | None) -> Path | None:
-        """Return the directory in which this job was training before its workers were started again, if it is known."""
+        """Return the directory in which this job was training before its workers were started
+        again, if it is known.
+        """
         if self.run_dir is None:
             return None
         if (earlier := of_this_job(self.run_dir)) is not None:
@@ -264,7 +324,9 @@ class CheckpointManager:
         if which is None or which == "latest" or Path(which).parent.name != "checkpoints":
             return None
         run = Path(which).parent.parent
-        return run if any(run.resolve() == each.resolve() for each in numbered(self.run_dir)) else None
+        return (
+            run if any(run.resolve() == each.resolve() for each in numbered(self.run_dir)) else None
+        )
 
     def _check(self, checkpoint: Checkpoint) -> None:
         path = checkpoint.path
@@ -275,18 +337,24 @@ class CheckpointManager:
         saved = checkpoint.info.get("optimizer")
         ours = type(self._state.step.optimizer).__name__
         if saved != ours:
-            raise CheckpointError(f"{path}: expected a checkpoint of a run with {ours}, got one with {saved}")
+            raise CheckpointError(
+                f"{path}: expected a checkpoint of a run with {ours}, got one with {saved}"
+            )
 
 
 class _PendingSave:
-    """A checkpoint that is being written: in a thread if in the background, otherwise in `result`."""
+    """A checkpoint that is being written: in a thread if in the background, otherwise in
+    `result`.
+    """
 
     def __init__(self, work: Callable[[], object], step: int, path: Path, background: bool) -> None:
         self.step = step
         self.path = path
         self._work = work
         self._error = cast(BaseException | None, None)
-        self._thread = threading.Thread(target=self._run, name="lockstep-checkpoint") if background else None
+        self._thread = (
+            threading.Thread(target=self._run, name="lockstep-checkpoint") if background else None
+        )
         if self._thread is not None:
             self._thread.start()
 
@@ -297,7 +365,9 @@ class _PendingSave:
             self._error = error
 
     def abandon(self) -> None:
-        """Wait for the thread, if there is one; its error, if any, is that of a checkpoint that is written again."""
+        """Wait for the thread, if there is one; its error, if any, is that of a checkpoint that is
+        written again.
+        """
         if self._thread is not None:
             self._thread.join()
 

@@ -1,4 +1,6 @@
-"""`DataParallel`: one model on several devices of one process, a replacement of torch's class of that name."""
+"""`DataParallel`: one model on several devices of one process, a replacement of torch's class of
+that name.
+"""
 
 from __future__ import annotations
 
@@ -33,28 +35,31 @@ class DataParallel(nn.Module):
     It replaces `torch.nn.DataParallel` and takes the same arguments. Differences:
 
     - Devices may be CPUs, and may be listed several times: ``["cpu", "cpu"]`` trains on two cores.
-    - Replicas persist from step to step, and each has a thread. Forward and backward passes run on all devices in
-      parallel.
-    - With `loss`, ``model(inputs, target=labels)`` returns the loss, computed on each device for its own outputs, so
-      that no device has more work than the others. Loss and gradients are means over the whole batch, weighted by
-      samples (or by what the loss counts, such as labels that are not ignored), however the batch is split.
-    - Running statistics are the average over the replicas, weighted by samples; other buffers are those of the first
-      replica.
-    - Dropout and other random functions of torch draw different numbers on each replica, and the same numbers again
-      after the same ``torch.manual_seed``.
-    - ``state_dict()`` has the names of `module`, without a prefix, and is on the CPU. ``load_state_dict`` accepts names
-      with and without "module.".
+    - Replicas persist from step to step, and each has a thread. Forward and backward passes run on
+      all devices in parallel.
+    - With `loss`, ``model(inputs, target=labels)`` returns the loss, computed on each device for
+      its own outputs, so that no device has more work than the others. Loss and gradients are means
+      over the whole batch, weighted by samples (or by what the loss counts, such as labels that are
+      not ignored), however the batch is split.
+    - Running statistics are the average over the replicas, weighted by samples; other buffers are
+      those of the first replica.
+    - Dropout and other random functions of torch draw different numbers on each replica, and the
+      same numbers again after the same ``torch.manual_seed``.
+    - ``state_dict()`` has the names of `module`, without a prefix, and is on the CPU.
+      ``load_state_dict`` accepts names with and without "module.".
 
-    A batch with fewer samples than devices uses one device for each sample. Second derivatives and random layers under
-    `torch.utils.checkpoint` are not supported.
+    A batch with fewer samples than devices uses one device for each sample. Second derivatives and
+    random layers under `torch.utils.checkpoint` are not supported.
 
     Args:
         module: the model; moved to the first device. The optimizer is over its parameters.
-        devices: devices, their names or their numbers; when None, all accelerators or, without one, the CPU once.
+        devices: devices, their names or their numbers; when None, all accelerators or, without one,
+            the CPU once.
         output_device: the device of outputs and losses; the first device when None.
         dim: the dimension of the samples in tensors.
         device_ids: another name of `devices`.
-        loss: (output, target) → the mean over the samples, or one loss for each sample, or (sum, count).
+        loss: (output, target) → the mean over the samples, or one loss for each sample, or (sum,
+            count).
 
     Raises:
         ConfigError: for devices that do not exist, or for both `devices` and `device_ids`.
@@ -80,20 +85,23 @@ class DataParallel(nn.Module):
         self.dim = dim
         self._engine = Engine(_Forward(module, loss, dim), self.devices, dim, output_device)
         self.output_device = self._engine.output_device
-        self.device_ids = [device if device.index is None else device.index for device in self.devices]
+        self.device_ids = [
+            device if device.index is None else device.index for device in self.devices
+        ]
         self.register_load_state_dict_pre_hook(_accept_plain_names)  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, target: Any = None, **kwargs: Any) -> Any:
         """Return the outputs of all replicas as one, or with `target` the loss, a 0-dim tensor.
 
         Args:
-            inputs: arguments of the model; their tensors are split (see `lockstep.parallel.replicas.scatter`).
+            inputs: arguments of the model; their tensors are split (see
+                `lockstep.parallel.replicas.scatter`).
             target: the target of the loss; without a `loss`, an argument of the model.
             kwargs: keyword arguments of the model.
 
         Raises:
-            ConfigError: for a batch that cannot be split, or a loss that is not a mean over samples, see
-                `lockstep.training.mean_check`.
+            ConfigError: for a batch that cannot be split, or a loss that is not a mean over
+                samples, see `lockstep.training.mean_check`.
             ReplicaError: if a replica fails, with its device and the shapes of its inputs.
         """
         step: Any = self._engine.module
@@ -108,13 +116,17 @@ class DataParallel(nn.Module):
         if len(self.devices) > 1:
             result = self._engine.run(batch, {}, has_loss)
         else:
-            result = map_tensors(lambda t: t.to(self.output_device), step(*scatter(batch, self.devices, self.dim)[0]))
+            result = map_tensors(
+                lambda t: t.to(self.output_device), step(*scatter(batch, self.devices, self.dim)[0])
+            )
         if has_loss:
             step.losses.check()
         return result[0] / result[1] if has_loss else result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the module, on the CPU, or with ``keep_vars=True`` its own tensors."""
+        """Return the state dict of the module, on the CPU, or with ``keep_vars=True`` its own
+        tensors.
+        """
         names = ("destination", "prefix", "keep_vars")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         prefix = arguments.get("prefix", "")
@@ -159,7 +171,8 @@ class _Losses:
             loss.expect(self._batches)
 
     def check(self) -> None:
-        """Check that the losses are means over samples, with the arguments that they have been called with.
+        """Check that the losses are means over samples, with the arguments that they have been
+        called with.
 
         Raises:
             ConfigError: for the first that is not.
@@ -184,7 +197,9 @@ class _Forward(nn.Module):
         self.model = model
         self.loss = loss
         self.dim = dim
-        self._loss_sum: Loss | None = None  # created by each replica at its first pass, on its device
+        self._loss_sum: Loss | None = (
+            None  # created by each replica at its first pass, on its device
+        )
         self.losses = _Losses()
 
     def forward(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:

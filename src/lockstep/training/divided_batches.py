@@ -1,4 +1,6 @@
-"""What a model has whose results depend on how a global batch is divided, for one line at the start of a training."""
+"""What a model has whose results depend on how a global batch is divided, for one line at the start
+of a training.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ _MOST_NAMES = 3
 
 
 class FirstPasses:
-    """What the first passes over a worker's part of a batch do beside computing a loss: made before them, asked after.
+    """What the first passes over a worker's part of a batch do beside computing a loss: made before
+    them, asked after.
 
     Args:
         modules: the model, and the modules of the loss, by the beginning of their buffers' names.
@@ -32,7 +35,9 @@ class FirstPasses:
         self._generators = self._generator_states()
 
     def changed_buffers(self) -> list[str]:
-        """Return the names of the buffers that they have changed, except batch norm's statistics and counters."""
+        """Return the names of the buffers that they have changed, except batch norm's statistics
+        and counters.
+        """
         before = self._versions
         now = self._buffer_versions()
         return [name for name in now if now[name] != before.get(name)]
@@ -66,14 +71,16 @@ def describe_division(
     seen: FirstPasses | None = None,
     mixes_samples: bool = False,
 ) -> str:
-    """Return in one line what of the model depends on the division of global batches; "" if nothing does.
+    """Return in one line what of the model depends on the division of global batches; "" if nothing
+    does.
 
     Args:
         model: the model, with its layers in the modes in which it is trained.
         workers: number of workers.
         passes: passes of each worker.
         devices: devices of each worker.
-        own_hooks: whether the training itself has hooks on accumulated gradients, which are not the user's then.
+        own_hooks: whether the training itself has hooks on accumulated gradients, which are not the
+            user's then.
         seen: what the first passes have done; without it, functions that they call, such as
             `torch.nn.functional.dropout`, are not seen.
         mixes_samples: whether an output for a sample depends on other samples of the same pass.
@@ -91,17 +98,26 @@ def describe_division(
         return ""
     found = [
         *_of_layers("dropout draws other masks", model, _draws),
-        *_of_layers("batch norm has the statistics of a part", model, lambda layer: _is_batch_norm(layer, passes)),
+        *_of_layers(
+            "batch norm has the statistics of a part",
+            model,
+            lambda layer: _is_batch_norm(layer, passes),
+        ),
         *_of_hooks(model, own_hooks),
         *([] if seen is None else _of_passes(model, seen)),
     ]
     if mixes_samples:
-        found.append("an output for a sample depends on the others of the same pass, as by statistics of the batch")
+        found.append(
+            "an output for a sample depends on the others of the same pass, as by statistics of "
+            "the batch"
+        )
     if not found:
         return ""
     return (
-        f"{', '.join(divided)}: results may depend on how a global batch is divided, as this model has what is "
-        f'listed in docs/training.md, "What is the same at any number of workers": {"; ".join(found)}'
+        f"{', '.join(divided)}: results may depend on how a global batch is divided, as this "
+        "model has what is "
+        'listed in docs/training.md, "What is the same at any number of workers": '
+        f"{'; '.join(found)}"
     )
 
 
@@ -129,7 +145,9 @@ def _listed(what: str, names: list[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return [f"{what} ({', '.join(name or 'the model itself' for name in names[:_MOST_NAMES])}{more})"]
+    return [
+        f"{what} ({', '.join(name or 'the model itself' for name in names[:_MOST_NAMES])}{more})"
+    ]
 
 
 def _draws(layer: nn.Module) -> bool:

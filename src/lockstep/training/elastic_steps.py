@@ -1,4 +1,6 @@
-"""`steps`: the batches for a training loop of one's own, which goes on in an elastic job after the loss of a worker."""
+"""`steps`: the batches for a training loop of one's own, which goes on in an elastic job after the
+loss of a worker.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ __all__ = ["Steps", "steps"]
 T = TypeVar("T")
 
 
-def steps(loader: Loader, step: TrainStep, epochs: int = 1, *, state: Mapping[str, Any] | None = None) -> Steps:
-    """Return the batches of a training whose loop is one's own, and which survives the loss of workers.
+def steps(
+    loader: Loader, step: TrainStep, epochs: int = 1, *, state: Mapping[str, Any] | None = None
+) -> Steps:
+    """Return the batches of a training whose loop is one's own, and which survives the loss of
+    workers.
 
-    In an elastic job (``lockstep run --elastic``) `step` repeats what the loss of a worker has interrupted, on the
-    workers that are left; those that join do so between two batches, and get the state from the others. Anywhere else
-    the loop is an ordinary one::
+    In an elastic job (``lockstep run --elastic``) `step` repeats what the loss of a worker has
+    interrupted, on the workers that are left; those that join do so between two batches, and get
+    the state from the others. Anywhere else the loop is an ordinary one::
 
         training = lockstep.elastic.steps(loader, step, epochs=5, state={"scheduler": scheduler})
         for batch in training:
@@ -35,9 +40,9 @@ def steps(loader: Loader, step: TrainStep, epochs: int = 1, *, state: Mapping[st
             if training.ends_epoch:
                 measured = training.call(lockstep.evaluate, model, test_loader, loss_fn)
 
-    The body has to do the same on all workers. It changes model and optimizer's state by `step` alone; hyperparameters
-    and what is in `state` it may change anywhere. It communicates in `step` and in `Steps.call`, as the end of any
-    other collective by a loss ends the job.
+    The body has to do the same on all workers. It changes model and optimizer's state by `step`
+    alone; hyperparameters and what is in `state` it may change anywhere. It communicates in `step`
+    and in `Steps.call`, as the end of any other collective by a loss ends the job.
 
     Experimental: may change in any release.
 
@@ -45,8 +50,8 @@ def steps(loader: Loader, step: TrainStep, epochs: int = 1, *, state: Mapping[st
         loader: of the global batches; training begins at its position.
         step: the training step, with the `virtual_workers` of the loader.
         epochs: number of epochs in total, counted from the loader's epoch 0.
-        state: what else the training changes, by name, and workers that join need: objects with ``state_dict()`` and
-            ``load_state_dict()``, or dicts.
+        state: what else the training changes, by name, and workers that join need: objects with
+            ``state_dict()`` and ``load_state_dict()``, or dicts.
 
     Returns:
         An iterable over this worker's parts of the global batches of all epochs.
@@ -63,12 +68,22 @@ def _check(loader: Any, step: Any, epochs: Any) -> None:
     arguments.instance("loader", loader, Loader, "a lockstep.Loader", hint)
     if loader.is_iterable:
         hint = "Trainer.fit reads an iterable data set in an elastic job as well."
-        raise ConfigError("loader", "one whose samples have indices", found="one of an iterable data set", hint=hint)
+        raise ConfigError(
+            "loader",
+            "one whose samples have indices",
+            found="one of an iterable data set",
+            hint=hint,
+        )
     arguments.instance("step", step, TrainStep, "a lockstep.TrainStep")
     arguments.whole("epochs", epochs, least=1)
     if loader.virtual_workers != (own := step.strategy.virtual_workers):
         hint = f"Make it with Loader(..., virtual_workers={own})."
-        raise ConfigError("virtual_workers", f"{own}, the step's, in the Loader as well", loader.virtual_workers, hint)
+        raise ConfigError(
+            "virtual_workers",
+            f"{own}, the step's, in the Loader as well",
+            loader.virtual_workers,
+            hint,
+        )
 
 
 class Steps:
@@ -103,10 +118,11 @@ class Steps:
         return self._at[1] == len(self._loader) - 1
 
     def call(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return ``fn(*args, **kwargs)``, for what communicates beside the step, such as an evaluation.
+        """Return ``fn(*args, **kwargs)``, for what communicates beside the step, such as an
+        evaluation.
 
-        All workers call it. In an elastic job it is called again if a worker is lost meanwhile, so it must change
-        nothing that the training uses, and return the same on all workers.
+        All workers call it. In an elastic job it is called again if a worker is lost meanwhile, so
+        it must change nothing that the training uses, and return the same on all workers.
 
         Args:
             fn: the function.
@@ -180,7 +196,9 @@ class _StateOfSteps(StateOfStep):
         """
         if (batch.epoch, batch.step) != self._steps._at:
             got = f"batch {batch.step} of epoch {batch.epoch}"
-            raise ConfigError("batch", "the batch of lockstep.elastic.steps in the body of its loop", found=got)
+            raise ConfigError(
+                "batch", "the batch of lockstep.elastic.steps in the body of its loop", found=got
+            )
         return self._steps._feed.current()
 
     def commit(self, result: Any) -> None:

@@ -1,4 +1,6 @@
-"""The results of an epoch: the columns of its row in the history, and the sums that its loss and speed are made of."""
+"""The results of an epoch: the columns of its row in the history, and the sums that its loss and
+speed are made of.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from .precision import Number
 __all__ = ["COLUMNS", "EpochTotals", "Row"]
 
 Row = dict[str, float]
-"""The results of one epoch, or of the part of one before a validation: epoch (from 1), step, train_loss, lr, seconds,
-samples_per_second, and val_… by metric."""
+"""The results of one epoch, or of the part of one before a validation: epoch (from 1), step,
+train_loss, lr, seconds, samples_per_second, and val_… by metric."""
 
 COLUMNS = ("epoch", "step", "train_loss", "lr", "seconds", "samples_per_second")
 """The columns of every row."""
@@ -58,12 +60,16 @@ class EpochTotals:
 
     @property
     def loss(self) -> float:
-        """The mean loss so far, weighted by counts; 0 before the first step. Waits for the device."""
+        """The mean loss so far, weighted by counts; 0 before the first step. Waits for the
+        device.
+        """
         return float(self._loss_sum) / (float(self._count) or 1.0)
 
     @property
     def seconds(self) -> float:
-        """Time since the epoch began or was resumed; on an emulated network, that of the emulated hosts."""
+        """Time since the epoch began or was resumed; on an emulated network, that of the emulated
+        hosts.
+        """
         return clock.monotonic() - self._started
 
     @property

@@ -1,4 +1,6 @@
-"""Errors on all ranks: an error on one rank is raised on every rank, so that no rank continues alone."""
+"""Errors on all ranks: an error on one rank is raised on every rank, so that no rank continues
+alone.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ def raise_on_all(comm: Communicator, error: BaseException | None, own_first: boo
 
     Args:
         comm: communicator over the ranks.
-        error: the error of this rank, if any. A `LockstepError` is raised unchanged on other ranks, another exception
-            as a `WorkerError`.
-        own_first: whether a rank with an error raises that one; otherwise all ranks raise the lowest rank's error.
+        error: the error of this rank, if any. A `LockstepError` is raised unchanged on other ranks,
+            another exception as a `WorkerError`.
+        own_first: whether a rank with an error raises that one; otherwise all ranks raise the
+            lowest rank's error.
     """
     if comm.is_joining:  # an elastic job, in which the others have done this before
         if error is not None:
@@ -34,7 +37,9 @@ def raise_on_all(comm: Communicator, error: BaseException | None, own_first: boo
 
 
 def call_on_all(comm: Communicator, fn: Callable[[], T]) -> T:
-    """Return `fn()` if it succeeds on every rank, and raise on every rank if it fails on any; called by all ranks."""
+    """Return `fn()` if it succeeds on every rank, and raise on every rank if it fails on any;
+    called by all ranks.
+    """
     value = None
     error = cast(BaseException | None, None)
     try:

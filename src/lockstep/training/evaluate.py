@@ -52,14 +52,16 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 Metric = Callable[[Any, Any], Any] | Any
-"""(output, target) of n samples → the mean over the samples (a 0-dim floating tensor or a float), or one value for each
-sample (shape (n,)), or (sum, count) if the mean is over something else, such as labels or pixels: the rule for losses.
-Means are compared by halves again and again, see `lockstep.training.mean_check`. What no sum over samples
-gives, such as AUC, is a `whole_set` metric, or an object of torchmetrics."""
+"""(output, target) of n samples → the mean over the samples (a 0-dim floating tensor or a float),
+or one value for each sample (shape (n,)), or (sum, count) if the mean is over something else, such
+as labels or pixels: the rule for losses. Means are compared by halves again and again, see
+`lockstep.training.mean_check`. What no sum over samples gives, such as AUC, is a `whole_set`
+metric, or an object of torchmetrics."""
 
 
 class WholeSet:
-    """A metric of a whole data set, which no sum over samples gives, such as AUC or F1, see `whole_set`.
+    """A metric of a whole data set, which no sum over samples gives, such as AUC or F1, see
+    `whole_set`.
 
     Args:
         fn: (outputs, targets) of all samples → a number; also an attribute.
@@ -86,19 +88,24 @@ class WholeSet:
 
 
 def whole_set(fn: Callable[[Any, Any], Any]) -> WholeSet:
-    """Return a metric that calls `fn` once, with the outputs and the targets of all samples of the data set.
+    """Return a metric that calls `fn` once, with the outputs and the targets of all samples of the
+    data set.
 
-    They are gathered from all workers in the order of the data set, on the CPU of every worker, so the result does not
-    depend on the number of workers::
+    They are gathered from all workers in the order of the data set, on the CPU of every worker, so
+    the result does not depend on the number of workers::
 
-        metrics={"auc": lockstep.whole_set(lambda output, target: roc_auc_score(target, output[:, 1]))}
+        def auc(output, target):
+            return roc_auc_score(target, output[:, 1])
 
-    Where a `collate_fn` pads its samples to the longest of their batch, the number of workers decides what is padded
-    with what. Shorter outputs and targets are padded to the longest of the whole set: floating numbers with NaN, whole
-    numbers with -100. Leave padding out in `fn`, e.g. by ``target != -100``.
+        metrics={"auc": lockstep.whole_set(auc)}
 
-    Objects with `reset`, `update` and `compute`, such as those of torchmetrics, are metrics too, and get the gathered
-    outputs and targets of one global batch after the other.
+    Where a `collate_fn` pads its samples to the longest of their batch, the number of workers
+    decides what is padded with what. Shorter outputs and targets are padded to the longest of the
+    whole set: floating numbers with NaN, whole numbers with -100. Leave padding out in `fn`, e.g.
+    by ``target != -100``.
+
+    Objects with `reset`, `update` and `compute`, such as those of torchmetrics, are metrics too,
+    and get the gathered outputs and targets of one global batch after the other.
     """
     return WholeSet(fn)
 
@@ -108,26 +115,38 @@ def _is_accuracy(metric: Any) -> bool:
 
 
 def _is_stateful(metric: Any) -> bool:
-    """Return whether a metric has a state that is updated batch by batch, as those of torchmetrics."""
+    """Return whether a metric has a state that is updated batch by batch, as those of
+    torchmetrics.
+    """
     return all(callable(getattr(metric, name, None)) for name in ("reset", "update", "compute"))
 
 
 def _concatenate(parts: list[Any]) -> Any:
-    """Concatenate tensors along the first dimension, in nested structures of one form; see `_join`."""
+    """Concatenate tensors along the first dimension, in nested structures of one form; see
+    `_join`.
+    """
     tensors = [tensors_of(part) for part in parts]
-    columns = iter([_join(column) if column[0].dim() else column[0] for column in zip(*tensors, strict=True)])
+    columns = iter(
+        [_join(column) if column[0].dim() else column[0] for column in zip(*tensors, strict=True)]
+    )
     return map_tensors(lambda _: next(columns), parts[0])
 
 
 def _gather(tree: Any, comm: Communicator) -> Any:
-    """Concatenate the tensors of all workers in rank order, on the CPU of every worker; each has the same form."""
-    return map_tensors(lambda tensor: _join(comm.allgather(tensor.detach().contiguous())).cpu(), tree)
+    """Concatenate the tensors of all workers in rank order, on the CPU of every worker; each has
+    the same form.
+    """
+    return map_tensors(
+        lambda tensor: _join(comm.allgather(tensor.detach().contiguous())).cpu(), tree
+    )
 
 
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors along the first dimension; shorter ones are padded in the other dimensions.
+    """Concatenate tensors along the first dimension; shorter ones are padded in the other
+    dimensions.
 
-    A `collate_fn` that pads its samples to the longest one gives parts of other lengths to each batch and each worker.
+    A `collate_fn` that pads its samples to the longest one gives parts of other lengths to each
+    batch and each worker.
 
     Raises:
         ConfigError: for other numbers of dimensions.
@@ -151,7 +170,9 @@ def _padded(part: torch.Tensor, longest: list[int]) -> torch.Tensor:
     if not len(part):  # of a worker without samples
         return part.new_empty(0, *longest)
     missing = [(0, size - own) for size, own in zip(longest, part.shape[1:], strict=True)]
-    return torch.nn.functional.pad(part, [each for pair in reversed(missing) for each in pair], value=_fill_of(part))
+    return torch.nn.functional.pad(
+        part, [each for pair in reversed(missing) for each in pair], value=_fill_of(part)
+    )
 
 
 def _fill_of(part: torch.Tensor) -> float:
@@ -168,7 +189,8 @@ def accuracy(
 
     Args:
         output: shape (n, classes, …).
-        target: labels of shape (n, …), or probabilities of the shape of `output`, the largest of which is the label.
+        target: labels of shape (n, …), or probabilities of the shape of `output`, the largest of
+            which is the label.
         ignore_index: labels of this value do not count.
 
     Returns:
@@ -182,7 +204,9 @@ def accuracy(
     if output.dim() < 2 or target.shape != fitting:
         shapes = f"output {list(output.shape)} and target {list(target.shape)}"
         raise ConfigError(
-            "metrics", "outputs (samples, classes, …) for the labels (samples, …) of accuracy", found=shapes
+            "metrics",
+            "outputs (samples, classes, …) for the labels (samples, …) of accuracy",
+            found=shapes,
         )
     labels = target.argmax(dim=1) if soft else target
     kept = labels != ignore_index
@@ -190,13 +214,16 @@ def accuracy(
 
 
 def default_metrics(loss_fn: LossFn) -> dict[str, Metric]:
-    """Return accuracy for a loss of classification, over the labels that the loss counts; otherwise no metrics."""
+    """Return accuracy for a loss of classification, over the labels that the loss counts; otherwise
+    no metrics.
+    """
     loss = classification_loss(loss_fn)
     return {} if loss is None else {"accuracy": partial(accuracy, ignore_index=loss.ignore_index)}
 
 
 def check_metrics(metrics: Mapping[str, Metric]) -> None:
-    """Check that every metric can be called with an output and a target, and that none has the name "loss".
+    """Check that every metric can be called with an output and a target, and that none has the name
+    "loss".
 
     Raises:
         ConfigError: naming the first invalid metric.
@@ -220,18 +247,20 @@ def predict(
     precision: Precision | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Any:
-    """Return the outputs of `model` for all samples of `loader`, in their order, the same on every worker.
+    """Return the outputs of `model` for all samples of `loader`, in their order, the same on every
+    worker.
 
     Args:
         model: the model; its mode (training or evaluation) is restored.
-        loader: the loader of the data set, with ``shuffle=False``; its epoch 0 is used. If its items are pairs, the
-            first elements are the inputs.
+        loader: the loader of the data set, with ``shuffle=False``; its epoch 0 is used. If its
+            items are pairs, the first elements are the inputs.
         precision: the precision of the forward passes; float32 when None.
         forward: (model, data) → output; that of the inputs when None.
 
     Returns:
-        The outputs on the CPU, concatenated along the first dimension: a tensor, or a tuple, list or dict of tensors as
-        the model returns them. Outputs of other sizes in other dimensions are padded, see `whole_set`.
+        The outputs on the CPU, concatenated along the first dimension: a tensor, or a tuple, list
+        or dict of tensors as the model returns them. Outputs of other sizes in other dimensions are
+        padded, see `whole_set`.
 
     Raises:
         ConfigError: for a loader that shuffles.
@@ -256,12 +285,13 @@ def evaluate(
     strategy: Strategy | None = None,
     max_steps_in_flight: int = IN_FLIGHT,
 ) -> dict[str, float]:
-    """Return the mean loss and the mean of each metric over all samples of `loader`, the same on every worker.
+    """Return the mean loss and the mean of each metric over all samples of `loader`, the same on
+    every worker.
 
     Args:
         model: the model; its mode (training or evaluation) is restored.
-        loader: the loader of the data set; its epoch 0 is used. Of a `DataLoader` of torch, the batch size is the
-            global batch size.
+        loader: the loader of the data set; its epoch 0 is used. Of a `DataLoader` of torch, the
+            batch size is the global batch size.
         loss_fn: see `lockstep.training.loss.LossFn`.
         metrics: name → `Metric`; when None, accuracy for a loss of classification.
         precision: the precision of the forward passes; float32 when None.
@@ -273,14 +303,16 @@ def evaluate(
         {"loss": …, and each metric's name: …}
 
     Raises:
-        ConfigError: for a metric named "loss" or one that is not callable, outputs that do not fit the labels, or a
-            loss or metric that is not a mean over samples.
+        ConfigError: for a metric named "loss" or one that is not callable, outputs that do not fit
+            the labels, or a loss or metric that is not a mean over samples.
         DataError: if the loss or a metric counts nothing in the whole data set.
         MismatchError: if the workers have other weights.
     """
     _check_arguments(model, precision)
     if forward is not None:
-        arguments.function("forward", forward, "a function (model, data) -> (output, target)", takes=2)
+        arguments.function(
+            "forward", forward, "a function (model, data) -> (output, target)", takes=2
+        )
     if strategy is not None:
         expected = "the strategy of a TrainStep or Trainer: trainer.step.strategy"
         arguments.instance("strategy", strategy, Strategy, expected)
@@ -300,7 +332,11 @@ def _check_arguments(model: Any, precision: Any) -> None:
     arguments.instance("model", model, nn.Module, "a torch.nn.Module")
     if precision is not None:
         expected = "a Precision, such as trainer.step.precision"
-        hint = "lockstep.training.precision.Precision(name, device) makes one." if isinstance(precision, str) else ""
+        hint = (
+            "lockstep.training.precision.Precision(name, device) makes one."
+            if isinstance(precision, str)
+            else ""
+        )
         arguments.instance("precision", precision, Precision, expected, hint)
 
 
@@ -312,8 +348,13 @@ def _opened(loader: Loader | DataLoader[Any]) -> Iterator[Loader]:
         yield loader
         return
     if not isinstance(loader, DataLoader):
-        found = "a data set" if isinstance(loader, Dataset) else f"one of type {type(loader).__name__}"
-        hint = "lockstep.Loader(dataset, global_batch_size=256, shuffle=False) makes one of a data set."
+        found = (
+            "a data set" if isinstance(loader, Dataset) else f"one of type {type(loader).__name__}"
+        )
+        hint = (
+            "lockstep.Loader(dataset, global_batch_size=256, shuffle=False) makes one of a data "
+            "set."
+        )
         raise ConfigError("loader", "a lockstep.Loader, or a DataLoader", found=found, hint=hint)
     size = dataloader_batch_size(loader) or 1
     comm = init()
@@ -330,11 +371,15 @@ def _output_of(model: nn.Module, data: Any) -> Any:
 
 
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models whose first pass was watched: they may be evaluated often, and it takes a copy of the model."""
+"""The models whose first pass was watched: they may be evaluated often, and it takes a copy of the
+model.
+"""
 
 
 def _first_batch(model: nn.Module, loader: Loader, batch: Batch) -> FirstBatch | None:
-    """Return what watches a model's first pass over a part of a batch, if batches are divided among workers."""
+    """Return what watches a model's first pass over a part of a batch, if batches are divided among
+    workers.
+    """
     if loader.virtual_workers is not None or loader.comm.size == 1 or model in _WATCHED:
         return None
     _WATCHED.add(model)
@@ -382,7 +427,8 @@ class Prediction(Computation):
 
 
 class Evaluation(Computation):
-    """A loss and metrics of a model: (data, samples) → a table with a row (sum, count) for the loss and each metric.
+    """A loss and metrics of a model: (data, samples) → a table with a row (sum, count) for the loss
+    and each metric.
 
     Args:
         model: see `evaluate`, as for the other arguments.
@@ -406,8 +452,12 @@ class Evaluation(Computation):
         super().__init__(model)
         check_metrics(metrics)
         self._loss = Loss(loss_fn, device, forward, model)
-        self._stateful: dict[str, Any] = {name: metric for name, metric in metrics.items() if _is_stateful(metric)}
-        of_samples = {name: metric for name, metric in metrics.items() if name not in self._stateful}
+        self._stateful: dict[str, Any] = {
+            name: metric for name, metric in metrics.items() if _is_stateful(metric)
+        }
+        of_samples = {
+            name: metric for name, metric in metrics.items() if name not in self._stateful
+        }
         self._metrics = {
             name: MeanCheck("metrics", metric, name, compares=not _is_accuracy(metric))
             for name, metric in of_samples.items()
@@ -428,7 +478,11 @@ class Evaluation(Computation):
 
     @torch.no_grad()
     def run(
-        self, loader: Loader, precision: Precision | None, strategy: Strategy | None, max_steps_in_flight: int
+        self,
+        loader: Loader,
+        precision: Precision | None,
+        strategy: Strategy | None,
+        max_steps_in_flight: int,
     ) -> dict[str, float]:
         """Run the evaluation and return its results, see `evaluate`."""
         comm = loader.comm
@@ -444,7 +498,10 @@ class Evaluation(Computation):
         self._loss.found = problem = None
         what = f"an evaluation in batches of {counted(loader.global_batch_size, 'sample')}"
         advice = "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
-        with evaluating(self.model, self._loss.modules), explaining_out_of_memory(comm, what, lambda: advice):
+        with (
+            evaluating(self.model, self._loss.modules),
+            explaining_out_of_memory(comm, what, lambda: advice),
+        ):
             for number, batch in enumerate(loader.epoch(0)):
                 self._expect(number, is_last=number + 1 == loader.steps)
                 for shard, data, size in _parts_of(loader, batch):
@@ -464,7 +521,8 @@ class Evaluation(Computation):
                     self._update_stateful(loader, precision)
         if problem is not None:  # told to all workers by their sums: a count that is infinite
             totals[0, 0, 1] = math.inf
-        # A shard's rows are nonzero on one worker only, so the all-reduce is exact; the sum over shards has one order.
+        # A shard's rows are nonzero on one worker only, so the all-reduce is exact; the sum over
+        # shards has one order.
         with named("sums of loss and metrics"):
             sums = comm.allreduce(totals).sum(0)
         if not sums[0, 1].isfinite():
@@ -476,61 +534,90 @@ class Evaluation(Computation):
         return self._with_stateful(results)
 
     def _warn_of_changes(self) -> None:
-        """Say once what metrics keep outside of themselves, of which each worker has only its part."""
+        """Say once what metrics keep outside of themselves, of which each worker has only its
+        part.
+        """
         for name, metric in self._metrics.items():
             if metric.changes_outside and name not in self._warned_of:
                 self._warned_of.append(name)
                 _log.warning(
-                    "metrics: %r changes %s, outside of itself. Each worker's is of its part of the samples only. "
-                    "For all samples: lockstep.whole_set(fn), or an object with reset, update and compute.",
+                    "metrics: %r changes %s, outside of itself. Each worker's is of its part of "
+                    "the samples only. For all samples: lockstep.whole_set(fn), or an object with "
+                    "reset, update and compute.",
                     name,
                     " and ".join(metric.changes_outside),
                 )
 
     def _reset_stateful(self, strategy: Strategy) -> None:
         if self._stateful and len(strategy.devices) > 1:
-            expected = "functions of samples with the strategy replicas, whose outputs are on several devices"
-            raise ConfigError("metrics", expected, found=f"{next(iter(self._stateful))!r}, a metric with a state")
+            expected = (
+                "functions of samples with the strategy replicas, whose outputs are on several "
+                "devices"
+            )
+            raise ConfigError(
+                "metrics", expected, found=f"{next(iter(self._stateful))!r}, a metric with a state"
+            )
         self._kept.clear()
         for metric in self._stateful.values():
             metric.reset()
             parts: Iterable[Any] = metric.modules() if isinstance(metric, nn.Module) else ()
             for part in parts:
-                if hasattr(part, "distributed_available_fn"):  # of torchmetrics: all workers have all samples already
+                if hasattr(
+                    part, "distributed_available_fn"
+                ):  # of torchmetrics: all workers have all samples already
                     part.distributed_available_fn = lambda: False
 
     def _update_stateful(self, loader: Loader, precision: Precision) -> None:
-        """Update the metrics with a state, on every worker with the outputs and targets of all workers for a batch."""
+        """Update the metrics with a state, on every worker with the outputs and targets of all
+        workers for a batch.
+        """
         kept = self._kept
         self._kept = []
         if not kept:  # of a worker without samples, for the form of the outputs
             with precision.autocast():
                 kept = [narrow(self._loss.forward(self.model, loader.stand_in()), 0, 0)]
         outputs, targets = (
-            _gather(_concatenate([map_tensors(full_precision, pair[at]) for pair in kept]), loader.comm)
+            _gather(
+                _concatenate([map_tensors(full_precision, pair[at]) for pair in kept]), loader.comm
+            )
             for at in (0, 1)
         )
         for metric in self._stateful.values():
             metric.update(outputs, targets)
 
     def _with_stateful(self, results: dict[str, float]) -> dict[str, float]:
-        """Return `results` with those of the metrics with a state, in the order in which the metrics were given."""
+        """Return `results` with those of the metrics with a state, in the order in which the
+        metrics were given.
+        """
         for name, metric in self._stateful.items():
             value = metric.compute()
             several = value.items() if isinstance(value, Mapping) else ()
-            results |= {f"{name}_{key}": float(each) for key, each in several} if several else {name: float(value)}
-        given = [key for name in ("loss", *self._names) for key in results if key == name or key.startswith(f"{name}_")]
+            results |= (
+                {f"{name}_{key}": float(each) for key, each in several}
+                if several
+                else {name: float(value)}
+            )
+        given = [
+            key
+            for name in ("loss", *self._names)
+            for key in results
+            if key == name or key.startswith(f"{name}_")
+        ]
         return {name: results[name] for name in dict.fromkeys(given)}
 
     def _expect(self, number: int, is_last: bool) -> None:
-        """Begin a batch, whose loss and metrics may be due to be checked; those of the last one, often short, are."""
+        """Begin a batch, whose loss and metrics may be due to be checked; those of the last one,
+        often short, are.
+        """
         due = is_last or is_due(number)
         self._loss.expect(number, due)
         for metric in self._metrics.values():
             metric.expect(number, due)
 
     def _check(self, precision: Precision, strategy: Strategy) -> Problem | None:
-        """Check loss and metrics with a batch; returns the first that is not a mean over samples."""
+        """Check loss and metrics with a batch; returns the first that is not a mean over
+        samples.
+        """
         found = self._loss.check(precision.autocast, compares_model=not strategy.collective_forward)
         for metric in self._metrics.values():
             found = found or metric.check(precision.autocast, gradients=False)
@@ -555,7 +642,9 @@ class Evaluation(Computation):
 
 
 def _parts_of(loader: Loader, batch: Batch) -> Iterator[tuple[int, Any, int]]:
-    """Yield (shard, data, samples) of this worker's shards; without virtual workers, its part of a batch is shard 0."""
+    """Yield (shard, data, samples) of this worker's shards; without virtual workers, its part of a
+    batch is shard 0.
+    """
     if not loader.virtual_workers:
         yield 0, batch.data, batch.size if batch.collated is None else batch.collated[0]
         return
@@ -568,5 +657,7 @@ def _parts_of(loader: Loader, batch: Batch) -> Iterator[tuple[int, Any, int]]:
 def _means(names: list[str], totals: list[list[float]]) -> dict[str, float]:
     for name, (_, count) in zip(names, totals, strict=True):
         if not count:
-            raise DataError(f"evaluation: expected data with something that {name} counts, got none")
+            raise DataError(
+                f"evaluation: expected data with something that {name} counts, got none"
+            )
     return {name: value / count for name, (value, count) in zip(names, totals, strict=True)}

@@ -1,4 +1,6 @@
-"""Loaders of a trainer's global batches, from what a user gives it as data: a data set, a Loader or a DataLoader."""
+"""Loaders of a trainer's global batches, from what a user gives it as data: a data set, a Loader or
+a DataLoader.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,21 @@ class GivenLoaders:
     """
 
     def __init__(
-        self, comm: Communicator, global_batch_size: int, seed: int, num_workers: int, virtual_workers: int | None
+        self,
+        comm: Communicator,
+        global_batch_size: int,
+        seed: int,
+        num_workers: int,
+        virtual_workers: int | None,
     ) -> None:
         self._comm = comm
         self._global_batch_size = global_batch_size
         self._seed = seed
         self._num_workers = num_workers
         self._virtual_workers = virtual_workers
-        self._warned_of: set[tuple[str, int | None]] = set()  # (argument, batch size) of a DataLoader: once each
+        self._warned_of: set[tuple[str, int | None]] = (
+            set()
+        )  # (argument, batch size) of a DataLoader: once each
 
     @contextmanager
     def opened(self, dataset: Any, argument: str) -> Iterator[Loader]:
@@ -55,7 +64,8 @@ class GivenLoaders:
 
         Args:
             dataset: what the user has given.
-            argument: the name of the argument as which it was given: "train" for data that are shuffled.
+            argument: the name of the argument as which it was given: "train" for data that are
+                shuffled.
 
         Raises:
             ConfigError: for something else, naming the argument.
@@ -70,7 +80,9 @@ class GivenLoaders:
             except ConfigError as error:
                 if error.argument != "dataset":
                     raise
-                raise ConfigError(argument, error.expected, error.got, error.hint, found=error.found) from None
+                raise ConfigError(
+                    argument, error.expected, error.got, error.hint, found=error.found
+                ) from None
         loader.plan.role = _ROLES.get(argument, loader.plan.role)
         return loader
 

@@ -1,4 +1,6 @@
-"""The comparison by halves: whether a loss or a metric of a few samples is the sum of those of their two halves."""
+"""The comparison by halves: whether a loss or a metric of a few samples is the sum of those of
+their two halves.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,13 @@ Passes = Callable[[], AbstractContextManager[object]]
 """Returns the context manager that a model and its loss are called in, such as autocast."""
 
 MAX_FLOAT64_VALUES = 1 << 20
-"""Up to this number of values (8 MiB), functions are compared in float64, where rounding is negligible."""
+"""Up to this number of values (8 MiB), functions are compared in float64, where rounding is
+negligible.
+"""
 
 
-# --- The samples ------------------------------------------------------------------------------------------------------
+# --- The samples
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class Samples:
         output: the output, detached.
         target: the target, detached.
         size: number of samples.
-        rows: the size of the first dimension of tensors that are split by samples: the samples, or a multiple of them.
-            None if no tensor can be split.
+        rows: the size of the first dimension of tensors that are split by samples: the samples, or
+            a multiple of them. None if no tensor can be split.
     """
 
     output: Any
@@ -63,10 +68,13 @@ class Samples:
     rows: int | None
 
     @classmethod
-    def few_of(cls, output: Any, target: Any, size: int, turn: int, most: int, sample: int | None = None) -> Samples:
+    def few_of(
+        cls, output: Any, target: Any, size: int, turn: int, most: int, sample: int | None = None
+    ) -> Samples:
         """Return a block of the samples of a call: other ones at each turn.
 
-        Samples that belong together are neighbours in many data sets, so the block is as long as a power of two.
+        Samples that belong together are neighbours in many data sets, so the block is as long as a
+        power of two.
 
         Args:
             output: the output of `size` samples.
@@ -76,12 +84,16 @@ class Samples:
             most: number of samples; fewer if they have too many values, but at least two.
             sample: a sample that is in the block, whatever the turn.
         """
-        output, target = map_tensors(torch.Tensor.detach, {"output": output, "target": target}).values()
+        output, target = map_tensors(
+            torch.Tensor.detach, {"output": output, "target": target}
+        ).values()
         rows = _sample_rows(output, target, size)
         every = cls(output, target, size, rows)
         if rows is None or size < 2:
             return every
-        values = sum(tensor.numel() for tensor in _floats((output, target)) if _is_sliced(tensor, rows))
+        values = sum(
+            tensor.numel() for tensor in _floats((output, target)) if _is_sliced(tensor, rows)
+        )
         affordable = min(most, MAX_FLOAT64_VALUES * size // max(1, values))
         length = 1 << max(1, affordable.bit_length() - 1)
         if affordable >= size or length >= size:
@@ -91,9 +103,13 @@ class Samples:
         part = every.rows_of(start, start + length)
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:
-            return _cut(tensor, rows, part).clone()  # as a view would keep the memory of all samples
+            return _cut(
+                tensor, rows, part
+            ).clone()  # as a view would keep the memory of all samples
 
-        return cls(map_tensors(kept, output), map_tensors(kept, target), length, part.stop - part.start)
+        return cls(
+            map_tensors(kept, output), map_tensors(kept, target), length, part.stop - part.start
+        )
 
     @property
     def device(self) -> torch.device:
@@ -112,13 +128,17 @@ class Samples:
     def by_target(self) -> Samples:
         """Return the samples in the order of their targets, if each has one number.
 
-        Halves with as many samples of each class may give the same by chance: the recall of one class, or its F1; a
-        mean over labels that are not ignored, where each half has as many of them; and all pairs of samples, where the
-        targets of both halves have the same mean.
+        Halves with as many samples of each class may give the same by chance: the recall of one
+        class, or its F1; a mean over labels that are not ignored, where each half has as many of
+        them; and all pairs of samples, where the targets of both halves have the same mean.
         """
         target = self.target
         rows = self.rows
-        is_one_number = isinstance(target, torch.Tensor) and target.numel() == self.size and not target.is_complex()
+        is_one_number = (
+            isinstance(target, torch.Tensor)
+            and target.numel() == self.size
+            and not target.is_complex()
+        )
         if rows != self.size or not is_one_number:
             return self
         order = target.reshape(-1).argsort(stable=True)
@@ -134,11 +154,15 @@ class Samples:
         def wide(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.double() if tensor.is_floating_point() else tensor
 
-        return replace(self, output=map_tensors(wide, self.output), target=map_tensors(wide, self.target))
+        return replace(
+            self, output=map_tensors(wide, self.output), target=map_tensors(wide, self.target)
+        )
 
 
 def _sample_rows(output: Any, target: Any, size: int) -> int | None:
-    outputs, targets = ({t.shape[0] for t in tensors_of(tree) if t.dim()} for tree in (output, target))
+    outputs, targets = (
+        {t.shape[0] for t in tensors_of(tree) if t.dim()} for tree in (output, target)
+    )
     if len(outputs | targets) == 1 and size and not min(outputs | targets) % size:
         return min(outputs | targets) or None  # such as all tokens of all samples in one dimension
     return size if size in outputs and targets <= {size} else None
@@ -163,14 +187,18 @@ def device_of(tree: Any) -> torch.device:
     return next((tensor.device for tensor in tensors_of(tree)), torch.device("cpu"))
 
 
-# --- The comparison ---------------------------------------------------------------------------------------------------
+# --- The comparison
+# --------------------------------------------------------------------------------------------------
 
-# Tolerated relative differences of values and gradients. A function of float64 outputs may still compute in float32.
+# Tolerated relative differences of values and gradients. A function of float64 outputs may still
+# compute in float32.
 _FLOAT64 = (1e-5, 1e-5)
 _FLOAT32 = (1e-4, 1e-3)
-# Kernels of lower precision than the tensors have, such as TF32, differ by that much with the number of samples.
+# Kernels of lower precision than the tensors have, such as TF32, differ by that much with the
+# number of samples.
 _REDUCED = (1e-3, 1e-3)
-# Gradients of one tensor are compared relative to at least this share of those of all: theirs may be rounding alone.
+# Gradients of one tensor are compared relative to at least this share of those of all: theirs may
+# be rounding alone.
 _LEAST_SHARE = 1e-2
 _MEAN_FOR_SUM = 0.2
 
@@ -184,7 +212,8 @@ class Difference:
         halves: the sums of those of their two halves.
         gradients: the relative difference of their gradients; 0.0 if that is rounding.
         is_pair: whether the function has returned (sum, count).
-        is_other_form: whether the function has returned another number of values than one for each of fewer samples.
+        is_other_form: whether the function has returned another number of values than one for each
+            of fewer samples.
     """
 
     whole: tuple[float, float]
@@ -204,21 +233,23 @@ class _Result:
 
 
 class Halves:
-    """The comparison of a function's sum, count and gradients for a few samples with those for their halves.
+    """The comparison of a function's sum, count and gradients for a few samples with those for
+    their halves.
 
     Args:
         fn: (output, target) → see `as_sum`.
-        samples: its arguments. For a single sample there are no halves, but `fn` is called equally often, because it
-            may communicate with other ranks.
+        samples: its arguments. For a single sample there are no halves, but `fn` is called equally
+            often, because it may communicate with other ranks.
         parameters: parameters of `fn`; gradients are with respect to them instead of the output.
-        tolerance: (formats of the function's results) → tolerated relative differences of values and gradients; by the
-            formats of all tensors when None.
-        sums_add_up: whether to compare the sums of (sum, count) as well. A loss may gather the outputs of all workers,
-            and return the sum over this worker's samples, which is right and does not add up over halves.
+        tolerance: (formats of the function's results) → tolerated relative differences of values
+            and gradients; by the formats of all tensors when None.
+        sums_add_up: whether to compare the sums of (sum, count) as well. A loss may gather the
+            outputs of all workers, and return the sum over this worker's samples, which is right
+            and does not add up over halves.
 
     Attributes:
-        is_unsteady: whether the function has given another value when it was called again: it draws random numbers, or
-            has a state, and cannot be compared.
+        is_unsteady: whether the function has given another value when it was called again: it draws
+            random numbers, or has a state, and cannot be compared.
     """
 
     def __init__(
@@ -240,10 +271,11 @@ class Halves:
         self.is_unsteady = False
 
     def difference(self, gradients: bool) -> Difference | None:
-        """Return the difference between the samples and their halves; None if it is no more than rounding.
+        """Return the difference between the samples and their halves; None if it is no more than
+        rounding.
 
-        Gradients are more sensitive than values: at the beginning of a training the losses of all tokens are nearly
-        equal, and so is every weighted mean of them.
+        Gradients are more sensitive than values: at the beginning of a training the losses of all
+        tokens are nearly equal, and so is every weighted mean of them.
         """
         size = self._samples.size
         half = max(1, size // 2)
@@ -255,8 +287,14 @@ class Halves:
             return Difference((math.nan, size), (math.nan, size), is_other_form=True)
         halves = self._add(parts)
         if self._counts_nothing(whole, parts):
-            return Difference((whole.total, whole.count), (halves.total, halves.count), is_pair=self._is_pair)
-        values = [whole.total, whole.count, *(value for part in parts for value in (part.total, part.count))]
+            return Difference(
+                (whole.total, whole.count), (halves.total, halves.count), is_pair=self._is_pair
+            )
+        values = [
+            whole.total,
+            whole.count,
+            *(value for part in parts for value in (part.total, part.count)),
+        ]
         found = self._distances(whole, halves, parts)
         if self._is_pair and not self._sums_add_up and not self._is_mean_for_sum(whole, parts):
             found = (0.0, *found[1:])
@@ -270,10 +308,13 @@ class Halves:
         if not any(found[place] > 4 * repeated[place] for place in self._exceeding(found)):
             return None  # gradients that are summed in no fixed order
         distance = found[2] if 2 in self._exceeding(found) else 0.0
-        return Difference((whole.total, whole.count), (halves.total, halves.count), distance, self._is_pair)
+        return Difference(
+            (whole.total, whole.count), (halves.total, halves.count), distance, self._is_pair
+        )
 
     def _counts_nothing(self, whole: _Result, parts: list[_Result]) -> bool:
-        """Return whether some of the samples give no number because the function counts nothing in them.
+        """Return whether some of the samples give no number because the function counts nothing in
+        them.
 
         Then either the whole gives one, or the outputs are numbers.
         """
@@ -288,14 +329,22 @@ class Halves:
         values, gradients = self._tolerance()
         if self._is_pair and not self._sums_add_up:
             gradients = math.inf
-        return [place for place, limit in enumerate((values, values, gradients)) if distances[place] > limit]
+        return [
+            place
+            for place, limit in enumerate((values, values, gradients))
+            if distances[place] > limit
+        ]
 
     def _is_mean_for_sum(self, whole: _Result, parts: list[_Result]) -> bool:
-        """Return whether the first value of a pair is rather the mean of those of the halves than their sum."""
+        """Return whether the first value of a pair is rather the mean of those of the halves than
+        their sum.
+        """
         mean = sum(part.total for part in parts) / 2
         return abs(whole.total - mean) <= _MEAN_FOR_SUM * max(abs(whole.total), abs(mean))
 
-    def _distances(self, whole: _Result, other: _Result, parts: list[_Result]) -> tuple[float, float, float]:
+    def _distances(
+        self, whole: _Result, other: _Result, parts: list[_Result]
+    ) -> tuple[float, float, float]:
         """Return the relative differences of sums, counts and gradients."""
         totals = max(abs(whole.total), sum(abs(part.total) for part in parts))
         counts = max(abs(whole.count), sum(abs(part.count) for part in parts))
@@ -311,7 +360,10 @@ class Halves:
     def _tolerance(self) -> tuple[float, float]:
         if self._given is not None:
             return self._given(self._dtypes)
-        formats = {*self._dtypes, *(tensor.dtype for tensor in _floats((self._samples.output, self._samples.target)))}
+        formats = {
+            *self._dtypes,
+            *(tensor.dtype for tensor in _floats((self._samples.output, self._samples.target))),
+        }
         if formats == {torch.float64}:
             return _FLOAT64
         device = self._samples.device
@@ -320,7 +372,9 @@ class Halves:
         return max(values, rounding), max(gradients, rounding)
 
     def _evaluate(self, start: int, stop: int, gradients: bool) -> _Result | None:
-        """Return the function's result for the samples [start, stop); None if it is not one value for each of them."""
+        """Return the function's result for the samples [start, stop); None if it is not one value
+        for each of them.
+        """
         samples = self._samples
         part = self._samples.rows_of(start, stop)
         leaves = list(self._parameters)
@@ -369,9 +423,13 @@ def _value(number: Any) -> float:
 
 
 def _distance(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> float:
-    """Return the largest relative difference of two tensors at the same place; 0 without comparable tensors."""
+    """Return the largest relative difference of two tensors at the same place; 0 without comparable
+    tensors.
+    """
     pairs = [
-        (a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None and a.shape == b.shape
+        (a, b)
+        for a, b in zip(ours, theirs, strict=True)
+        if a is not None and b is not None and a.shape == b.shape
     ]
     norms = [[_norm(tensor) for tensor in (a - b, a, b)] for a, b in pairs]
     if not norms:
@@ -387,15 +445,20 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def rounding_of(formats: Iterable[torch.dtype], device: torch.device) -> float:
-    """Return the relative difference that rounding to the least precise of `formats`, or to autocast's, may make."""
+    """Return the relative difference that rounding to the least precise of `formats`, or to
+    autocast's, may make.
+    """
     rounded = set(formats)
     if torch.is_autocast_enabled(device.type):
         rounded.add(torch.get_autocast_dtype(device.type))
     return max((4 * torch.finfo(dtype).eps for dtype in rounded), default=0.0)
 
 
-def compare_or_skip(compare: Callable[[], Difference | None], device: torch.device) -> Difference | None:
-    """Return the result of `compare`; None if it fails, because the function cannot be called with half of its samples.
+def compare_or_skip(
+    compare: Callable[[], Difference | None], device: torch.device
+) -> Difference | None:
+    """Return the result of `compare`; None if it fails, because the function cannot be called with
+    half of its samples.
 
     The random generators are restored. An error of the transport is raised.
     """
@@ -410,7 +473,8 @@ def compare_or_skip(compare: Callable[[], Difference | None], device: torch.devi
 
 
 def depends_on_unsliced(fn: LossLike, samples: Samples, passes: Passes) -> bool:
-    """Return whether the function uses outputs that cannot be split by samples, such as a loss computed by the model.
+    """Return whether the function uses outputs that cannot be split by samples, such as a loss
+    computed by the model.
 
     If so, it returns NaN when these outputs are NaN.
     """
@@ -420,7 +484,9 @@ def depends_on_unsliced(fn: LossLike, samples: Samples, passes: Passes) -> bool:
     def with_nan(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or _is_sliced(tensor, samples.rows):
             return tensor
-        return torch.full((), math.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        return torch.full((), math.nan, dtype=tensor.dtype, device=tensor.device).expand(
+            tensor.shape
+        )
 
     with passes(), torch.no_grad():
         value = fn(map_tensors(with_nan, samples.output), samples.target)

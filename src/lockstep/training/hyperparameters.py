@@ -1,4 +1,6 @@
-"""The hyperparameters of an optimizer's parameter groups: those of a checkpoint, and those that were given since."""
+"""The hyperparameters of an optimizer's parameter groups: those of a checkpoint, and those that
+were given since.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,45 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 
-__all__ = ["ParamGroup", "check_same_parameters", "load_optimizer", "merge_param_groups", "named_param_groups"]
+__all__ = [
+    "ParamGroup",
+    "check_same_parameters",
+    "load_optimizer",
+    "merge_param_groups",
+    "named_param_groups",
+]
 
 ParamGroup = dict[str, Any]
-"""One parameter group: `parameters`, the names of its parameters, and its hyperparameters by name. `lr` is the
-learning rate without the factor of a schedule."""
+"""One parameter group: `parameters`, the names of its parameters, and its hyperparameters by name.
+`lr` is the learning rate without the factor of a schedule."""
 
 _NOT_HYPER = ("params", "param_names", "lr", "initial_lr")
 
 
 def named_param_groups(model: nn.Module, optimizer: Optimizer) -> list[ParamGroup]:
-    """Return the parameter groups of `optimizer` with names of parameters; `lr` is `initial_lr` if it is set."""
+    """Return the parameter groups of `optimizer` with names of parameters; `lr` is `initial_lr` if
+    it is set.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:
-        hyper = {name: _plain_value(value) for name, value in group.items() if name not in _NOT_HYPER}
+        hyper = {
+            name: _plain_value(value) for name, value in group.items() if name not in _NOT_HYPER
+        }
         parameters = [names.get(id(parameter), "") for parameter in group["params"]]
-        groups.append({"parameters": parameters, "lr": _plain_value(group.get("initial_lr", group["lr"])), **hyper})
+        groups.append(
+            {
+                "parameters": parameters,
+                "lr": _plain_value(group.get("initial_lr", group["lr"])),
+                **hyper,
+            }
+        )
     return groups
 
 
 def check_same_parameters(saved: Sequence[ParamGroup], ours: Sequence[ParamGroup]) -> None:
-    """Check that the groups have the same parameters in the same order; an optimizer's state is keyed by position.
+    """Check that the groups have the same parameters in the same order; an optimizer's state is
+    keyed by position.
 
     Raises:
         CheckpointError: naming the first difference.
@@ -46,8 +65,9 @@ def check_same_parameters(saved: Sequence[ParamGroup], ours: Sequence[ParamGroup
         for name, expected_name in zip_longest(saved_group["parameters"], our_group["parameters"]):
             if name != expected_name:
                 raise CheckpointError(
-                    "a checkpoint of another optimizer. The first difference in its parameters is in group "
-                    f"{number}: here {expected_name or 'no more'}, in the checkpoint {name or 'no more'}."
+                    "a checkpoint of another optimizer. The first difference in its parameters is "
+                    f"in group {number}: here {expected_name or 'no more'}, in the checkpoint "
+                    f"{name or 'no more'}."
                 )
 
 
@@ -60,7 +80,8 @@ def load_optimizer(
     """Load a saved optimizer state, with hyperparameters merged by `merge_param_groups`.
 
     Args:
-        load: the function that loads a state dict; the optimizer has the same parameters, see `check_same_parameters`.
+        load: the function that loads a state dict; the optimizer has the same parameters, see
+            `check_same_parameters`.
         saved: the saved optimizer's state dict.
         then: the groups with which the saved optimizer was constructed.
         now: the groups with which this optimizer was constructed.
@@ -78,8 +99,8 @@ def merge_param_groups(
 ) -> tuple[list[ParamGroup], list[str]]:
     """Merge the hyperparameters of a saved and a new optimizer.
 
-    A hyperparameter with which the new optimizer was constructed differently has its new value. The others have their
-    saved values, which a schedule or the user may have changed.
+    A hyperparameter with which the new optimizer was constructed differently has its new value. The
+    others have their saved values, which a schedule or the user may have changed.
 
     Args:
         state: the param_groups of the saved optimizer's state dict.
@@ -93,8 +114,16 @@ def merge_param_groups(
     changes = []
     for group, before, after in zip(state, then, now, strict=True):
         hyper = {name: value for name, value in after.items() if name != "parameters"}
-        differing = {name: value for name, value in hyper.items() if name not in before or before[name] != value}
-        changes += [f"{name} {before[name]} → {value}" for name, value in differing.items() if name in before]
+        differing = {
+            name: value
+            for name, value in hyper.items()
+            if name not in before or before[name] != value
+        }
+        changes += [
+            f"{name} {before[name]} → {value}"
+            for name, value in differing.items()
+            if name in before
+        ]
         if "lr" in differing:
             differing["initial_lr"] = differing["lr"]
         merged.append({**group, **copy.deepcopy(differing)})

@@ -1,4 +1,6 @@
-"""Steps in flight: bounds the steps queued on a device, and checks their results when the device has computed them."""
+"""Steps in flight: bounds the steps queued on a device, and checks their results when the device
+has computed them.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ def check_in_flight(steps: int) -> int:
     Raises:
         ConfigError: if it is not a whole number of at least 1.
     """
-    hint = "1 waits for each step; it cannot be unbounded, because the batches of queued steps need memory."
+    hint = (
+        "1 waits for each step; it cannot be unbounded, because the batches of queued steps need "
+        "memory."
+    )
     return arguments.whole("max_steps_in_flight", steps, least=1, hint=hint)
 
 
 class HostCopy:
-    """An asynchronous copy of numbers to the host. Reading waits for this copy only, not for work queued after it.
+    """An asynchronous copy of numbers to the host. Reading waits for this copy only, not for work
+    queued after it.
 
     Args:
         numbers: 1-d tensor.
@@ -53,10 +59,12 @@ class HostCopy:
 
 
 class InFlightLimit:
-    """Bounds the number of steps that the host queues on a device: beyond it, the host waits for the oldest step.
+    """Bounds the number of steps that the host queues on a device: beyond it, the host waits for
+    the oldest step.
 
     Args:
-        device: the device. One without streams, such as the CPU, has no queue: a step has ended when its call returns.
+        device: the device. One without streams, such as the CPU, has no queue: a step has ended
+            when its call returns.
         max_steps_in_flight: the bound.
     """
 
@@ -76,7 +84,9 @@ class InFlightLimit:
 
 @dataclass
 class _Queued:
-    """A step in flight, and its result on the way to the host; None where it is there already, and has been checked."""
+    """A step in flight, and its result on the way to the host; None where it is there already, and
+    has been checked.
+    """
 
     result: StepResult
     copy: HostCopy | None
@@ -90,7 +100,8 @@ class StepsInFlight:
     Args:
         device: the device that computes the results. On the CPU they are available immediately.
         max_steps_in_flight: number of unfinished steps that may be queued on another device.
-        on_loss: called once for each step, in order, with its loss, when it is on the host and finite.
+        on_loss: called once for each step, in order, with its loss, when it is on the host and
+            finite.
     """
 
     def __init__(
@@ -120,7 +131,8 @@ class StepsInFlight:
         self._queue.append(_Queued(result, HostCopy(together)))
 
     def settle(self, whole: bool = False) -> float:
-        """Check the results of all but the latest steps; returns the sum of the workers' requests in them.
+        """Check the results of all but the latest steps; returns the sum of the workers' requests
+        in them.
 
         Args:
             whole: whether to check those of the latest steps as well.
@@ -135,22 +147,27 @@ class StepsInFlight:
         return requests
 
     def settle_at_boundary(self) -> float:
-        """As `settle`; if a worker requests to regroup, the latest steps as well: who joins knows nothing of them."""
+        """As `settle`; if a worker requests to regroup, the latest steps as well: who joins knows
+        nothing of them.
+        """
         requests = self.settle()
         if requests >= REGROUP:
             requests += self.settle(whole=True)
         return requests
 
     def regroup(self) -> None:
-        """Keep the losses of the steps in flight, and requests to stop: the group of these steps is gone.
+        """Keep the losses of the steps in flight, and requests to stop: the group of these steps is
+        gone.
 
-        Sums for the comparison of replicas are those of another number of workers. Requests to regroup are repeated.
+        Sums for the comparison of replicas are those of another number of workers. Requests to
+        regroup are repeated.
         """
         for queued in self._queue:
             queued.of_earlier_group = True
 
     def check(self) -> None:
-        """Check that every loss is finite. The steps stay in flight, because their stop flags are read later.
+        """Check that every loss is finite. The steps stay in flight, because their stop flags are
+        read later.
 
         Raises:
             DivergedError: see `settle`.
@@ -159,7 +176,9 @@ class StepsInFlight:
             self._inspect(queued)
 
     def wait(self) -> None:
-        """Run `check` for `lockstep.synchronize`; an error that has been raised already is not raised again."""
+        """Run `check` for `lockstep.synchronize`; an error that has been raised already is not
+        raised again.
+        """
         if not self._failed:
             self.check()
 

@@ -11,7 +11,13 @@ from typing import Any, NoReturn, Protocol, cast
 
 from .. import interruption
 from ..data.loader import Batch, Loader
-from ..errors import ConfigError, DivergedError, InterruptedRunError, MembershipChangedError, counted
+from ..errors import (
+    ConfigError,
+    DivergedError,
+    InterruptedRunError,
+    MembershipChangedError,
+    counted,
+)
 from .callbacks.base import TrainingContext
 from .callbacks.group import CallbackGroup
 from .checkpoint_manager import CheckpointManager
@@ -31,7 +37,10 @@ from .stopping import StoppableLoader, StopRequests
 
 __all__ = ["Feed", "Loop", "Run", "copied"]
 
-_ADVICE = "Try a smaller global batch, or more workers: several passes over a batch need all of it on the device."
+_ADVICE = (
+    "Try a smaller global batch, or more workers: several passes over a batch need all of it on "
+    "the device."
+)
 
 
 class Run(TrainingContext, Protocol):
@@ -71,7 +80,11 @@ def copied(loader: Loader, batches: Iterator[Batch]) -> Iterator[Batch]:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            before = "before the first step" if last is None else f"after step {last.step} of epoch {last.epoch}"
+            before = (
+                "before the first step"
+                if last is None
+                else f"after step {last.step} of epoch {last.epoch}"
+            )
             samples = counted(loader.global_batch_size, "sample")
             what = f"the copy of a batch {before}, with global batches of {samples}"
             raise explained(error, loader.comm, what, _ADVICE) from error
@@ -86,7 +99,8 @@ class Feed:
 
     Args:
         loader: of the batches.
-        seek: moves the loader to the position of the training, and returns whether it is before a batch of this epoch.
+        seek: moves the loader to the position of the training, and returns whether it is before a
+            batch of this epoch.
         recovery: of the training; loading may communicate.
     """
 
@@ -117,7 +131,9 @@ class Feed:
         return batch
 
     def regroup(self) -> None:
-        """Adapt to the workers that there are now; what is needed next is loaded again when it is needed."""
+        """Adapt to the workers that there are now; what is needed next is loaded again when it is
+        needed.
+        """
         self._stream = self._batch = None
         self._is_lost = True
 
@@ -135,8 +151,8 @@ class Feed:
 class Loop:
     """The loop over epochs: trains, evaluates and calls the callbacks.
 
-    All communication is within operations of the step's `Recovery`, and which one comes next follows from the state:
-    position, history, and whether the epoch has begun.
+    All communication is within operations of the step's `Recovery`, and which one comes next
+    follows from the state: position, history, and whether the epoch has begun.
 
     Args:
         trainer: the trainer that runs the steps and evaluations, and owns the state.
@@ -148,7 +164,8 @@ class Loop:
 
     Attributes:
         stop_requests: the requests of any worker to end the run.
-        epoch_has_begun: whether steps of the epoch in progress may be done, and `on_train_epoch_start` was called.
+        epoch_has_begun: whether steps of the epoch in progress may be done, and
+            `on_train_epoch_start` was called.
         feed: the batches.
     """
 
@@ -174,17 +191,22 @@ class Loop:
         self._trains = False  # whether batches of the loader are in use
 
     def run(self) -> None:
-        """Run the epochs from the current position up to `trainer.epochs` and `trainer.total_steps`.
+        """Run the epochs from the current position up to `trainer.epochs` and
+        `trainer.total_steps`.
 
         Raises:
-            DivergedError: if a loss is not finite, or the weights at the end, naming the last checkpoint.
+            DivergedError: if a loss is not finite, or the weights at the end, naming the last
+                checkpoint.
             InterruptedRunError: after a signal, naming the checkpoint.
             WorkerLeft: this worker has left the job, which goes on.
         """
         trainer = self._trainer
         recovery = self._recovery
         trainer.state.epoch = trainer.position.last_epoch
-        most = min(trainer.global_batch_size, trainer.step.strategy.virtual_workers or trainer.global_batch_size)
+        most = min(
+            trainer.global_batch_size,
+            trainer.step.strategy.virtual_workers or trainer.global_batch_size,
+        )
         folder = "" if trainer.run_dir is None else str(trainer.run_dir.absolute())
         shared = _StateOfRun(trainer, self, self._callbacks)
         with recovery.training(shared, most, folder, self._signals) as takes_part:
@@ -197,7 +219,9 @@ class Loop:
         trainer = self._trainer
         recovery = self._recovery
         with self._callbacks.running(trainer):
-            while self.epoch_has_begun or not self._agree_to_stop():  # a worker that joins does so within an epoch
+            while (
+                self.epoch_has_begun or not self._agree_to_stop()
+            ):  # a worker that joins does so within an epoch
                 self._trains = True
                 if not self.epoch_has_begun:
                     self._begin_epoch()
@@ -236,20 +260,24 @@ class Loop:
         self._callbacks.call("on_train_epoch_start", trainer)
 
     def _train_epoch(self) -> None:
-        """Do the steps that are left of the epoch, with the validations between them, or up to the end of the run."""
+        """Do the steps that are left of the epoch, with the validations between them, or up to the
+        end of the run.
+        """
         trainer = self._trainer
         state = self._trainer.state
         callbacks = self._callbacks
         for batch in self.feed.epoch(trainer.epoch):
             callbacks.call("on_train_step_start", trainer, batch)
             result = self._recovery.run(self._run_step)
-            # Before the callbacks: one of them may save, and the checkpoint must include this step and its loss.
+            # Before the callbacks: one of them may save, and the checkpoint must include this step
+            # and its loss.
             state.position.advance(self._loader)
             loss, count, _ = result.on_hand
             state.totals.add(loss, count, batch.global_size)
             trainer.steps_in_flight.add(result)
             callbacks.call("on_train_step_end", trainer, result)
-            # Results that have arrived are checked; a worker may have requested to stop, to join or to leave.
+            # Results that have arrived are checked; a worker may have requested to stop, to join or
+            # to leave.
             requests = trainer.steps_in_flight.settle_at_boundary()
             if requests % REGROUP:
                 self._interrupt()
@@ -280,12 +308,20 @@ class Loop:
         return total is not None and self._trainer.step.steps_done >= total
 
     def _validate_if_due(self) -> None:
-        """Validate within the epoch if that is due after the step just done, and agree whether to stop."""
+        """Validate within the epoch if that is due after the step just done, and agree whether to
+        stop.
+        """
         trainer = self._trainer
         every = self._validate_every
         done = trainer.step.steps_done
         position = trainer.position
-        if every is None or done % every or not position.step or position.ended or self._has_all_steps():
+        if (
+            every is None
+            or done % every
+            or not position.step
+            or position.ended
+            or self._has_all_steps()
+        ):
             return
         if trainer.history and trainer.history[-1]["step"] == done:
             return
@@ -316,7 +352,9 @@ class Loop:
             "samples_per_second": trainer.totals.samples_per_second,
         }
         trainer.check_losses()
-        if self._held_out is None:  # else its evaluation does so, after the callbacks that come before it
+        if (
+            self._held_out is None
+        ):  # else its evaluation does so, after the callbacks that come before it
             self._recovery.run(trainer.step.check_replicas, meets=False)
         row |= self._validate(row["lr"])
         if ends_epoch:
@@ -339,14 +377,18 @@ class Loop:
             raise DivergedError(f"{what} with learning rate {learning_rate:g}.")
         return {f"val_{name}": value for name, value in measured.items()}
 
-    def evaluate(self, measure: Callable[[Callable[[Loader], Loader]], dict[str, float]]) -> dict[str, float]:
-        """Return the results of an evaluation, which ends early when a worker has received a signal.
+    def evaluate(
+        self, measure: Callable[[Callable[[Loader], Loader]], dict[str, float]]
+    ) -> dict[str, float]:
+        """Return the results of an evaluation, which ends early when a worker has received a
+        signal.
 
         Args:
             measure: evaluates, and passes its loader through the function that it is given.
 
         Raises:
-            ConfigError: for the loader that training is iterating over, which would lose its position.
+            ConfigError: for the loader that training is iterating over, which would lose its
+                position.
             InterruptedRunError: after a signal, naming the checkpoint.
         """
 
@@ -366,7 +408,10 @@ class Loop:
         if self._trains and loader is self._loader:
             hint = "Pass its data set, or another Loader."
             raise ConfigError(
-                "dataset", "another Loader than that of the epoch that is being trained", found="it", hint=hint
+                "dataset",
+                "another Loader than that of the epoch that is being trained",
+                found="it",
+                hint=hint,
             )
         return cast(Loader, StoppableLoader(loader, self.stop_requests, _stop))
 
@@ -376,7 +421,9 @@ class Loop:
         return signal, self.stop_requests.reason
 
     def _agree_to_stop(self) -> bool:
-        """Return whether the run ends here, the same on all workers; interrupt an unfinished run after a signal."""
+        """Return whether the run ends here, the same on all workers; interrupt an unfinished run
+        after a signal.
+        """
         trainer = self._trainer
         number, trainer.stop_reason = self._agree()
         if number is not None and not trainer.done:
@@ -391,7 +438,11 @@ class Loop:
         where = f"after step {trainer.step.steps_done} (epoch {trainer.epoch + 1}{of})"
         path = None if trainer.run_dir is None else trainer.save()
         self._recovery.run(trainer.checkpoint_manager.wait, meets=False)
-        saved = "nothing was saved, as the run has no run directory" if path is None else f"saved {path}"
+        saved = (
+            "nothing was saved, as the run has no run directory"
+            if path is None
+            else f"saved {path}"
+        )
         message = f"stopped by {number.name} {where}; {saved}"
         interruption.install()
         raise InterruptedRunError(message, number, None if path is None else str(path))
@@ -419,7 +470,9 @@ class _StateOfRun(StateOfStep):
         self._run = run
         self._loop = loop
         self._callbacks = callbacks
-        self._pretrained = {} if run.state.saves_frozen else {id(p): p._version for p in run.model.parameters()}
+        self._pretrained = (
+            {} if run.state.saves_frozen else {id(p): p._version for p in run.model.parameters()}
+        )
 
     @property
     def result(self) -> list[Row]:
@@ -450,12 +503,16 @@ class _StateOfRun(StateOfStep):
         last = self._run.checkpoint_manager.last
         state = super().of_operations()
         frozen = self._left_out()
-        model = {name: value for name, value in state["model"].items() if name not in frozen["names"]}
+        model = {
+            name: value for name, value in state["model"].items() if name not in frozen["names"]
+        }
         last_checkpoint = None if last is None else [last[0], str(last[1])]
         return {**state, "model": model, "frozen": frozen, "last_checkpoint": last_checkpoint}
 
     def _left_out(self) -> dict[str, Any]:
-        """Return the parameters that others have: with save_frozen=False, those that were never trained."""
+        """Return the parameters that others have: with save_frozen=False, those that were never
+        trained.
+        """
         nothing: dict[str, Any] = {"names": [], "checksum": ""}
         left_out = nothing if self._run.state.saves_frozen else self._run.state.left_out()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -472,7 +529,11 @@ class _StateOfRun(StateOfStep):
         frozen = state["frozen"]
         check_frozen(self.model, frozen, "the other workers have sent")
         super().load_operations({**state, "model": {**self.model.state_dict(), **state["model"]}})
-        self._pretrained |= {id(p): p._version for name, p in self.model.named_parameters() if name in frozen["names"]}
+        self._pretrained |= {
+            id(p): p._version
+            for name, p in self.model.named_parameters()
+            if name in frozen["names"]
+        }
         last = state["last_checkpoint"]
         self._run.checkpoint_manager.last = None if last is None else (last[0], Path(last[1]))
 

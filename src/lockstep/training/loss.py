@@ -1,4 +1,6 @@
-"""The loss of a training in one form, (output, target, size) → (sum, count), which adds up over parts of a batch."""
+"""The loss of a training in one form, (output, target, size) → (sum, count), which adds up over
+parts of a batch.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,14 @@ from .torch_losses import (
 __all__ = ["Computation", "Forward", "Loss", "LossFn", "LossModule", "default_forward"]
 
 LossFn = Callable[[Any, Any], Any] | None
-"""(output, target) → the mean over the samples (a scalar), or the samples' losses (shape (n,)), or (sum, count) if the
-mean is over something else, e.g. tokens. None for a model that computes its loss itself, see
-`lockstep.training.own_loss`. `nn.CrossEntropyLoss` and `nn.NLLLoss` are recognised, and so are their
-functions with keywords bound by `functools.partial`: ignored labels do not count, and class weights count as in torch.
-Element-wise losses of torch, such as `nn.MSELoss`, are known by the shapes of output and target. Other losses are
-compared by halves again and again, see `lockstep.training.mean_check`. The buffers of a loss that is a module belong to
-the training's state, see `lockstep.training.loss_state`."""
+"""(output, target) → the mean over the samples (a scalar), or the samples' losses (shape (n,)), or
+(sum, count) if the mean is over something else, e.g. tokens. None for a model that computes its
+loss itself, see `lockstep.training.own_loss`. `nn.CrossEntropyLoss` and `nn.NLLLoss` are
+recognised, and so are their functions with keywords bound by `functools.partial`: ignored labels do
+not count, and class weights count as in torch. Element-wise losses of torch, such as `nn.MSELoss`,
+are known by the shapes of output and target. Other losses are compared by halves again and again,
+see `lockstep.training.mean_check`. The buffers of a loss that is a module belong to the training's
+state, see `lockstep.training.loss_state`."""
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """(model, data) → (output, target)."""
@@ -53,7 +56,8 @@ def default_forward(model: nn.Module, data: Any) -> tuple[Any, Any]:
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise ConfigError(
             "forward",
-            "a function (model, data) -> (output, target) for data that is no pair (inputs, targets)",
+            "a function (model, data) -> (output, target) for data that is no pair (inputs, "
+            "targets)",
             found=type(data).__name__,
         )
     return model(data[0]), data[1]
@@ -62,18 +66,21 @@ def default_forward(model: nn.Module, data: Any) -> tuple[Any, Any]:
 class Loss:
     """A loss as (output, target, size) → (sum, count), whatever `LossFn` is given.
 
-    Its kind is found once: a loss of torch, whose mean is known (`LabelSum`, `sum_of_elementwise`), that of the model
-    (`OwnLoss`), or any other function, which is compared by halves again and again (`MeanCheck`).
+    Its kind is found once: a loss of torch, whose mean is known (`LabelSum`, `sum_of_elementwise`),
+    that of the model (`OwnLoss`), or any other function, which is compared by halves again and
+    again (`MeanCheck`).
 
     Args:
         loss_fn: see `LossFn`. The modules that it is, or calls, are moved to `device`.
         device: the device of the outputs.
         forward: see `Forward`; an `OwnLoss` has its own.
-        model: the model, whose parts are not the loss's; None if the loss's modules belong to another module.
+        model: the model, whose parts are not the loss's; None if the loss's modules belong to
+            another module.
 
     Attributes:
         modules: the modules that the loss is, or calls: their buffers are treated as the model's.
-        counts_samples: whether the last count is known to be the number of samples, without reading it.
+        counts_samples: whether the last count is known to be the number of samples, without reading
+            it.
         found: what the comparisons of this worker have found.
 
     Raises:
@@ -81,7 +88,11 @@ class Loss:
     """
 
     def __init__(
-        self, loss_fn: LossFn, device: torch.device, forward: Forward | None = None, model: nn.Module | None = None
+        self,
+        loss_fn: LossFn,
+        device: torch.device,
+        forward: Forward | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         if loss_fn is None:
             loss_fn = OwnLoss(forward)
@@ -110,7 +121,9 @@ class Loss:
         self._fits = self._classification is None  # whether output and labels are known to fit
         self._number = 0
         self._is_due = self.is_compared
-        self._first: tuple[nn.Module, Any, int] | None = None  # the arguments of `forward`, for `check`
+        self._first: tuple[nn.Module, Any, int] | None = (
+            None  # the arguments of `forward`, for `check`
+        )
         self.found: Problem | None = None
 
     @property
@@ -119,7 +132,8 @@ class Loss:
         return self._own is not None or self._check is not None
 
     def forward(self, model: nn.Module, data: Any, size: int = 0) -> tuple[Any, Any]:
-        """Return the output of `model` and the target for `data`, of `size` samples; 0 if they are not to be compared.
+        """Return the output of `model` and the target for `data`, of `size` samples; 0 if they are
+        not to be compared.
 
         Raises:
             ConfigError: for data, or a function `forward`, that give no pair.
@@ -128,11 +142,14 @@ class Loss:
             self._first = model, data, size
         return self._forward(model, data)
 
-    def __call__(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
+    def __call__(
+        self, output: Any, target: Any, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Return (sum, count) of `size` samples.
 
         Raises:
-            ConfigError: if output and target do not fit, or the loss function returns none of the forms of `LossFn`.
+            ConfigError: if output and target do not fit, or the loss function returns none of the
+                forms of `LossFn`.
         """
         if not self._fits:
             check_fit(self._classification, output, target)
@@ -140,15 +157,20 @@ class Loss:
         try:
             total, count = self._sum(output, target, size)
         except (IndexError, RuntimeError):
-            # Checking the labels of every batch in advance would cost time and stall a device. After an error on a
-            # device, its tensors cannot be read.
-            if self._classification is not None and isinstance(output, torch.Tensor) and output.device.type == "cpu":
+            # Checking the labels of every batch in advance would cost time and stall a device.
+            # After an error on a device, its tensors cannot be read.
+            if (
+                self._classification is not None
+                and isinstance(output, torch.Tensor)
+                and output.device.type == "cpu"
+            ):
                 check_fit(self._classification, output, target)
             raise
         self.counts_samples = type(count) is int  # see `as_sum`
         return total, count
 
-    # --- the comparison by halves -------------------------------------------------------------------------------------
+    # --- the comparison by halves
+    # -------------------------------------------------------------------------------------
 
     def expect(self, number: int, due: bool | None = None) -> bool:
         """Begin a step, or a batch of an evaluation.
@@ -168,11 +190,13 @@ class Loss:
         return self._is_due
 
     def check(self, passes: Passes, compares_model: bool = True) -> Problem | None:
-        """Check after a step's passes that the loss is a mean over samples, or adds up; returns what is wrong.
+        """Check after a step's passes that the loss is a mean over samples, or adds up; returns
+        what is wrong.
 
-        If the loss is, or uses, a number that the model has computed for a whole batch, the model is called with halves
-        of a few samples, see `compare_model`. A worker may have samples to compare at a step at which others have none,
-        see `SeenValues`. What it finds then is returned again until all workers ask.
+        If the loss is, or uses, a number that the model has computed for a whole batch, the model
+        is called with halves of a few samples, see `compare_model`. A worker may have samples to
+        compare at a step at which others have none, see `SeenValues`. What it finds then is
+        returned again until all workers ask.
 
         Args:
             passes: the context manager that model and loss were called in, such as autocast.
@@ -188,17 +212,22 @@ class Loss:
             self.found = self._check.check(passes)
         if self.found is None and first is not None and compares_model:
             if self._own is not None:
-                self.found = compare_model(self._own, self._forward, *first, self._number, passes, self._own.__name__)
+                self.found = compare_model(
+                    self._own, self._forward, *first, self._number, passes, self._own.__name__
+                )
             elif self._check is not None and self._check.opaque:
                 fn = self._check.fn
                 name = self._check.name
                 self.found = compare_model(fn, self._forward, *first, self._number, passes, name)
         return self.found
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    # --- state
+    # ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the buffers and parameters of a loss that is a module, and what that of a model counts, if known."""
+        """Return the buffers and parameters of a loss that is a module, and what that of a model
+        counts, if known.
+        """
         state: dict[str, Any] = {}
         if of_modules := self.modules.saved():
             state["loss"] = of_modules
@@ -237,15 +266,17 @@ class Computation(nn.Module):
         return self.on(self.model, data, size)
 
     def on(self, model: nn.Module, data: Any, size: int) -> Any:
-        """Return the sums computed with `model`, a copy on the device of the data; copies may run in parallel."""
+        """Return the sums computed with `model`, a copy on the device of the data; copies may run
+        in parallel.
+        """
         raise NotImplementedError
 
 
 class LossModule(Computation):
     """A model and its loss as one module: (data, n) → (sum of the loss, what it is a sum over).
 
-    The module contains the loss so that everything a step computes runs inside the strategy's forward pass. The
-    parameters of a loss that is a module are not parameters of this module.
+    The module contains the loss so that everything a step computes runs inside the strategy's
+    forward pass. The parameters of a loss that is a module are not parameters of this module.
 
     Args:
         model: the user's model, on its device.
@@ -261,8 +292,12 @@ class LossModule(Computation):
             isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) for layer in model.modules()
         )
 
-    def on(self, model: nn.Module, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """Return (sum of the loss, count) of `size` samples; without samples, a zero connected to every parameter."""
+    def on(
+        self, model: nn.Module, data: Any, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Return (sum of the loss, count) of `size` samples; without samples, a zero connected to
+        every parameter.
+        """
         try:
             if size == 0:
                 return self._empty_loss(model, data), 0
@@ -281,7 +316,9 @@ class LossModule(Computation):
         return total, count
 
     def check(self, passes: Passes) -> Problem | None:
-        """Check the loss after a step's passes, see `Loss.check`; the model is not called if it communicates."""
+        """Check the loss after a step's passes, see `Loss.check`; the model is not called if it
+        communicates.
+        """
         return self.loss.check(passes, compares_model=not self._communicates)
 
     def _empty_loss(self, model: nn.Module, data: Any) -> torch.Tensor:
@@ -290,7 +327,8 @@ class LossModule(Computation):
         zero = torch.zeros((), device=parameters[0].device if parameters else None)
         if not self._communicates:
             return connect_parameters(zero, parameters)
-        # Run the model, so that the backward pass reaches the same layers in the same order as on other workers.
+        # Run the model, so that the backward pass reaches the same layers in the same order as on
+        # other workers.
         with placeholder_batch(model, data) as placeholder:
             output, _ = self.loss.forward(model, placeholder)
         return connect_parameters(_zero_of(output, zero), parameters)
@@ -304,15 +342,19 @@ def _is_zero(count: Any) -> bool:
 
 
 def _is_finite(total: Any) -> bool:
-    """Return whether a sum is a number: where nothing counts there may still be one, as of boxes without an object."""
+    """Return whether a sum is a number: where nothing counts there may still be one, as of boxes
+    without an object.
+    """
     return not isinstance(total, torch.Tensor) or bool(torch.isfinite(total.detach()).all())
 
 
 def _zero_where_nothing_counts(total: Any, count: torch.Tensor) -> Any:
-    """Return zero in place of a sum that is no number where nothing counts, without waiting for the device.
+    """Return zero in place of a sum that is no number where nothing counts, without waiting for the
+    device.
 
-    Unlike with `_zero_of` the backward pass goes through the graph of the sum, with a gradient of zero. That is right
-    where it selects what counts, as ``output[kept]``, and gives NaN where it divides by the count itself.
+    Unlike with `_zero_of` the backward pass goes through the graph of the sum, with a gradient of
+    zero. That is right where it selects what counts, as ``output[kept]``, and gives NaN where it
+    divides by the count itself.
     """
     if not isinstance(total, torch.Tensor) or total.device != count.device:
         return total
@@ -320,14 +362,17 @@ def _zero_where_nothing_counts(total: Any, count: torch.Tensor) -> Any:
 
 
 def _zero_of(output: Any, total: Any) -> Any:
-    """Return zero in place of `total`, the sum over nothing, whose graph reaches `output` and gives it zero gradients.
+    """Return zero in place of `total`, the sum over nothing, whose graph reaches `output` and gives
+    it zero gradients.
 
     The sum itself may be no number: the mean over nothing, times nothing.
     """
     if not isinstance(total, torch.Tensor):
         return total
     parts = [torch.zeros((), device=total.device)]
-    map_tensors(lambda tensor: parts.append(tensor.reshape(-1)[:0].sum().float().to(total.device)), output)
+    map_tensors(
+        lambda tensor: parts.append(tensor.reshape(-1)[:0].sum().float().to(total.device)), output
+    )
     zero = torch.stack(parts).sum()
     return zero if zero.requires_grad or not total.requires_grad else total
 
@@ -339,7 +384,9 @@ def _no_gradient(model: nn.Module, loss: Any) -> ConfigError:
         found = f"none of {len(parameters)}: all are frozen (requires_grad=False)"
         return ConfigError("model", "at least one parameter that is trained", found=found)
     expected = "a loss that torch has computed from the model's output, with its gradient"
-    found = "one without a gradient" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    found = (
+        "one without a gradient" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    )
     hint = "A loss loses its gradient by .item(), .detach(), torch.no_grad(), NumPy, or argmax."
     return ConfigError("loss_fn", expected, found=found, hint=hint)
 
@@ -348,8 +395,9 @@ def _too_few(error: ValueError, size: int) -> ConfigError:
     """Return the error of a batch norm in training with a single value per channel."""
     return ConfigError(
         "global_batch_size",
-        "at least two values for each channel of every batch norm, in each worker's part of each batch",
+        "at least two values for each channel of every batch norm, in each worker's part of each "
+        "batch",
         found=f"a part of {size} (torch: {error})",
-        hint="Use another global batch size, drop_last=True of Loader, sync_batchnorm, or fewer workers, "
-        "gradient accumulation steps or virtual workers.",
+        hint="Use another global batch size, drop_last=True of Loader, sync_batchnorm, or fewer "
+        "workers, gradient accumulation steps or virtual workers.",
     )

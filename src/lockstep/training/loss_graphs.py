@@ -1,4 +1,6 @@
-"""Losses of a loop of one's own, read off their graphs: which are no means over samples, and what divides sums."""
+"""Losses of a loop of one's own, read off their graphs: which are no means over samples, and what
+divides sums.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class Refusal(NamedTuple):
         error: the error of a step that would use them.
         parameters: the ids of the parameters that have them.
         unless_counted: whether it is none in a step with a count.
-        ignored: labels that the loss has ignored, a 0-dim tensor on an accelerator, which is not waited for: where it
-            is 0 there is nothing wrong. None if it is known that something is.
+        ignored: labels that the loss has ignored, a 0-dim tensor on an accelerator, which is not
+            waited for: where it is 0 there is nothing wrong. None if it is known that something is.
     """
 
     error: ConfigError
@@ -38,16 +40,19 @@ class Refusal(NamedTuple):
     ignored: torch.Tensor | None = None
 
 
-def refusal_of(root: torch.Tensor, calls: ModelCalls | None, look: int, same_on_all: bool) -> Refusal | None:
+def refusal_of(
+    root: torch.Tensor, calls: ModelCalls | None, look: int, same_on_all: bool
+) -> Refusal | None:
     """Return what is wrong with a loss; None if nothing is known to be wrong.
 
     Args:
         root: a loss, before its backward pass, which frees what its graph has saved.
-        calls: the calls of models in the body; None in a body whose losses are not looked at. Only means over labels
-            are looked at there: labels may be ignored in few batches only, such as the last one.
+        calls: the calls of models in the body; None in a body whose losses are not looked at. Only
+            means over labels are looked at there: labels may be ignored in few batches only, such
+            as the last one.
         look: how many bodies have been looked at before this one.
-        same_on_all: whether the loss is the same on any number of workers, because it is one of the whole batch, or of
-            a shard of virtual workers.
+        same_on_all: whether the loss is the same on any number of workers, because it is one of the
+            whole batch, or of a shard of virtual workers.
     """
     if root.numel() != 1 or root.grad_fn is None:
         return None
@@ -70,7 +75,8 @@ def refusal_of(root: torch.Tensor, calls: ModelCalls | None, look: int, same_on_
     return None
 
 
-# --- Graphs -----------------------------------------------------------------------------------------------------------
+# --- Graphs
+# --------------------------------------------------------------------------------------------------
 
 
 def _next(node: Node) -> list[Node]:
@@ -107,19 +113,49 @@ def _parameters_reached(root: torch.Tensor) -> set[int]:
     return {id(leaf) for leaf in leaves if leaf is not None}
 
 
-# --- Sums over samples ------------------------------------------------------------------------------------------------
+# --- Sums over samples
+# ------------------------------------------------------------------------------------------------
 
 # A loss that is a sum of several has these between its root and each of them.
 _TERMS = {
-    *("AddBackward", "SubBackward", "NegBackward", "RsubBackward", "CloneBackward", "AliasBackward", "ToCopyBackward"),
-    *("SqueezeBackward", "UnsqueezeBackward", "ViewBackward", "ReshapeAliasBackward", "SelectBackward"),
+    *(
+        "AddBackward",
+        "SubBackward",
+        "NegBackward",
+        "RsubBackward",
+        "CloneBackward",
+        "AliasBackward",
+        "ToCopyBackward",
+    ),
+    *(
+        "SqueezeBackward",
+        "UnsqueezeBackward",
+        "ViewBackward",
+        "ReshapeAliasBackward",
+        "SelectBackward",
+    ),
     *("StackBackward", "CatBackward", "UnbindBackward"),
 }
 # One number for each number: what is below is as large as what is above.
 _ELEMENTWISE = {
     *_TERMS,
-    *("PowBackward", "AbsBackward", "ExpBackward", "LogBackward", "Log1PBackward", "SqrtBackward", "SigmoidBackward"),
-    *("LogSigmoidBackward", "SoftplusBackward", "ReluBackward", "ClampBackward", "ClampMinBackward", "TanhBackward"),
+    *(
+        "PowBackward",
+        "AbsBackward",
+        "ExpBackward",
+        "LogBackward",
+        "Log1PBackward",
+        "SqrtBackward",
+        "SigmoidBackward",
+    ),
+    *(
+        "LogSigmoidBackward",
+        "SoftplusBackward",
+        "ReluBackward",
+        "ClampBackward",
+        "ClampMinBackward",
+        "TanhBackward",
+    ),
     *(
         "WhereBackward",
         "MaskedFillBackward",
@@ -128,7 +164,14 @@ _ELEMENTWISE = {
         "GatherBackward",
         "SliceBackward",
     ),
-    *("SumBackward", "PermuteBackward", "TransposeBackward", "UnsafeViewBackward", "XlogyBackward", "SquareBackward"),
+    *(
+        "SumBackward",
+        "PermuteBackward",
+        "TransposeBackward",
+        "UnsafeViewBackward",
+        "XlogyBackward",
+        "SquareBackward",
+    ),
 }
 # Numbers that may be divided by the number of samples already, or are statistics of the batch.
 _SCALED = (
@@ -148,12 +191,14 @@ _INPUTS = {"AddmmBackward": 1}
 
 
 def _undivided_sum(root: torch.Tensor, calls: ModelCalls) -> str | None:
-    """Return what makes `root` a sum over samples that nothing divides; None if it is not certain that it is one.
+    """Return what makes `root` a sum over samples that nothing divides; None if it is not certain
+    that it is one.
 
-    It must be called before the backward pass, which frees what the graph has saved. Certain are the losses of torch
-    with ``reduction="sum"``, and ``.sum()`` over numbers of which none has been scaled. A sum of products may be a
-    mean by its weights, and so may one that is multiplied by a constant; a term of the weights alone may be any sum,
-    and so may one of constants, such as the points of a boundary: it is the same on each worker.
+    It must be called before the backward pass, which frees what the graph has saved. Certain are
+    the losses of torch with ``reduction="sum"``, and ``.sum()`` over numbers of which none has been
+    scaled. A sum of products may be a mean by its weights, and so may one that is multiplied by a
+    constant; a term of the weights alone may be any sum, and so may one of constants, such as the
+    points of a boundary: it is the same on each worker.
 
     Args:
         root: a loss.
@@ -163,10 +208,17 @@ def _undivided_sum(root: torch.Tensor, calls: ModelCalls) -> str | None:
     for node in _terms(root.grad_fn):
         kind = _kind(node)
         if getattr(node, "_saved_reduction", None) == 2:
-            weighted = kind.startswith("Binary") and getattr(node, "_saved_weight", None) is not None
+            weighted = (
+                kind.startswith("Binary") and getattr(node, "_saved_weight", None) is not None
+            )
             rows = getattr(node, "_saved_self", None)
             several = rows is not None and rows.dim() > 0 and rows.shape[0] > 1
-            if several and not weighted and not _of_weights(node) and not _of_constants(node, calls):
+            if (
+                several
+                and not weighted
+                and not _of_weights(node)
+                and not _of_constants(node, calls)
+            ):
                 return f'reduction="sum" ({node.name()})'
         elif kind == "SumBackward" and samples > 1 and _sums_samples(node, samples):
             of_data = _has_data(node, samples) and not _of_constants(node, calls)
@@ -191,10 +243,12 @@ class _UncountedMean(NamedTuple):
 
 
 def _uncounted_mean(root: torch.Tensor) -> _UncountedMean | None:
-    """Return what a mean over labels is a mean over, if not over their number; None for other losses.
+    """Return what a mean over labels is a mean over, if not over their number; None for other
+    losses.
 
-    It is read off torch's cross entropy with ``reduction="mean"``: a mean over weights, or one that ignores labels of
-    this part. Parts of a batch that are weighted by their samples do not add up to it.
+    It is read off torch's cross entropy with ``reduction="mean"``: a mean over weights, or one that
+    ignores labels of this part. Parts of a batch that are weighted by their samples do not add up
+    to it.
 
     Args:
         root: a loss, before its backward pass.
@@ -213,7 +267,8 @@ def _uncounted_mean(root: torch.Tensor) -> _UncountedMean | None:
 
 
 def divisor(root: torch.Tensor) -> torch.Tensor | None:
-    """Return the number that a loss divides sums by in all of its terms, as ``sum / count.clamp(min=1)``.
+    """Return the number that a loss divides sums by in all of its terms, as ``sum /
+    count.clamp(min=1)``.
 
     None if there is no such number, or if a term is divided in another way, as a mean is.
 
@@ -223,34 +278,51 @@ def divisor(root: torch.Tensor) -> torch.Tensor | None:
     found: list[torch.Tensor] = []
     for node in _terms(root.grad_fn, multiples=True):
         number = getattr(node, "_saved_other", None)
-        if _kind(node) != "DivBackward" or not isinstance(number, torch.Tensor) or number.numel() != 1:
+        if (
+            _kind(node) != "DivBackward"
+            or not isinstance(number, torch.Tensor)
+            or number.numel() != 1
+        ):
             return None
         numerators = _terms(node.next_functions[0][0], multiples=True)
-        if not all(_kind(each) == "SumBackward" or getattr(each, "_saved_reduction", None) == 2 for each in numerators):
+        if not all(
+            _kind(each) == "SumBackward" or getattr(each, "_saved_reduction", None) == 2
+            for each in numerators
+        ):
             return None
         found.append(number.detach())
     return common_number(found)
 
 
 def common_number(numbers: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the number that all of `numbers` are, a 0-dim tensor; None if they are not known to be one.
+    """Return the number that all of `numbers` are, a 0-dim tensor; None if they are not known to be
+    one.
 
-    Numbers on an accelerator are the same only if they are one tensor: reading them would wait for it.
+    Numbers on an accelerator are the same only if they are one tensor: reading them would wait for
+    it.
     """
 
     def are_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         if ours.device != theirs.device:
             return False
-        return ours.data_ptr() == theirs.data_ptr() or (ours.device.type == "cpu" and bool(ours == theirs))
+        return ours.data_ptr() == theirs.data_ptr() or (
+            ours.device.type == "cpu" and bool(ours == theirs)
+        )
 
     known = [each for each in numbers if each is not None]
-    if not known or len(known) < len(numbers) or not all(are_same(known[0], each) for each in known[1:]):
+    if (
+        not known
+        or len(known) < len(numbers)
+        or not all(are_same(known[0], each) for each in known[1:])
+    ):
         return None
     return known[0].reshape(())
 
 
 def _terms(root: Node | None, multiples: bool = False) -> list[Node]:
-    """Return the nodes of the single terms of a loss that no constant multiplies; `multiples`: of those as well."""
+    """Return the nodes of the single terms of a loss that no constant multiplies; `multiples`: of
+    those as well.
+    """
     if root is None:
         return []
     if _kind(root) not in _TERMS and _kind(root) not in ("SumBackward", "MulBackward"):
@@ -268,7 +340,9 @@ def _terms(root: Node | None, multiples: bool = False) -> list[Node]:
             waiting += _next(node)
             continue
         found.append(node)
-        if kind == "SumBackward" and any(_kind(below) in ("StackBackward", "SumBackward") for below in _next(node)):
+        if kind == "SumBackward" and any(
+            _kind(below) in ("StackBackward", "SumBackward") for below in _next(node)
+        ):
             waiting += _next(node)  # a sum of terms, or of a sum over another dimension
     return found
 
@@ -280,7 +354,9 @@ def _sums_samples(node: Node, samples: int) -> bool:
     leading = bool(sizes) and sizes[0] > 0 and sizes[0] % samples == 0
     if dims is None:
         return leading or samples in sizes
-    numbers = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in dims]  # negative ones are shown as unsigned
+    numbers = [
+        dim if dim < 1 << 63 else dim - (1 << 64) for dim in dims
+    ]  # negative ones are shown as unsigned
     return any(not dim % len(sizes) if leading else sizes[dim] == samples for dim in numbers)
 
 
@@ -291,7 +367,9 @@ def _of_weights(node: Node) -> bool:
 
 
 def _is_unscaled(node: Node, samples: int) -> bool:
-    """Return whether the numbers of a sum have been scaled by nothing that could divide them by their number."""
+    """Return whether the numbers of a sum have been scaled by nothing that could divide them by
+    their number.
+    """
 
     def ends(each: Node) -> bool:
         return _kind(each) not in _ELEMENTWISE and not _is_mask(each, samples)
@@ -308,11 +386,16 @@ def _may_scale(node: Node, samples: int) -> bool:
 
 
 def _is_mask(node: Node, samples: int) -> bool:
-    """Return whether a product has a factor of zeros and ones, or of distributions: one that divides by nothing."""
+    """Return whether a product has a factor of zeros and ones, or of distributions: one that
+    divides by nothing.
+    """
     if _kind(node) != "MulBackward" or len(_next(node)) != 1:
         return False
     factors = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
-    factor = next((each for each in factors if isinstance(each, torch.Tensor) and not each.requires_grad), None)
+    factor = next(
+        (each for each in factors if isinstance(each, torch.Tensor) and not each.requires_grad),
+        None,
+    )
     if factor is None:
         return False
     values = factor.detach().double()
@@ -329,7 +412,9 @@ def _has_data(node: Node, samples: int) -> bool:
 
 
 def _of_constants(node: Node, calls: ModelCalls) -> bool:
-    """Return whether all that enters layers below `node` is known to be constant, or not known to be data yet."""
+    """Return whether all that enters layers below `node` is known to be constant, or not known to
+    be data yet.
+    """
     entered = list(_entered(node))
     calls.inputs += entered
     return bool(entered) and not any(calls.are_data(values) for values in entered)
@@ -344,13 +429,16 @@ def _entered(node: Node) -> Iterator[torch.Tensor]:
             yield variable.detach()  # such as points at which a solution is differentiated
         if kind not in _ENTRANCES:
             continue
-        entered = kind == "EmbeddingBackward" or each.next_functions[_INPUTS.get(kind, 0)][0] is None
+        entered = (
+            kind == "EmbeddingBackward" or each.next_functions[_INPUTS.get(kind, 0)][0] is None
+        )
         values = getattr(each, _ENTRANCES[kind], None)
         if entered and values is not None and values.numel():
             yield values.detach()
 
 
-# --- Losses that compare samples --------------------------------------------------------------------------------------
+# --- Losses that compare samples
+# --------------------------------------------------------------------------------------
 
 # Elements of outputs beyond which they are not compared: it needs their memory three times.
 _MOST_ELEMENTS = 1 << 23
@@ -359,11 +447,13 @@ _TOLERANCE = 1e-5
 
 
 def _compares_samples(root: torch.Tensor, calls: ModelCalls) -> bool:
-    """Return whether a loss depends on several samples together, as one with in-batch negatives does.
+    """Return whether a loss depends on several samples together, as one with in-batch negatives
+    does.
 
-    A mean over samples has no second derivative with respect to the outputs of two samples: the gradient for one half
-    of them does not change with the other half. False if that cannot be found out: without outputs, with a loss that
-    has no second derivatives, or batch norm or a function of one's own between outputs and loss.
+    A mean over samples has no second derivative with respect to the outputs of two samples: the
+    gradient for one half of them does not change with the other half. False if that cannot be found
+    out: without outputs, with a loss that has no second derivatives, or batch norm or a function of
+    one's own between outputs and loss.
 
     Args:
         root: a loss, before its backward pass.
@@ -387,11 +477,17 @@ def _compares_samples(root: torch.Tensor, calls: ModelCalls) -> bool:
 
 
 def _is_distance_of_samples(node: Node, outputs: Collection[Node], samples: int) -> bool:
-    """Return whether a node is torch.cdist of the samples with each other: it has no second derivative."""
+    """Return whether a node is torch.cdist of the samples with each other: it has no second
+    derivative.
+    """
     if _kind(node) != "CdistBackward":
         return False
     sizes = [node._saved_x1.shape, node._saved_x2.shape]
-    both = [below for below in _next(node) if any(n in outputs for n in _walk([below], lambda each: each in outputs))]
+    both = [
+        below
+        for below in _next(node)
+        if any(n in outputs for n in _walk([below], lambda each: each in outputs))
+    ]
     return len(both) == 2 and all(len(size) == 2 and size[0] % samples == 0 for size in sizes)
 
 
@@ -401,7 +497,9 @@ def _can_be_derived(node: Node) -> bool:
 
 
 def _depend_on_each_other(root: torch.Tensor, tensors: list[torch.Tensor], samples: int) -> bool:
-    """Return whether the gradient of one half of the samples depends on the other half, however rows are counted."""
+    """Return whether the gradient of one half of the samples depends on the other half, however
+    rows are counted.
+    """
     with torch.enable_grad():
         gradients = torch.autograd.grad(root, tensors, create_graph=True, allow_unused=True)
     for halves in _ways_to_halve(tensors, samples):
@@ -412,7 +510,9 @@ def _depend_on_each_other(root: torch.Tensor, tensors: list[torch.Tensor], sampl
         ]
         if not terms:
             return False  # a loss that is linear in its outputs
-        second = torch.autograd.grad(torch.stack(terms).sum(), tensors, retain_graph=True, allow_unused=True)
+        second = torch.autograd.grad(
+            torch.stack(terms).sum(), tensors, retain_graph=True, allow_unused=True
+        )
         largest = [
             (torch.where(half, each, 0).abs().max(), torch.where(half, 0, each).abs().max())
             for each, half in zip(second, halves, strict=True)
@@ -426,7 +526,9 @@ def _depend_on_each_other(root: torch.Tensor, tensors: list[torch.Tensor], sampl
 
 
 def _ways_to_halve(tensors: list[torch.Tensor], samples: int) -> Iterator[list[torch.Tensor]]:
-    """Yield masks of what belongs to the first half of the samples in each tensor, for each possible order of rows."""
+    """Yield masks of what belongs to the first half of the samples in each tensor, for each
+    possible order of rows.
+    """
     half = samples // 2
 
     def mask(tensor: torch.Tensor, dim: int, neighbours: bool = False) -> torch.Tensor:
@@ -435,7 +537,9 @@ def _ways_to_halve(tensors: list[torch.Tensor], samples: int) -> Iterator[list[t
         numbers = numbers * samples // size if neighbours else numbers % samples
         return (numbers < half).view([-1 if d == dim else 1 for d in range(tensor.dim())])
 
-    yield [mask(tensor, 0) for tensor in tensors]  # a row each, or all of them once more in a second view
+    yield [
+        mask(tensor, 0) for tensor in tensors
+    ]  # a row each, or all of them once more in a second view
     if any(tensor.shape[0] > samples for tensor in tensors):
         yield [mask(tensor, 0, neighbours=True) for tensor in tensors]
     if any(_may_be_second(tensor, samples) for tensor in tensors):
@@ -443,7 +547,9 @@ def _ways_to_halve(tensors: list[torch.Tensor], samples: int) -> Iterator[list[t
 
 
 def _may_be_second(tensor: torch.Tensor, samples: int) -> bool:
-    """Return whether the second dimension may be that of the samples, as in sequences of (time, sample, …)."""
+    """Return whether the second dimension may be that of the samples, as in sequences of (time,
+    sample, …).
+    """
     return tensor.dim() > 1 and tensor.shape[1] == samples
 
 
@@ -453,27 +559,35 @@ def _directions(like: torch.Tensor) -> torch.Tensor:
     return ((places * 0.6180339887) % 1 + 0.5).to(like.dtype).view(like.shape)
 
 
-# --- Errors -----------------------------------------------------------------------------------------------------------
+# --- Errors
+# --------------------------------------------------------------------------------------------------
 
 
 def _sum_error(what: str) -> ConfigError:
     """Return the error for a loss that is a sum over samples."""
     return ConfigError(
         "loss",
-        "a mean over the samples of the body's part of the batch, or over what optimizer.step(count=...) counts",
-        found=f"a sum: {what}. Gradients of parts are weighted by their samples, so that a sum would be weighted twice",
-        hint='Use reduction="mean", or divide the sum by the number of samples in this part, len(inputs). Divided by '
+        "a mean over the samples of the body's part of the batch, or over what "
+        "optimizer.step(count=...) counts",
+        found=f"a sum: {what}. Gradients of parts are weighted by their samples, so that a sum "
+        "would be weighted twice",
+        hint='Use reduction="mean", or divide the sum by the number of samples in this part, '
+        "len(inputs). Divided by "
         "something else, such as its tokens, give that: optimizer.step(count=tokens).",
     )
 
 
 def ignored_labels_error() -> ConfigError:
-    """Return the error for a mean over the labels that are not ignored, in a step without a count."""
+    """Return the error for a mean over the labels that are not ignored, in a step without a
+    count.
+    """
     return _count_error(_NOT_IGNORED)
 
 
 def _count_error(what: str) -> ConfigError:
-    """Return the error for a mean over something that differs from part to part, in a step without a count."""
+    """Return the error for a mean over something that differs from part to part, in a step without
+    a count.
+    """
     over, _, count = what.partition(": ")
     return ConfigError(
         "count",
@@ -484,17 +598,21 @@ def _count_error(what: str) -> ConfigError:
 
 
 def _number_error(found: NotAMean) -> ConfigError:
-    """Return the error for a number of a model that is no mean over samples, and a part of a loss."""
+    """Return the error for a number of a model that is no mean over samples, and a part of a
+    loss.
+    """
     whole, halves = found.means()
     return ConfigError(
         "loss",
-        "a mean over the samples of the body's part of the batch, in each number that a model adds to it",
-        found=f"a number of the model that is {whole} for {found.samples} samples, and {halves} as the mean of their "
-        "two halves: it depends on how a batch is divided",
-        hint="A term of the whole batch, such as one that balances experts, is no mean over samples. Return from the "
-        "model what it is computed from, one row for each sample, and compute it from lockstep.whole_batch(rows). Or "
-        "use virtual_workers=, whose shards are the same on any number of workers. If the number is a mean over "
-        "something else, such as tokens: optimizer.step(count=tokens).",
+        "a mean over the samples of the body's part of the batch, in each number that a model "
+        "adds to it",
+        found=f"a number of the model that is {whole} for {found.samples} samples, and {halves} as "
+        "the mean of their two halves: it depends on how a batch is divided",
+        hint="A term of the whole batch, such as one that balances experts, is no mean over "
+        "samples. Return from the model what it is computed from, one row for each sample, "
+        "and compute it from lockstep.whole_batch(rows). Or use virtual_workers=, whose "
+        "shards are the same on any number of workers. If the number is a mean over something "
+        "else, such as tokens: optimizer.step(count=tokens).",
     )
 
 
@@ -503,8 +621,10 @@ def _comparison_error(samples: int) -> ConfigError:
     return ConfigError(
         "loss",
         "a mean over samples, each of which counts for itself",
-        found=f"one in which the {samples} samples of a part of the batch depend on each other, such as in-batch "
-        "negatives; on several workers each would see those of its own part only",
-        hint="Compute it from the outputs of the whole batch, lockstep.whole_batch(output): the page on training has "
-        "an example. Or use virtual_workers=: their shards are the same on any number of workers.",
+        found=f"one in which the {samples} samples of a part of the batch depend on each other, "
+        "such as in-batch negatives; on several workers each would see those of its own part "
+        "only",
+        hint="Compute it from the outputs of the whole batch, lockstep.whole_batch(output): the "
+        "page on training has an example. Or use virtual_workers=: their shards are the same "
+        "on any number of workers.",
     )

@@ -1,4 +1,6 @@
-"""What the workers agree upon before the first step with fp16: the loss's count, and what is computed in float16."""
+"""What the workers agree upon before the first step with fp16: the loss's count, and what is
+computed in float16.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,17 @@ __all__ = ["agree_on_loss_scale"]
 
 
 def agree_on_loss_scale(
-    precision: Precision, loss: LossModule, strategy: Strategy, parts: Iterable[tuple[Any, int]], samples: int
+    precision: Precision,
+    loss: LossModule,
+    strategy: Strategy,
+    parts: Iterable[tuple[Any, int]],
+    samples: int,
 ) -> None:
-    """Set `Precision.cast` and the count per sample from the first global batch; called by all workers.
+    """Set `Precision.cast` and the count per sample from the first global batch; called by all
+    workers.
 
-    The forward passes of the step are run once more for that: the first backward pass needs the count of all parts.
-    Buffers and random generators are restored.
+    The forward passes of the step are run once more for that: the first backward pass needs the
+    count of all parts. Buffers and random generators are restored.
 
     Args:
         precision: fp16.
@@ -41,7 +48,11 @@ def agree_on_loss_scale(
     numbers = _zeros(comm.device, 1 + len(parameters))
     # Without a graph where backward passes are sure to follow forward passes, as those of FSDP.
     everything = strategy.with_loss(loss.model)
-    with preserve_generators(comm.device), preserving_buffers(everything), torch.set_grad_enabled(known is None):
+    with (
+        preserve_generators(comm.device),
+        preserving_buffers(everything),
+        torch.set_grad_enabled(known is None),
+    ):
         for data, size in parts:
             if size or data is not None:
                 with precision.autocast():
@@ -84,7 +95,9 @@ class _WatchedLoss(Computation):
 
 
 def _cast_parameters(total: torch.Tensor, parameters: Sequence[nn.Parameter]) -> set[int]:
-    """Return the numbers of the parameters that the graph of `total` converts to float16 before it uses them."""
+    """Return the numbers of the parameters that the graph of `total` converts to float16 before it
+    uses them.
+    """
     numbers = {id(p): number for number, p in enumerate(parameters)}
     stack = [total.grad_fn]
     seen = set()
@@ -94,7 +107,9 @@ def _cast_parameters(total: torch.Tensor, parameters: Sequence[nn.Parameter]) ->
         if node is None or node in seen:
             continue
         seen.add(node)
-        to_half = node.name() == "ToCopyBackward0" and node._input_metadata[0].dtype is torch.float16
+        to_half = (
+            node.name() == "ToCopyBackward0" and node._input_metadata[0].dtype is torch.float16
+        )
         for child, _ in node.next_functions:
             number = numbers.get(id(getattr(child, "variable", None)))
             if number is None:

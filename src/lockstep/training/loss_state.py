@@ -1,4 +1,6 @@
-"""The modules that a loss function is, or calls: their buffers and parameters are a part of the training's state."""
+"""The modules that a loss function is, or calls: their buffers and parameters are a part of the
+training's state.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 def modules_of(fn: Any, model: nn.Module | None) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules that a loss function is, and those that it calls by name; without those of the model.
+    """Return the modules that a loss function is, and those that it calls by name; without those of
+    the model.
 
     Args:
         fn: a module, a method of one, a function, or a `functools.partial` of these.
@@ -32,7 +35,9 @@ def modules_of(fn: Any, model: nn.Module | None) -> tuple[list[nn.Module], list[
         return [], []
     if isinstance(fn, partial):
         found = [modules_of(each, model) for each in (fn.func, *fn.args, *fn.keywords.values())]
-        return [m for direct, _ in found for m in direct], [m for _, called in found for m in called]
+        return [m for direct, _ in found for m in direct], [
+            m for _, called in found for m in called
+        ]
     if isinstance(fn, nn.Module):
         return _without(model, [fn]), []
     if inspect.ismethod(fn):
@@ -48,13 +53,16 @@ def modules_of(fn: Any, model: nn.Module | None) -> tuple[list[nn.Module], list[
 
 def _without(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
     parts = set(model.modules())
-    return [module for module in modules if module not in parts and parts.isdisjoint(module.modules())]
+    return [
+        module for module in modules if module not in parts and parts.isdisjoint(module.modules())
+    ]
 
 
 class LossState(nn.ModuleList):
     """The modules of a loss function, for the strategy, which treats their buffers as the model's.
 
-    Of a module that a function only calls, the parameters are left alone: it may be a large pretrained network.
+    Of a module that a function only calls, the parameters are left alone: it may be a large
+    pretrained network.
 
     Args:
         fn: the loss function.
@@ -69,7 +77,8 @@ class LossState(nn.ModuleList):
         move_module(self, device)
 
     def synchronise(self, comm: Communicator) -> None:
-        """Broadcast rank 0's values, and check that all workers have the same modules; called by all workers.
+        """Broadcast rank 0's values, and check that all workers have the same modules; called by
+        all workers.
 
         Raises:
             MismatchError: on every worker, naming the first difference.
@@ -99,14 +108,21 @@ class LossState(nn.ModuleList):
         ours = self._named(persistent=True)
         if (saved or {}).keys() != ours.keys():
             if speaks:
-                lost = "has no state of the loss function" if not saved else "has the state of another loss function"
+                lost = (
+                    "has no state of the loss function"
+                    if not saved
+                    else "has the state of another loss function"
+                )
                 _log.warning("the checkpoint %s: buffers of this loss function begin anew", lost)
             return
         for name, value in (saved or {}).items():
             if value.shape != ours[name].shape:
-                found = f"{name}: here {list(ours[name].shape)}, in the checkpoint {list(value.shape)}"
+                found = (
+                    f"{name}: here {list(ours[name].shape)}, in the checkpoint {list(value.shape)}"
+                )
                 raise CheckpointError(
-                    f"a checkpoint of another loss function. The first difference in shapes is {found}."
+                    "a checkpoint of another loss function. The first difference in shapes is "
+                    f"{found}."
                 )
         with torch.no_grad():
             for name, value in (saved or {}).items():
@@ -119,6 +135,10 @@ class LossState(nn.ModuleList):
             if not persistent:
                 every |= dict(module.named_buffers())
             kept = {} if number < self._direct else dict(module.named_parameters())
-            tensors = {name: value for name, value in every.items() if isinstance(value, torch.Tensor)}
-            found |= {f"{number}.{name}": value for name, value in tensors.items() if name not in kept}
+            tensors = {
+                name: value for name, value in every.items() if isinstance(value, torch.Tensor)
+            }
+            found |= {
+                f"{number}.{name}": value for name, value in tensors.items() if name not in kept
+            }
         return found

@@ -1,4 +1,6 @@
-"""The repeated comparison by halves: when losses and metrics are compared, with which samples, and what is said."""
+"""The repeated comparison by halves: when losses and metrics are compared, with which samples, and
+what is said.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ __all__ = [
 ]
 
 
-# --- When, and with which samples -------------------------------------------------------------------------------------
+# --- When, and with which samples
+# -------------------------------------------------------------------------------------
 
 _EVERY = 1024
 _FIRST_DRAWN = 8
@@ -55,25 +58,29 @@ _SCHEDULE = 17  # the key of this schedule's draws
 _MAX_SAMPLES = 64
 
 WITH_GRADIENTS = (0, 1)
-"""The steps at which gradients are compared in any case; later, the losses of samples differ and values alone tell."""
+"""The steps at which gradients are compared in any case; later, the losses of samples differ and
+values alone tell.
+"""
 
-# Samples with values unlike those before are compared beside the steps that are due: at most these, and one more for
-# each of so many steps.
+# Samples with values unlike those before are compared beside the steps that are due: at most these,
+# and one more for each of so many steps.
 _MOST_EXTRA = 8
 _STEPS_PER_EXTRA = 64
 
 
 def is_due(number: int) -> bool:
-    """Return whether losses and metrics are compared at this step, or this batch of an evaluation: 0, 1, 2, 4 … 1024,
-    and every 1024 after; from 8 on also at one between each two of these.
+    """Return whether losses and metrics are compared at this step, or this batch of an evaluation:
+    0, 1, 2, 4 … 1024, and every 1024 after; from 8 on also at one between each two of these.
 
-    The ones between are drawn, the same everywhere: where an epoch has 2ⁿ steps, the others are all first or middle
-    ones of an epoch.
+    The ones between are drawn, the same everywhere: where an epoch has 2ⁿ steps, the others are all
+    first or middle ones of an epoch.
     """
     if number >= _EVERY:
         return number % _EVERY in (0, _drawn(_EVERY, number // _EVERY))
     power = 1 << max(0, number.bit_length() - 1)
-    return number in (0, power) or (power >= _FIRST_DRAWN and number == power + _drawn(power, power))
+    return number in (0, power) or (
+        power >= _FIRST_DRAWN and number == power + _drawn(power, power)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -83,15 +90,20 @@ def _drawn(length: int, key: int) -> int:
 
 
 def block_at(number: int) -> int:
-    """Return the number of the block of samples that is compared at a step: another one each time that is due."""
+    """Return the number of the block of samples that is compared at a step: another one each time
+    that is due.
+    """
     return number.bit_length() + number // _EVERY
 
 
-# --- What is found ----------------------------------------------------------------------------------------------------
+# --- What is found
+# --------------------------------------------------------------------------------------------------
 
 
 class Problem(Protocol):
-    """Why the value of a loss or metric depends on how a batch is divided, as one rank has found."""
+    """Why the value of a loss or metric depends on how a batch is divided, as one rank has
+    found.
+    """
 
     def error(self, rank: int = 0) -> ConfigError:
         """Return the error to raise; `rank` is the one that has found it."""
@@ -99,7 +111,8 @@ class Problem(Protocol):
 
 
 def raise_problem(found: Problem | None, comm: Communicator) -> None:
-    """Raise an error on every rank if any rank has found a function that is not a mean; called by all ranks.
+    """Raise an error on every rank if any rank has found a function that is not a mean; called by
+    all ranks.
 
     Raises:
         ConfigError: the error of the lowest rank that has found one.
@@ -109,7 +122,8 @@ def raise_problem(found: Problem | None, comm: Communicator) -> None:
 
 @dataclass(frozen=True)
 class NotAMean:
-    """A function whose values for the two halves of some samples do not add up to its value for the samples.
+    """A function whose values for the two halves of some samples do not add up to its value for the
+    samples.
 
     Attributes:
         argument: the argument that the function was passed as.
@@ -117,7 +131,8 @@ class NotAMean:
         samples: number of samples.
         difference: what the comparison has found.
         shapes: what is odd about the shapes of the output and the target; "" if nothing is.
-        is_model: whether the model computes the loss, or uses numbers that it has computed for the whole batch.
+        is_model: whether the model computes the loss, or uses numbers that it has computed for the
+            whole batch.
     """
 
     argument: str
@@ -139,15 +154,30 @@ class NotAMean:
         found = self.difference
         samples = f"{self.samples} samples of rank {rank}"
         if found.is_other_form:
-            return f"one value for each of {samples}, but another number of values for fewer of them"
+            return (
+                f"one value for each of {samples}, but another number of values for fewer of them"
+            )
         if math.isnan(found.whole[0]):
-            return f"nan for {samples}, whose outputs are finite, as if there were nothing in them that it counts"
-        differ = f" (their gradients differ by {100 * found.gradients:.2g} %)" if found.gradients else ""
+            return (
+                f"nan for {samples}, whose outputs are finite, as if there were nothing in them "
+                "that it counts"
+            )
+        differ = (
+            f" (their gradients differ by {100 * found.gradients:.2g} %)" if found.gradients else ""
+        )
         if found.is_pair and not self.is_model:
-            own, theirs = (f"{_number(a)} and the count {_number(b)}" for a, b in (found.whole, found.halves))
-            return f"the sum {own} for {samples}, and the sum {theirs} for their two halves together{differ}"
+            own, theirs = (
+                f"{_number(a)} and the count {_number(b)}" for a, b in (found.whole, found.halves)
+            )
+            return (
+                f"the sum {own} for {samples}, and the sum {theirs} for their two halves "
+                f"together{differ}"
+            )
         mean, halves = self.means()
-        return f"{mean} for {samples} and {halves} as the mean of their two halves, weighted by samples{differ}"
+        return (
+            f"{mean} for {samples} and {halves} as the mean of their two halves, weighted by "
+            f"samples{differ}"
+        )
 
     def means(self) -> tuple[str, str]:
         """Return the mean over the samples, and that of their halves."""
@@ -159,21 +189,24 @@ class NotAMean:
         hint = "Its value depends on how a batch is split, and so on the number of workers. "
         if self.is_model:
             hint += (
-                "A term of the whole batch, such as one that balances experts or decorrelates outputs, is no mean over "
-                "samples. Compute it for each sample, or leave it out."
+                "A term of the whole batch, such as one that balances experts or decorrelates "
+                "outputs, is no mean over samples. Compute it for each sample, or leave it out."
             )
         elif self.difference.is_pair:
             hint += (
-                "Sums and counts are added up over all workers: return the sum over the samples, tokens or weights, "
-                "and their number. A loss and a part of it are no such pair: return the loss alone."
+                "Sums and counts are added up over all workers: return the sum over the samples, "
+                "tokens or weights, and their number. A loss and a part of it are no such pair: "
+                "return the loss alone."
             )
         else:
             hint += (
-                "Return (sum, count), where the mean is sum / count, e.g. over tokens or class weights; sums and "
-                "counts are added up over all workers."
+                "Return (sum, count), where the mean is sum / count, e.g. over tokens or class "
+                "weights; sums and counts are added up over all workers."
             )
         if self.argument != "loss_fn":
-            hint += f" Where no sum over samples gives it (F1, AUC): lockstep.whole_set({self.name})."
+            hint += (
+                f" Where no sum over samples gives it (F1, AUC): lockstep.whole_set({self.name})."
+            )
         return f"{self.shapes} {hint}".lstrip()
 
 
@@ -181,14 +214,17 @@ def _number(value: float) -> str:
     return f"{value:.10g}"
 
 
-# --- The comparison ---------------------------------------------------------------------------------------------------
+# --- The comparison
+# --------------------------------------------------------------------------------------------------
 
 
 class MeanCheck:
-    """A loss or metric (output, target) as (output, target, size) → (sum, count), which is compared by halves.
+    """A loss or metric (output, target) as (output, target, size) → (sum, count), which is compared
+    by halves.
 
-    Where that is due, and where a call has values unlike those that were compared before, see `SeenValues`, it keeps
-    some of the samples of a call for `check`. On the CPU, samples whose mean is no number are kept as well.
+    Where that is due, and where a call has values unlike those that were compared before, see
+    `SeenValues`, it keeps some of the samples of a call for `check`. On the CPU, samples whose mean
+    is no number are kept as well.
 
     Args:
         argument: the argument that errors name, such as "loss_fn".
@@ -197,7 +233,8 @@ class MeanCheck:
         compares: False for a function that is known to be right.
 
     Attributes:
-        opaque: whether the check has found that the function uses numbers that cannot be split by samples.
+        opaque: whether the check has found that the function uses numbers that cannot be split by
+            samples.
     """
 
     def __init__(self, argument: str, fn: LossLike, name: str = "", compares: bool = True) -> None:
@@ -215,12 +252,14 @@ class MeanCheck:
 
     @property
     def changes_outside(self) -> list[str]:
-        """The names of lists, numbers and tensors outside of the function that its calls change, as far as seen."""
+        """The names of lists, numbers and tensors outside of the function that its calls change, as
+        far as seen.
+        """
         return self._outer.changed
 
     def expect(self, number: int, due: bool | None = None) -> None:
-        """Begin a step, or a batch of an evaluation, with this number; `due`: whether it is to be checked, else see
-        `is_due`."""
+        """Begin a step, or a batch of an evaluation, with this number; `due`: whether it is to be
+        checked, else see `is_due`."""
         self._number = number
         self._due = is_due(number) if due is None else due
         self._kept = None
@@ -238,25 +277,31 @@ class MeanCheck:
             self._outer.before_call()
             value = self.fn(output, target)
             self._outer.after_call()
-            wanted = before == _versions(output, target)  # else it cannot be called with its arguments again
+            wanted = before == _versions(
+                output, target
+            )  # else it cannot be called with its arguments again
         else:
             value = self.fn(output, target)
             wanted = wanted and is_known_nan(value)
         if wanted:
-            self._kept = Samples.few_of(output, target, size, block_at(self._number), _MAX_SAMPLES, sample)
+            self._kept = Samples.few_of(
+                output, target, size, block_at(self._number), _MAX_SAMPLES, sample
+            )
         return as_sum(value, size, self._argument)
 
     def _unlike_sample(self, output: Any, target: Any, size: int) -> int | None:
-        """Return a sample whose values are unlike those that were compared before, if there is one and it is to be
-        compared."""
+        """Return a sample whose values are unlike those that were compared before, if there is one
+        and it is to be compared."""
         if not self._due and self._extra >= _MOST_EXTRA + self._number // _STEPS_PER_EXTRA:
             return None
         return self._seen.unlike_sample(output, target, size)
 
     def check(self, passes: Passes = nullcontext, gradients: bool = True) -> NotAMean | None:
-        """Check that the function is a mean over samples, with the first part of at least two samples.
+        """Check that the function is a mean over samples, with the first part of at least two
+        samples.
 
-        It calls the function a few more times, restores the random generators, and waits for the device.
+        It calls the function a few more times, restores the random generators, and waits for the
+        device.
 
         Args:
             passes: the context manager that the function was called in, such as autocast.
@@ -276,7 +321,9 @@ class MeanCheck:
         gradients = gradients and self._number in WITH_GRADIENTS
         samples = samples.by_target()
         with self._outer.restored():
-            found = compare_or_skip(partial(self._compare, samples, passes, gradients), samples.device)
+            found = compare_or_skip(
+                partial(self._compare, samples, passes, gradients), samples.device
+            )
         if found is None:
             return None
         output = samples.output
@@ -306,7 +353,9 @@ class MeanCheck:
 
 
 def without_traces(fn: LossLike) -> LossLike:
-    """Return a copy of a module with the same parameters, whose calls change nothing in the module; else `fn`."""
+    """Return a copy of a module with the same parameters, whose calls change nothing in the module;
+    else `fn`.
+    """
     if not isinstance(fn, nn.Module):
         return fn
     return copy.deepcopy(fn, {id(parameter): parameter for parameter in fn.parameters()})
@@ -317,7 +366,9 @@ def _versions(*trees: Any) -> list[int]:
 
 
 def _are_broadcast(output: Any, target: Any) -> bool:
-    """Return whether `output` of shape (n, 1) and `target` of shape (n,), or the like, are broadcast to (n, n)."""
+    """Return whether `output` of shape (n, 1) and `target` of shape (n,), or the like, are
+    broadcast to (n, n).
+    """
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return False
     if {output.dim(), target.dim()} != {1, 2} or output.shape[0] != target.shape[0]:
@@ -327,7 +378,9 @@ def _are_broadcast(output: Any, target: Any) -> bool:
 
 
 def describe_shapes(output: torch.Tensor, target: torch.Tensor) -> str:
-    """Return what is wrong with the shapes of an output and a target that are broadcast to all pairs of samples."""
+    """Return what is wrong with the shapes of an output and a target that are broadcast to all
+    pairs of samples.
+    """
     together = list(torch.broadcast_shapes(output.shape, target.shape))  # type: ignore[no-untyped-call]
     shapes = f"{list(output.shape)} and a target of shape {list(target.shape)}"
     return f"An output of shape {shapes} are broadcast to {together}: give both the same shape."
@@ -336,13 +389,19 @@ def describe_shapes(output: torch.Tensor, target: torch.Tensor) -> str:
 def describe_function(fn: Any) -> str:
     """Return the name of a function or module for messages."""
     if isinstance(fn, partial):
-        keywords = "".join(f", {name}={value!r}" for name, value in fn.keywords.items() if _is_short(value))
+        keywords = "".join(
+            f", {name}={value!r}" for name, value in fn.keywords.items() if _is_short(value)
+        )
         return f"partial({describe_function(fn.func)}{keywords})"
     if isinstance(fn, nn.Module):
         return type(fn).__name__
     name = str(getattr(fn, "__qualname__", "") or type(fn).__name__).rpartition("<locals>.")[2]
     code = getattr(fn, "__code__", None)
-    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code and name == "<lambda>" else name
+    return (
+        f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+        if code and name == "<lambda>"
+        else name
+    )
 
 
 def _is_short(value: Any) -> bool:

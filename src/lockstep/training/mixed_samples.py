@@ -1,4 +1,6 @@
-"""The first batch that is divided: what its passes show of a model whose results depend on how batches are divided."""
+"""The first batch that is divided: what its passes show of a model whose results depend on how
+batches are divided.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ __all__ = ["FirstBatch", "FirstCall"]
 
 _log = logging.getLogger(__name__)
 
-# The model is called with 4 to 8 samples, and with half of them. A first dimension of less than 4 is as often another
-# one: channels, views.
+# The model is called with 4 to 8 samples, and with half of them. A first dimension of less than 4
+# is as often another one: channels, views.
 _FEWEST_SAMPLES = 4
 _MOST_SAMPLES = 8
 # Relative difference of outputs in float64. Batch norm of 8 and of 4 samples differs by a tenth.
@@ -30,7 +32,8 @@ _TOLERANCE = 1e-6
 
 
 class FirstBatch:
-    """What the passes of the first batch that is divided show of a model: made before them, told after them.
+    """What the passes of the first batch that is divided show of a model: made before them, told
+    after them.
 
     Args:
         model: the model.
@@ -60,12 +63,16 @@ class FirstBatch:
         self._passes = passes
         self._devices = devices
         self._own_hooks = own_hooks
-        self._seen = FirstPasses({"": model} if loss is None else {"": model, "loss": loss}, comm.device)
+        self._seen = FirstPasses(
+            {"": model} if loss is None else {"": model, "loss": loss}, comm.device
+        )
         parts = comm.size * passes * devices
         self._calls = [FirstCall(each, samples, parts) for each in (called or [model])]
 
     def tell(self) -> None:
-        """Say in one line on rank 0 what of the model depends on how a global batch is divided; called by all ranks."""
+        """Say in one line on rank 0 what of the model depends on how a global batch is divided;
+        called by all ranks.
+        """
         mixes = [call.mixes_samples() for call in self._calls]  # of all models, on all workers
         said = describe_division(
             self._model,
@@ -81,12 +88,14 @@ class FirstBatch:
 
 
 class FirstCall:
-    """The first call of a model after this was made, of which a copy of the model computes a part anew.
+    """The first call of a model after this was made, of which a copy of the model computes a part
+    anew.
 
-    Batch norm that a model computes by itself, and everything else over the samples of a pass, depends on how a global
-    batch is divided. No type of layer tells so.
+    Batch norm that a model computes by itself, and everything else over the samples of a pass,
+    depends on how a global batch is divided. No type of layer tells so.
 
-    A model that draws random numbers, or that is compiled or sharded, is not looked at; nor is what hooks compute.
+    A model that draws random numbers, or that is compiled or sharded, is not looked at; nor is what
+    hooks compute.
 
     Args:
         model: the model.
@@ -109,7 +118,8 @@ class FirstCall:
     def mixes_samples(self) -> bool:
         """Return whether the outputs for some samples are others without the remaining ones.
 
-        The model and the random generators stay as they are. If the model communicates, all workers must ask.
+        The model and the random generators stay as they are. If the model communicates, all workers
+        must ask.
         """
         arguments = self._arguments
         self._arguments = None
@@ -118,13 +128,23 @@ class FirstCall:
         try:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 return self._compare(arguments)
-        except Exception as error:  # a model that does not compute in float64, or not for so few samples
-            _log.debug("the model is not called with a part of a batch: %s: %s", type(error).__name__, error)
+        except (
+            Exception
+        ) as error:  # a model that does not compute in float64, or not for so few samples
+            _log.debug(
+                "the model is not called with a part of a batch: %s: %s",
+                type(error).__name__,
+                error,
+            )
             return False
 
     def _compare(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
         tensors = tensors_of(arguments)
-        sizes = [tensor.shape[0] for tensor in tensors if tensor.dim() and tensor.shape[0] in self._samples]
+        sizes = [
+            tensor.shape[0]
+            for tensor in tensors
+            if tensor.dim() and tensor.shape[0] in self._samples
+        ]
         if not sizes:
             return False
         half = min(sizes[0], _MOST_SAMPLES) // 2
@@ -132,13 +152,17 @@ class FirstCall:
         if copied is None:
             return False
         for layer in copied.modules():
-            if isinstance(layer, DRAWING_LAYERS):  # which are named by themselves, see `describe_division`
+            if isinstance(
+                layer, DRAWING_LAYERS
+            ):  # which are named by themselves, see `describe_division`
                 layer.eval()
         outputs = []
         device = tensors[0].device
         with preserve_generators(device):
             for count in (2 * half, half):
-                inputs, named = map_tensors(partial(_first, count=count, samples=sizes[0]), arguments)
+                inputs, named = map_tensors(
+                    partial(_first, count=count, samples=sizes[0]), arguments
+                )
                 passes = FirstPasses({"": copied}, device)
                 outputs.append(tensors_of(copied(*inputs, **named)))
                 if passes.drew():
@@ -155,4 +179,6 @@ def _first(tensor: torch.Tensor, count: int, samples: int) -> torch.Tensor:
 def _differ(whole: torch.Tensor, part: torch.Tensor) -> bool:
     if not whole.dim() or not whole.is_floating_point() or whole.shape[0] != 2 * part.shape[0]:
         return False
-    return not torch.allclose(whole[: part.shape[0]], part, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+    return not torch.allclose(
+        whole[: part.shape[0]], part, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True
+    )

@@ -24,7 +24,9 @@ _FEWEST_SAMPLES = 4
 
 @dataclass(frozen=True)
 class _Number:
-    """A single number that a model has returned: the call, and the number's place among the tensors of the output."""
+    """A single number that a model has returned: the call, and the number's place among the tensors
+    of the output.
+    """
 
     model: nn.Module
     arguments: tuple[Any, Any]
@@ -35,20 +37,22 @@ class _Number:
 class ModelCalls:
     """The calls of prepared models in a body, as their forward hooks see them.
 
-    The outputs of interest are those with a row, or two, for each sample, and single numbers. A first dimension may
-    have that size by chance, as that of an output for one sample alone. So inputs must have it too, it must not be
-    small, and a model that is called for each sample is not looked at. Numbers are not looked at where the samples may
-    be in the second dimension of inputs, as in sequences of (time, sample, …).
+    The outputs of interest are those with a row, or two, for each sample, and single numbers. A
+    first dimension may have that size by chance, as that of an output for one sample alone. So
+    inputs must have it too, it must not be small, and a model that is called for each sample is not
+    looked at. Numbers are not looked at where the samples may be in the second dimension of inputs,
+    as in sequences of (time, sample, …).
 
-    What a model makes of constants, such as a prompt for each class or the points of a boundary, is no output for a
-    sample. Constants are inputs that have the values that one had in the body that was looked at before.
+    What a model makes of constants, such as a prompt for each class or the points of a boundary, is
+    no output for a sample. Constants are inputs that have the values that one had in the body that
+    was looked at before.
 
     Args:
         models: the models.
         samples: samples of the body's part of a batch.
         data: the body's part of a batch.
-        before: the inputs in the body that was looked at before; None if this is the first one. Of its inputs only
-            those that share memory with `data` are known to be data.
+        before: the inputs in the body that was looked at before; None if this is the first one. Of
+            its inputs only those that share memory with `data` are known to be data.
         compares: whether the outputs are of interest.
         refuses_changes: whether forward passes that change parameters are an error.
 
@@ -69,9 +73,13 @@ class ModelCalls:
         self.inputs: list[torch.Tensor] = []
         self._models = models
         self._before = before
-        self._memory = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(data) if tensor.numel()}
+        self._memory = {
+            tensor.untyped_storage().data_ptr() for tensor in tensors_of(data) if tensor.numel()
+        }
         self._compares = compares and samples >= _FEWEST_SAMPLES
-        self._unchanged = {model: UnchangedParameters(model) for model in models} if refuses_changes else {}
+        self._unchanged = (
+            {model: UnchangedParameters(model) for model in models} if refuses_changes else {}
+        )
         self._outputs: list[torch.Tensor] = []
         self._numbers: list[_Number] = []
         self._calls = 0
@@ -96,7 +104,9 @@ class ModelCalls:
         if self._unchanged:
             self._unchanged[model].check()
         self._calls += 1
-        entered = [tensor.detach() for tensor in (*tensors_of(inputs), *tensors_of(named)) if tensor.dim()]
+        entered = [
+            tensor.detach() for tensor in (*tensors_of(inputs), *tensors_of(named)) if tensor.dim()
+        ]
         self.inputs += entered
         if not self._compares or not any(map(self.are_data, entered)):
             return
@@ -104,7 +114,11 @@ class ModelCalls:
         for place, tensor in enumerate(tensors_of(output)):
             if tensor.grad_fn is not None and tensor.dim() > 1 and tensor.shape[0] in sizes:
                 self._outputs.append(tensor)
-            elif tensor.grad_fn is not None and tensor.numel() == 1 and not self._may_be_second(entered):
+            elif (
+                tensor.grad_fn is not None
+                and tensor.numel() == 1
+                and not self._may_be_second(entered)
+            ):
                 self._numbers.append(_Number(model, (inputs, named), place, tensor))
 
     def _may_be_second(self, entered: list[torch.Tensor]) -> bool:
@@ -119,13 +133,18 @@ class ModelCalls:
     def outputs(self) -> list[torch.Tensor]:
         """Return the outputs with rows for samples."""
         rows = (self.samples, 2 * self.samples)
-        return [tensor for tensor in self._outputs if tensor.shape[0] in rows] if self._calls < self.samples else []
+        return (
+            [tensor for tensor in self._outputs if tensor.shape[0] in rows]
+            if self._calls < self.samples
+            else []
+        )
 
     def number_that_is_no_mean(self, root: torch.Tensor, look: int) -> NotAMean | None:
-        """Return what is wrong with a single number that a model has returned, and that is a part of the loss.
+        """Return what is wrong with a single number that a model has returned, and that is a part
+        of the loss.
 
-        The model is called with a few of the samples and with their halves, see `compare_model`. A number may be a mean
-        over samples, or a sum, which the loop may divide.
+        The model is called with a few of the samples and with their halves, see `compare_model`. A
+        number may be a mean over samples, or a sum, which the loop may divide.
 
         Args:
             root: a loss, before its backward pass.
@@ -135,7 +154,9 @@ class ModelCalls:
             return None
         self._unwatch()  # copies of the models must have no hooks
         try:
-            return next(filter(None, (self._compare(number, root, look) for number in self._numbers)), None)
+            return next(
+                filter(None, (self._compare(number, root, look) for number in self._numbers)), None
+            )
         finally:
             self._watch()
 
@@ -143,7 +164,13 @@ class ModelCalls:
         (slope,) = torch.autograd.grad(root, number.value, retain_graph=True, allow_unused=True)
         if slope is None or not slope.any():
             return None
-        compare = partial(compare_model, forward=_call, model=number.model, data=number.arguments, size=self.samples)
+        compare = partial(
+            compare_model,
+            forward=_call,
+            model=number.model,
+            data=number.arguments,
+            size=self.samples,
+        )
 
         def mean(output: Any, _: Any) -> torch.Tensor:
             return tensors_of(output)[number.place].reshape(())
@@ -153,7 +180,11 @@ class ModelCalls:
             return value, value.detach()  # a count that adds up where the sum does
 
         found = compare(mean, number=look, passes=nullcontext)
-        return None if found is None or compare(total, number=look, passes=nullcontext) is None else found
+        return (
+            None
+            if found is None or compare(total, number=look, passes=nullcontext) is None
+            else found
+        )
 
     def close(self) -> None:
         """Remove the hooks, and forget the outputs."""
@@ -168,4 +199,6 @@ def _call(model: nn.Module, arguments: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _is_among(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    return any(tensor.shape == other.shape and torch.equal(tensor, other.to(tensor)) for other in others)
+    return any(
+        tensor.shape == other.shape and torch.equal(tensor, other.to(tensor)) for other in others
+    )

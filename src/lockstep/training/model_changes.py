@@ -1,4 +1,6 @@
-"""Layers and parameters that a model gets while it is trained, noticed without looking at the whole model each time."""
+"""Layers and parameters that a model gets while it is trained, noticed without looking at the whole
+model each time.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ _registrations = _Registrations()
 class ModelChanges:
     """Notices whether the parameters of a model are others than before, by identity.
 
-    The model is only looked at when some module of this process has got a layer or a parameter, or when asked to.
+    The model is only looked at when some module of this process has got a layer or a parameter, or
+    when asked to.
 
     Args:
         model: the model.

@@ -1,4 +1,6 @@
-"""What training and the program around it change in a model, as workers that are behind others are given it."""
+"""What training and the program around it change in a model, as workers that are behind others are
+given it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ _CPU = torch.device("cpu")
 
 
 class ModelState:
-    """The part of a `recovery.TrainingState` that all trainings have: the model, its optimizer, and the generators.
+    """The part of a `recovery.TrainingState` that all trainings have: the model, its optimizer, and
+    the generators.
 
     Args:
         model: the model.
@@ -36,8 +39,8 @@ class ModelState:
         comm: of the workers.
 
     Attributes:
-        has_changed_parameters: whether the program was seen to change parameters since the last operation. A worker
-            that is behind could not be given what they were before.
+        has_changed_parameters: whether the program was seen to change parameters since the last
+            operation. A worker that is behind could not be given what they were before.
     """
 
     result: Any = True
@@ -46,11 +49,15 @@ class ModelState:
         self.model = model
         self.optimizer = optimizer
         self.comm = comm
-        self._left: list[dict[str, Any]] = []  # the hyperparameters, as the last operation has left them
+        self._left: list[
+            dict[str, Any]
+        ] = []  # the hyperparameters, as the last operation has left them
         self._versions: list[int] = []  # of parameters and buffers, when they were last looked at
         self._has_changed = False  # whether the program has changed them since the last operation
         self.has_changed_parameters = False
-        self._generators: list[Any] = []  # the states of the global generators then, or before an operation
+        self._generators: list[
+            Any
+        ] = []  # the states of the global generators then, or before an operation
 
     def part_of(self, batch: Batch) -> Batch:
         """See `TrainingState`."""
@@ -105,14 +112,16 @@ class ModelState:
         """See `TrainingState`.
 
         Raises:
-            ConfigError: if the program of the other worker has changed the model since the operation, so that its state
-                as the operation has left it is gone.
+            ConfigError: if the program of the other worker has changed the model since the
+                operation, so that its state as the operation has left it is gone.
         """
         if state["changed"] and self._left:
             raise _refused_change()
         _load_buffers_beside(self.model, state["buffers"])
         load_model(self.model, state["model"], self.comm)
-        load_optimizer(self.optimizer, read_optimizer_state(self.optimizer, state["optimizer"], self.comm))
+        load_optimizer(
+            self.optimizer, read_optimizer_state(self.optimizer, state["optimizer"], self.comm)
+        )
         self._set_hyperparameters(from_bytes(state["hyperparameters"], _CPU))
         self._set_generator_states(from_bytes(state["generators"], _CPU))
 
@@ -141,7 +150,9 @@ class ModelState:
     def _hyperparameters(self) -> list[dict[str, Any]]:
         """Return a copy of the hyperparameters of the optimizer's parameter groups."""
         groups = self.optimizer.param_groups
-        return copy.deepcopy([{name: value for name, value in g.items() if name != "params"} for g in groups])
+        return copy.deepcopy(
+            [{name: value for name, value in g.items() if name != "params"} for g in groups]
+        )
 
     def _set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
@@ -173,7 +184,8 @@ def _refused_change() -> ConfigError:
     return ConfigError(
         "callbacks",
         "parameters and buffers that only the steps of an elastic job change",
-        found="a change between two steps, which could not be repeated on a worker that has lost its group",
+        found="a change between two steps, which could not be repeated on a worker that has lost "
+        "its group",
         hint="Make it in optimizer.register_step_post_hook(), which is a part of the step.",
     )
 
@@ -200,10 +212,14 @@ class StateOfStep(ModelState):
         super().undo()
 
     def for_others(self, result: Any) -> Any:
-        """See `TrainingState`: requests to regroup were those of an earlier group, and those to stop hold."""
+        """See `TrainingState`: requests to regroup were those of an earlier group, and those to
+        stop hold.
+        """
         if isinstance(result, StepResult):
             stop = result.on_hand[2] % REGROUP
-            return result.replaced(stop=stop, replicas=None).mapped(lambda tensor: tensor.detach().cpu())
+            return result.replaced(stop=stop, replicas=None).mapped(
+                lambda tensor: tensor.detach().cpu()
+            )
         return super().for_others(result)
 
     def from_others(self, result: Any) -> Any:
@@ -231,7 +247,8 @@ class UserState:
     """What else a loop of one's own changes, by name.
 
     Args:
-        given: the argument `state` of the loop: objects with ``state_dict()`` and ``load_state_dict()``, or dicts.
+        given: the argument `state` of the loop: objects with ``state_dict()`` and
+            ``load_state_dict()``, or dicts.
 
     Raises:
         ConfigError: for anything else.
@@ -241,7 +258,9 @@ class UserState:
         if given is not None:
             arguments.instance("state", given, Mapping, "a dict of objects by name")
         for name, value in (given or {}).items():
-            if not isinstance(value, dict) and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            if not isinstance(value, dict) and not (
+                hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+            ):
                 expected = "an object with state_dict() and load_state_dict(), or a dict"
                 raise ConfigError(f"state[{name!r}]", expected, found=type(value).__name__)
         self._values: dict[str, Any] = dict(given or {})
@@ -249,7 +268,12 @@ class UserState:
     def of_program(self) -> torch.Tensor:
         """Return the values, see `recovery.TrainingState`."""
         values = self._values.items()
-        return as_bytes({name: value if isinstance(value, dict) else value.state_dict() for name, value in values})
+        return as_bytes(
+            {
+                name: value if isinstance(value, dict) else value.state_dict()
+                for name, value in values
+            }
+        )
 
     def load_program(self, state: torch.Tensor, device: torch.device) -> None:
         """Load what `of_program` returned on another worker."""
@@ -269,7 +293,9 @@ def _buffers_beside(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _load_buffers_beside(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Load what `_buffers_beside` returned on another worker, where a buffer may have another shape by now."""
+    """Load what `_buffers_beside` returned on another worker, where a buffer may have another shape
+    by now.
+    """
     for full_name, value in buffers.items():
         path, _, name = full_name.rpartition(".")
         module = model.get_submodule(path)

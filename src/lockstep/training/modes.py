@@ -1,4 +1,6 @@
-"""Training and evaluation modes of a model's layers, frozen ones included, and passes that leave no trace in it."""
+"""Training and evaluation modes of a model's layers, frozen ones included, and passes that leave no
+trace in it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ __all__ = ["TrainingModes", "evaluating", "preserving_buffers"]
 
 
 class TrainingModes:
-    """Remembers which layers of a model in training mode are in evaluation mode, e.g. frozen batch norm.
+    """Remembers which layers of a model in training mode are in evaluation mode, e.g. frozen batch
+    norm.
 
     Args:
         model: the model.
@@ -24,7 +27,9 @@ class TrainingModes:
         self._frozen: list[nn.Module] = []
 
     def restore(self) -> None:
-        """Put the model into training mode; layers that were frozen when it was last in this mode stay frozen."""
+        """Put the model into training mode; layers that were frozen when it was last in this mode
+        stay frozen.
+        """
         if self._model.training:
             self._frozen = [layer for layer in self._model.modules() if not layer.training]
             return
@@ -35,7 +40,9 @@ class TrainingModes:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put every layer into evaluation mode within a `with` block, and restore the modes after it."""
+    """Put every layer into evaluation mode within a `with` block, and restore the modes after
+    it.
+    """
     modes = {module: module.training for model in models for module in model.modules()}
     for model in models:
         model.eval()
@@ -48,7 +55,9 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserving_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers after a `with` block; unchanged ones outside of normalisation keep their versions."""
+    """Restore the model's buffers after a `with` block; unchanged ones outside of normalisation
+    keep their versions.
+    """
     buffers = Buffers(model)
     buffers.begin()
     try:

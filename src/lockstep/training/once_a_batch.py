@@ -1,4 +1,6 @@
-"""Learning-rate schedulers and averages of weights in a prepared loop: both act once in a global batch."""
+"""Learning-rate schedulers and averages of weights in a prepared loop: both act once in a global
+batch.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ __all__ = ["OnceABatch"]
 class OnceABatch:
     """The schedulers and averages of a loop, whose body calls them in each of this worker's shards.
 
-    They act outside of a batch, and in the last shard of one; but not in a body that runs again, because the workers
-    have changed before its step.
+    They act outside of a batch, and in the last shard of one; but not in a body that runs again,
+    because the workers have changed before its step.
 
     Args:
         model: the models that are trained.
@@ -54,7 +56,9 @@ class OnceABatch:
         self._after_batch = []
 
     def end_batch(self) -> None:
-        """Do what was put off until the buffers of the models have their values of the global batch."""
+        """Do what was put off until the buffers of the models have their values of the global
+        batch.
+        """
         for call in self._after_batch:
             call()
 
@@ -69,8 +73,8 @@ class OnceABatch:
     def prepare(self, scheduler: LRScheduler) -> None:
         """Change a scheduler in place, so that its `step` does nothing where nothing acts.
 
-        It gets a class of its own. An attribute of the object would be part of its `state_dict()`, and could not be
-        saved.
+        It gets a class of its own. An attribute of the object would be part of its `state_dict()`,
+        and could not be saved.
         """
         kind: Any = type(scheduler)
 
@@ -78,17 +82,26 @@ class OnceABatch:
             if self._acts():
                 kind.step(given, *args, **kwargs)
 
-        def reduce(given: Any, protocol: Any) -> Any:  # a copy, or what is pickled, is of the class that others know
+        def reduce(
+            given: Any, protocol: Any
+        ) -> Any:  # a copy, or what is pickled, is of the class that others know
             parts: tuple[Any, ...] = object.__reduce_ex__(given, max(protocol, 2))  # type: ignore[assignment]
             return _new, (kind, *parts[1][1:]), *parts[2:]
 
         step._lockstep_watched = True  # type: ignore[attr-defined]  # the class's own step, which it calls, is watched
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        prepared: Any = type(kind.__name__, (kind,), {**names, "step": step, "__reduce_ex__": reduce})
+        names = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__doc__": kind.__doc__,
+        }
+        prepared: Any = type(
+            kind.__name__, (kind,), {**names, "step": step, "__reduce_ex__": reduce}
+        )
         scheduler.__class__ = prepared
 
     def check_scheduler(self, scheduler: LRScheduler) -> None:
-        """Check that a scheduler of a prepared optimizer, which is stepped in a body, acts once a batch.
+        """Check that a scheduler of a prepared optimizer, which is stepped in a body, acts once a
+        batch.
 
         Raises:
             ConfigError: otherwise.
@@ -98,11 +111,15 @@ class OnceABatch:
         if not any(given is scheduler for given in self._schedulers):
             if self._in_earlier_shard():
                 raise _not_given("scheduler", "scheduler.step()")
-            self._repeats.do_not_repeat("a scheduler in its bodies that lockstep.prepare() was not given")
+            self._repeats.do_not_repeat(
+                "a scheduler in its bodies that lockstep.prepare() was not given"
+            )
         elif self._repeats.is_within_batch:
             self._repeats.do_not_repeat("a scheduler that is stepped before the optimizer")
 
-    def update_average(self, average: AveragedModel, model: Any, update: Callable[[], None]) -> None:
+    def update_average(
+        self, average: AveragedModel, model: Any, update: Callable[[], None]
+    ) -> None:
         """Update an average of a prepared model once a batch.
 
         The buffers of a model have their values of the global batch when the batch ends.
@@ -113,7 +130,8 @@ class OnceABatch:
             update: updates it as torch does.
 
         Raises:
-            ConfigError: if `prepare` was not given it, in a shard that is not the last one of a batch.
+            ConfigError: if `prepare` was not given it, in a shard that is not the last one of a
+                batch.
         """
         known = {id(p) for p in self._model.parameters()}
         if not any(id(p) in known for p in model.parameters()):
@@ -123,11 +141,15 @@ class OnceABatch:
         if not is_given:
             if self._in_earlier_shard():
                 raise _not_given("average", "update_parameters()")
-            self._repeats.do_not_repeat("an AveragedModel in its bodies that lockstep.prepare() was not given")
+            self._repeats.do_not_repeat(
+                "an AveragedModel in its bodies that lockstep.prepare() was not given"
+            )
         if not self._acts():
             return
         if self._repeats.is_within_batch:
-            self._repeats.do_not_repeat("an AveragedModel that is updated before the optimizer's step")
+            self._repeats.do_not_repeat(
+                "an AveragedModel that is updated before the optimizer's step"
+            )
         if self._parts.virtual_workers == 1 or not any(True for _ in model.buffers()):
             update()
         elif average.use_buffers:
@@ -153,7 +175,8 @@ def _not_given(what: str, call: str) -> ConfigError:
         what,
         f"{call} once a global batch",
         found=f"{kind} that lockstep.prepare() was not given, in each of several shards of a batch",
-        hint=f"Give the {what} to lockstep.prepare() too, or call {call} only if optimizer.stepped.",
+        hint=f"Give the {what} to lockstep.prepare() too, or call {call} only if "
+        "optimizer.stepped.",
     )
 
 

@@ -1,4 +1,6 @@
-"""LARS and LAMB: optimizers for large batches, whose learning rate adapts to each parameter's norm."""
+"""LARS and LAMB: optimizers for large batches, whose learning rate adapts to each parameter's
+norm.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class _LayerwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; returns what `closure` returns, which computes the gradients anew, if it is given."""
+        """Update the parameters; returns what `closure` returns, which computes the gradients anew,
+        if it is given.
+        """
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -42,16 +46,19 @@ class LARS(_LayerwiseOptimizer):
         v    = momentum * v + lr * rate * (g + weight_decay * w)
         w    = w - v
 
-    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017, Algorithm 1.
+    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017, Algorithm
+    1.
 
     Args:
-        params: parameters, or parameter groups, whose values for the arguments below have precedence.
+        params: parameters, or parameter groups, whose values for the arguments below have
+            precedence.
         lr: the learning rate, a float above 0; the paper's γ.
         momentum: from 0 to below 1.
         weight_decay: 0 or more; the paper's β.
         trust: the trust coefficient, above 0; the paper's η.
-        adapt_vectors: whether parameters of fewer than two dimensions, such as biases and those of norms, are treated
-            in the same way. By default their rate is 1, without weight decay, as is usual.
+        adapt_vectors: whether parameters of fewer than two dimensions, such as biases and those of
+            norms, are treated in the same way. By default their rate is 1, without weight decay, as
+            is usual.
 
     Raises:
         ConfigError: for an invalid value.
@@ -94,26 +101,29 @@ class LARS(_LayerwiseOptimizer):
 
 
 class LAMB(_LayerwiseOptimizer):
-    """Adam with decoupled weight decay, whose update of each parameter is scaled to the parameter's norm.
+    """Adam with decoupled weight decay, whose update of each parameter is scaled to the parameter's
+    norm.
 
     For each parameter w with gradient g, at its step t::
 
         m = beta1 * m + (1 - beta1) * g;      v = beta2 * v + (1 - beta2) * g²
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
-        w = w - lr * φ(|w|) / |u| * u                            # with a factor of 1 where |w| or |u| is 0
+        w = w - lr * φ(|w|) / |u| * u                    # with a factor of 1 where |w| or |u| is 0
 
-    where φ limits the norm to `limits`. Source: You et al., "Large batch optimization for deep learning: training BERT
-    in 76 minutes", 2019, Algorithm 2.
+    where φ limits the norm to `limits`. Source: You et al., "Large batch optimization for deep
+    learning: training BERT in 76 minutes", 2019, Algorithm 2.
 
     Args:
-        params: parameters, or parameter groups, whose values for the arguments below have precedence.
+        params: parameters, or parameter groups, whose values for the arguments below have
+            precedence.
         lr: the learning rate, a float above 0.
         betas: the decay of the averages of gradients and of their squares, each from 0 to below 1.
         eps: above 0.
         weight_decay: 0 or more; the paper's λ.
         limits: the least and the greatest value of φ.
-        adapt_vectors: whether parameters of fewer than two dimensions, such as biases and those of norms, are treated
-            in the same way. By default their factor is 1, without weight decay, as is usual.
+        adapt_vectors: whether parameters of fewer than two dimensions, such as biases and those of
+            norms, are treated in the same way. By default their factor is 1, without weight decay,
+            as is usual.
 
     Raises:
         ConfigError: for an invalid value.
@@ -136,8 +146,16 @@ class LAMB(_LayerwiseOptimizer):
         arguments.number("eps", eps, above=0, finite=True)
         arguments.number("weight_decay", weight_decay, least=0, finite=True)
         if not 0 <= limits[0] <= limits[1] or limits[1] == 0:
-            raise ConfigError("limits", "the least and the greatest norm, 0 <= least <= greatest", limits)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "limits": limits}
+            raise ConfigError(
+                "limits", "the least and the greatest norm, 0 <= least <= greatest", limits
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "limits": limits,
+        }
         super().__init__(params, {**defaults, "adapt_vectors": adapt_vectors})
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any], adapts: bool) -> None:
@@ -150,9 +168,13 @@ class LAMB(_LayerwiseOptimizer):
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
         steps = [int(state["step"]) for state in states]  # on the host, as Adam's
-        roots = torch._foreach_sqrt(torch._foreach_div(squares, [1 - beta2**step for step in steps]))
+        roots = torch._foreach_sqrt(
+            torch._foreach_div(squares, [1 - beta2**step for step in steps])
+        )
         torch._foreach_add_(roots, group["eps"])
-        updates = torch._foreach_div(torch._foreach_div(means, [1 - beta1**step for step in steps]), roots)
+        updates = torch._foreach_div(
+            torch._foreach_div(means, [1 - beta1**step for step in steps]), roots
+        )
         if adapts:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
             norms = _norms(list(updates))
@@ -165,16 +187,23 @@ class LAMB(_LayerwiseOptimizer):
         """Return a parameter's state, one step further."""
         state: dict[str, Any] = self.state[p]
         if "step" not in state:
-            state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            state |= {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
         state["step"] += 1
         return state
 
 
-# --- Parts of both ----------------------------------------------------------------------------------------------------
+# --- Parts of both
+# --------------------------------------------------------------------------------------------------
 
 
 def _split(group: dict[str, Any]) -> list[tuple[list[Tensor], bool]]:
-    """Return the parameters with gradients that are adapted to, and the others; without empty lists."""
+    """Return the parameters with gradients that are adapted to, and the others; without empty
+    lists.
+    """
     found: dict[bool, list[Tensor]] = {True: [], False: []}
     for p in group["params"]:
         if p.grad is not None:
@@ -195,8 +224,12 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
     return [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
 
 
-def _ratios(above: Iterable[Tensor], below: Iterable[Tensor], other: Iterable[Tensor]) -> list[Tensor]:
-    """Return above / below, and 1 where one of these or the third is 0; the device is not waited for."""
+def _ratios(
+    above: Iterable[Tensor], below: Iterable[Tensor], other: Iterable[Tensor]
+) -> list[Tensor]:
+    """Return above / below, and 1 where one of these or the third is 0; the device is not waited
+    for.
+    """
     return [
         torch.where((a > 0) & (b > 0) & (c > 0), a / b, torch.ones_like(a))
         for a, b, c in zip(above, below, other, strict=True)

@@ -1,4 +1,5 @@
-"""The options of a training run: the table from which flags and help of `train` and `verify` and files of options come.
+"""The options of a training run: the table from which flags and help of `train` and `verify` and
+files of options come.
 
 To add an option, add an entry to `TrainOptions`; `option_table.Option` explains its parts.
 """
@@ -24,13 +25,20 @@ from .schedules import SCHEDULES
 __all__ = ["CONFIGS", "FILES", "LOGS", "TrainOptions", "check_names", "parse_param_groups"]
 
 LOGS = ("csv", "tensorboard")
-# The file in which a run of `lockstep train` records its options, and its name in versions before 0.2.
+# The file in which a run of `lockstep train` records its options, and its name in versions before
+# 0.2.
 CONFIGS = ("config.json", "config.yaml")
-_GPT = {"layers": 4, "heads": 4, "width": 128, "dropout": 0.0}  # the defaults of lockstep.models.gpt
+_GPT = {
+    "layers": 4,
+    "heads": 4,
+    "width": 128,
+    "dropout": 0.0,
+}  # the defaults of lockstep.models.gpt
 _PER_CALL = ("run_dir", "resume", "allow_different_hardware", "quiet")
 
 
-# --- Values -----------------------------------------------------------------------------------------------------------
+# --- Values
+# --------------------------------------------------------------------------------------------------
 
 
 def _one_of(known: Registry) -> Parse:
@@ -71,7 +79,8 @@ def _logs(name: str, given: object) -> str:
 _PROBABILITY = number("a probability from 0 to below 1", least=0, below=1)
 
 
-# --- The table --------------------------------------------------------------------------------------------------------
+# --- The table
+# --------------------------------------------------------------------------------------------------
 
 # the groups of the help
 SUBJECT = "what to train"
@@ -83,190 +92,331 @@ FILES = "files and display"
 
 @dataclass
 class TrainOptions:
-    """All options of ``lockstep train``, with their defaults. Names are those of the flags with ``_`` for ``-``."""
-
-    # fmt: off
+    """All options of ``lockstep train``, with their defaults. Names are those of the flags with
+    ``_`` for ``-``.
+    """
 
     # --- what to train
-    model: str = option("lenet", group=SUBJECT, metavar="NAME", parse=_one_of(MODELS), help=_names(MODELS))
+    model: str = option(
+        "lenet", group=SUBJECT, metavar="NAME", parse=_one_of(MODELS), help=_names(MODELS)
+    )
     data: str = option(
-        "digits", group=SUBJECT, metavar="NAME", parse=_one_of(DATA),
+        "digits",
+        group=SUBJECT,
+        metavar="NAME",
+        parse=_one_of(DATA),
         help=_names(DATA) + "; text is text:FILE, for gpt",
     )
     data_dir: str | None = option(
-        None, group=SUBJECT, metavar="DIR", help="folder of the data's files; missing ones are downloaded into it",
+        None,
+        group=SUBJECT,
+        metavar="DIR",
+        help="folder of the data's files; missing ones are downloaded into it",
     )
     context: int | None = option(
-        None, group=SUBJECT, metavar="N", parse=integer(1), help="for text: tokens in a sample (default: 256)",
+        None,
+        group=SUBJECT,
+        metavar="N",
+        parse=integer(1),
+        help="for text: tokens in a sample (default: 256)",
     )
     tokenizer: str | None = option(
-        None, group=SUBJECT, metavar="FILE",
+        None,
+        group=SUBJECT,
+        metavar="FILE",
         help="for text: a tokenizer.json of the package tokenizers (default: each byte is a token)",
     )
     layers: int | None = option(
-        None, group=SUBJECT, metavar="N", parse=integer(1), help="for gpt: blocks of attention and MLP (default: 4)",
+        None,
+        group=SUBJECT,
+        metavar="N",
+        parse=integer(1),
+        help="for gpt: blocks of attention and MLP (default: 4)",
     )
     heads: int | None = option(
-        None, group=SUBJECT, metavar="N", parse=integer(1), help="for gpt: attention heads in a block (default: 4)",
+        None,
+        group=SUBJECT,
+        metavar="N",
+        parse=integer(1),
+        help="for gpt: attention heads in a block (default: 4)",
     )
     width: int | None = option(
-        None, group=SUBJECT, metavar="N", parse=integer(1),
+        None,
+        group=SUBJECT,
+        metavar="N",
+        parse=integer(1),
         help="for gpt: numbers for a token between blocks, a multiple of 2 x heads (default: 128)",
     )
     dropout: float | None = option(
-        None, group=SUBJECT, metavar="X", parse=_PROBABILITY,
+        None,
+        group=SUBJECT,
+        metavar="X",
+        parse=_PROBABILITY,
         help="for gpt and convnet: probability with which numbers are zeroed in training",
     )
 
     # --- workers
     workers: str = option(
-        "auto", group=WORKERS, metavar="N|auto", parse=_worker_count,
-        help="processes that share each step; auto: one for each GPU or, without one, for each CPU core that gets at "
-        "least 32 samples of a step",
+        "auto",
+        group=WORKERS,
+        metavar="N|auto",
+        parse=_worker_count,
+        help="processes that share each step; auto: one for each GPU or, without one, for each CPU "
+        "core that gets at least 32 samples of a step",
     )
     device: str = option(
-        "auto", group=WORKERS, metavar="TYPE",
+        "auto",
+        group=WORKERS,
+        metavar="TYPE",
         help="auto: an accelerator if there is one; or its type, such as cuda, mps or xpu; or cpu",
     )
     strategy: str = option(
-        "distributed", group=WORKERS, metavar="|".join(STRATEGIES.names()), parse=choice(STRATEGIES.names()),
-        help="distributed: a copy of the model on each worker; replicas: on each of several devices in a worker; "
-        "sharded: one model, sharded over the workers",
+        "distributed",
+        group=WORKERS,
+        metavar="|".join(STRATEGIES.names()),
+        parse=choice(STRATEGIES.names()),
+        help="distributed: a copy of the model on each worker; replicas: on each of several "
+        "devices in a worker; sharded: one model, sharded over the workers",
     )
     devices: str = option(
-        "auto", group=WORKERS, metavar="LIST|auto",
-        help="with replicas: the devices of each worker, such as cpu,cpu or 0,1; auto: every GPU or, without one, the "
-        "CPU once for each core that gets at least 32 samples of a step",
+        "auto",
+        group=WORKERS,
+        metavar="LIST|auto",
+        help="with replicas: the devices of each worker, such as cpu,cpu or 0,1; auto: every GPU "
+        "or, without one, the CPU once for each core that gets at least 32 samples of a step",
     )
     sync_batchnorm: bool = option(
-        False, group=WORKERS, opposites=("--no-sync-batchnorm",),
+        False,
+        group=WORKERS,
+        opposites=("--no-sync-batchnorm",),
         help="batch norm with the statistics of the global batch, not of each worker's part",
     )
     virtual_workers: int | None = option(
-        None, group=WORKERS, metavar="V", parse=integer(1),
-        help="give the same bits at any number of workers: compute what V workers compute, each with a separate pass "
-        "over its part of every step, on any number of workers up to V (e.g. 8)",
+        None,
+        group=WORKERS,
+        metavar="V",
+        parse=integer(1),
+        help="give the same bits at any number of workers: compute what V workers compute, each "
+        "with a separate pass over its part of every step, on any number of workers up to V "
+        "(e.g. 8)",
     )
     threads: int | None = option(
-        None, group=WORKERS, metavar="N", parse=integer(1),
+        None,
+        group=WORKERS,
+        metavar="N",
+        parse=integer(1),
         help="with virtual workers: threads within an operation on the CPU (1)",
     )
     allow_different_hardware: bool = option(
-        False, group=WORKERS, opposites=("--no-allow-different-hardware",),
-        help="with virtual workers: resume from a checkpoint on another host or torch, with other bits",
+        False,
+        group=WORKERS,
+        opposites=("--no-allow-different-hardware",),
+        help="with virtual workers: resume from a checkpoint on another host or torch, with other "
+        "bits",
     )
 
     # --- the step
     global_batch_size: int = option(
-        None, group=STEP, metavar="N", parse=integer(1),
+        None,
+        group=STEP,
+        metavar="N",
+        parse=integer(1),
         help="samples in one step, over all workers (default: 256; 64 for digits, 32 for text)",
     )
     lr: float = option(
-        None, group=STEP, metavar="X", parse=number(above=0, finite=True),
-        help="learning rate (default: 0.05 for sgd, 5 for lars, 0.01 for lamb, 0.001 for adam and adamw)",
+        None,
+        group=STEP,
+        metavar="X",
+        parse=number(above=0, finite=True),
+        help="learning rate (default: 0.05 for sgd, 5 for lars, 0.01 for lamb, 0.001 for adam and "
+        "adamw)",
     )
     optimizer: str = option(
-        None, group=STEP, metavar="sgd|adam|adamw|lars|lamb", parse=choice(("sgd", "adam", "adamw", "lars", "lamb")),
+        None,
+        group=STEP,
+        metavar="sgd|adam|adamw|lars|lamb",
+        parse=choice(("sgd", "adam", "adamw", "lars", "lamb")),
         help="optimizer; lars and lamb are for large batches (default: sgd; adamw for text)",
     )
     momentum: float = option(
-        0.9, group=STEP, metavar="X", parse=number(least=0, finite=True), help="momentum of sgd and lars",
+        0.9,
+        group=STEP,
+        metavar="X",
+        parse=number(least=0, finite=True),
+        help="momentum of sgd and lars",
     )
     beta1: float = option(
-        0.9, group=STEP, metavar="X", parse=number(least=0, below=1), help="first beta of adam, adamw and lamb",
+        0.9,
+        group=STEP,
+        metavar="X",
+        parse=number(least=0, below=1),
+        help="first beta of adam, adamw and lamb",
     )
     beta2: float = option(
-        0.999, group=STEP, metavar="X", parse=number(least=0, below=1), help="second beta of adam, adamw and lamb",
+        0.999,
+        group=STEP,
+        metavar="X",
+        parse=number(least=0, below=1),
+        help="second beta of adam, adamw and lamb",
     )
     weight_decay: float = option(
-        0.0, group=STEP, metavar="X", parse=number(least=0, finite=True), help="weight decay (L2 penalty)",
+        0.0,
+        group=STEP,
+        metavar="X",
+        parse=number(least=0, finite=True),
+        help="weight decay (L2 penalty)",
     )
     param_groups: str | None = option(
-        None, group=STEP, metavar="LIST", parse=_param_groups,
+        None,
+        group=STEP,
+        metavar="LIST",
+        parse=_param_groups,
         help="other values for some parameters, by patterns of their names, such as "
         "'*.bias:weight_decay=0;fc*:lr=0.01'",
     )
     max_grad_norm: float | None = option(
-        None, group=STEP, metavar="X", parse=number(above=0, finite=True),
+        None,
+        group=STEP,
+        metavar="X",
+        parse=number(above=0, finite=True),
         help="maximum 2-norm of all gradients together (gradient clipping)",
     )
     gradient_accumulation_steps: int = option(
-        1, group=STEP, metavar="N", parse=integer(1),
+        1,
+        group=STEP,
+        metavar="N",
+        parse=integer(1),
         help="gradient accumulation steps in a worker's part of a step; more need less memory",
     )
     precision: str = option(
-        "fp32", group=STEP, metavar="|".join(PRECISIONS), parse=choice(PRECISIONS),
+        "fp32",
+        group=STEP,
+        metavar="|".join(PRECISIONS),
+        parse=choice(PRECISIONS),
         help="number format; fp16 scales gradients",
     )
-    compile: bool = option(False, group=STEP, opposites=("--no-compile",), help="run the model through torch.compile")
+    compile: bool = option(
+        False, group=STEP, opposites=("--no-compile",), help="run the model through torch.compile"
+    )
     compile_mode: str = option(
-        "default", group=STEP, metavar="|".join(COMPILE_MODES), parse=choice(COMPILE_MODES),
-        help="with --compile: the mode of torch.compile; reduce-overhead records CUDA graphs, for models with small "
-        "steps",
+        "default",
+        group=STEP,
+        metavar="|".join(COMPILE_MODES),
+        parse=choice(COMPILE_MODES),
+        help="with --compile: the mode of torch.compile; reduce-overhead records CUDA graphs, for "
+        "models with small steps",
     )
     channels_last: bool = option(
-        False, group=STEP, opposites=("--no-channels-last",),
+        False,
+        group=STEP,
+        opposites=("--no-channels-last",),
         help="channels-last memory format, for convolutions on GPUs",
     )
     max_steps_in_flight: int = option(
-        IN_FLIGHT, group=STEP, metavar="N", parse=integer(1),
+        IN_FLIGHT,
+        group=STEP,
+        metavar="N",
+        parse=integer(1),
         help="on a GPU: steps that may be queued before the host waits for the oldest",
     )
     replica_check: int = option(
-        REPLICA_CHECK, group=STEP, metavar="N", parse=integer(0),
-        help="steps between two comparisons of sampled weights among workers; all weights are compared at checkpoints "
-        "and ends of epochs, hyperparameters at every step; 0: nothing is compared",
+        REPLICA_CHECK,
+        group=STEP,
+        metavar="N",
+        parse=integer(0),
+        help="steps between two comparisons of sampled weights among workers; all weights are "
+        "compared at checkpoints and ends of epochs, hyperparameters at every step; 0: "
+        "nothing is compared",
     )
 
     # --- the run
     epochs: int = option(
-        None, group=RUN, metavar="N", parse=integer(1),
-        help="passes over the training data, counted from the start of the run (default: 10; 15 for digits)",
+        None,
+        group=RUN,
+        metavar="N",
+        parse=integer(1),
+        help="passes over the training data, counted from the start of the run (default: 10; 15 "
+        "for digits)",
     )
     schedule: str = option(
-        "cosine", group=RUN, metavar="|".join(SCHEDULES), parse=choice(SCHEDULES), help="learning-rate schedule",
+        "cosine",
+        group=RUN,
+        metavar="|".join(SCHEDULES),
+        parse=choice(SCHEDULES),
+        help="learning-rate schedule",
     )
     warmup_epochs: float = option(
-        0.0, group=RUN, metavar="X", parse=number(least=0, finite=True),
+        0.0,
+        group=RUN,
+        metavar="X",
+        parse=number(least=0, finite=True),
         help="epochs of linear learning-rate warm-up",
     )
     base_batch_size: int | None = option(
-        None, group=RUN, metavar="N", parse=integer(1),
-        help="the global batch that --lr was chosen for; --lr is scaled from it to --global-batch-size",
+        None,
+        group=RUN,
+        metavar="N",
+        parse=integer(1),
+        help="the global batch that --lr was chosen for; --lr is scaled from it to "
+        "--global-batch-size",
     )
     seed: int = option(
-        0, group=RUN, metavar="N", parse=integer(0, 2**63 - 1),  # torch takes 64 bits
+        0,
+        group=RUN,
+        metavar="N",
+        parse=integer(0, 2**63 - 1),  # torch takes 64 bits
         help="random seed of initial weights, sample order and dropout",
     )
     checkpoint_every: str = option(
-        "1epoch", group=RUN, metavar="INTERVAL", parse=_interval,
+        "1epoch",
+        group=RUN,
+        metavar="INTERVAL",
+        parse=_interval,
         help="how often to save, such as 2epochs or 500steps; 0: only when interrupted",
     )
     keep_checkpoints: int = option(
-        3, group=RUN, metavar="N", parse=integer(1), help="number of newest checkpoints to keep",
+        3,
+        group=RUN,
+        metavar="N",
+        parse=integer(1),
+        help="number of newest checkpoints to keep",
     )
     async_save: bool = option(
-        False, group=RUN, opposites=("--no-async-save",),
+        False,
+        group=RUN,
+        opposites=("--no-async-save",),
         help="write checkpoints in the background, from a copy of the state in memory",
     )
     resume: str | None = option(
-        None, group=RUN, metavar="PATH|latest",
-        help="resume from a run directory, a checkpoint, or the latest run in runs/, with the options of that run",
+        None,
+        group=RUN,
+        metavar="PATH|latest",
+        help="resume from a run directory, a checkpoint, or the latest run in runs/, with the "
+        "options of that run",
     )
 
     # --- files and display
     run_dir: str | None = option(
-        None, group=FILES, metavar="DIR", help="run directory (default: a new one in runs/, or that of --resume)",
+        None,
+        group=FILES,
+        metavar="DIR",
+        help="run directory (default: a new one in runs/, or that of --resume)",
     )
     log: str = option(
-        "csv", group=FILES, metavar="LIST", parse=_logs,
+        "csv",
+        group=FILES,
+        metavar="LIST",
+        parse=_logs,
         help="comma-separated logs: csv (metrics.csv, always written), tensorboard",
     )
     loader_workers: int = option(
-        0, group=FILES, metavar="N", parse=integer(0), help="data loader processes for each worker",
+        0,
+        group=FILES,
+        metavar="N",
+        parse=integer(0),
+        help="data loader processes for each worker",
     )
     quiet: bool = option(False, group=FILES, opposites=("--no-quiet",), help="print errors only")
-    # fmt: on
 
     @staticmethod
     def parse(given: Mapping[str, Any]) -> TrainOptions:
@@ -297,7 +447,8 @@ class TrainOptions:
             self.lr = {"sgd": 0.05, "lars": 5.0, "lamb": 0.01}.get(self.optimizer, 0.001)
 
     def check(self) -> None:
-        """Check that no option contradicts another one, as far as it is possible without data, model and device.
+        """Check that no option contradicts another one, as far as it is possible without data,
+        model and device.
 
         Raises:
             ConfigError: naming the first that does, what was expected and what was given.
@@ -305,21 +456,33 @@ class TrainOptions:
         if self.text_file is None:
             for name in ("context", "tokenizer"):
                 if getattr(self, name) is not None:
-                    raise ConfigError(name, f"nothing, as the data {self.data} is no text", getattr(self, name))
+                    raise ConfigError(
+                        name, f"nothing, as the data {self.data} is no text", getattr(self, name)
+                    )
         elif not self.text_file:
             raise ConfigError("data", "text:FILE, the path of a text file", self.data)
         if self.gradient_accumulation_steps > self.global_batch_size:
             expected = f"at most the {counted(self.global_batch_size, 'sample')} of a step"
-            raise ConfigError("gradient_accumulation_steps", expected, self.gradient_accumulation_steps)
+            raise ConfigError(
+                "gradient_accumulation_steps", expected, self.gradient_accumulation_steps
+            )
         if self.warmup_epochs >= self.epochs:
             expected = f"less than the {counted(self.epochs, 'epoch')} of the run"
             raise ConfigError("warmup_epochs", expected, self.warmup_epochs)
         if self.compile_mode != "default" and not self.compile:
-            raise ConfigError("compile_mode", "default without compile", self.compile_mode, "Pass --compile as well.")
+            raise ConfigError(
+                "compile_mode",
+                "default without compile",
+                self.compile_mode,
+                "Pass --compile as well.",
+            )
         if self.strategy == "replicas":
             self._check_replicas()
         elif self.devices != "auto":
-            hint = "Pass --strategy replicas; or --devices auto, to resume a run of that strategy under another one."
+            hint = (
+                "Pass --strategy replicas; or --devices auto, to resume a run of that strategy "
+                "under another one."
+            )
             raise ConfigError("devices", "auto without the strategy replicas", self.devices, hint)
         if self.virtual_workers is not None:
             self._check_virtual_workers(self.virtual_workers)
@@ -329,9 +492,14 @@ class TrainOptions:
     def _check_replicas(self) -> None:
         if self.virtual_workers is not None:
             hint = "Virtual workers need processes: leave the strategy out."
-            raise ConfigError("virtual_workers", "none with the strategy replicas", self.virtual_workers, hint)
+            raise ConfigError(
+                "virtual_workers", "none with the strategy replicas", self.virtual_workers, hint
+            )
         if self.sync_batchnorm:
-            hint = "Each replica uses the statistics of its own part; several --workers can synchronise them."
+            hint = (
+                "Each replica uses the statistics of its own part; several --workers can "
+                "synchronise them."
+            )
             raise ConfigError("sync_batchnorm", "false with the strategy replicas", True, hint)
         if self.compile:
             hint = "Compiled programs do not support threads with separate random numbers."
@@ -346,7 +514,9 @@ class TrainOptions:
             raise ConfigError("gradient_accumulation_steps", "1 with virtual workers", steps, hint)
         if self.sync_batchnorm and self.compile:
             hint = "Leave out one of the three."
-            raise ConfigError("compile", "false with virtual workers and sync_batchnorm", True, hint)
+            raise ConfigError(
+                "compile", "false with virtual workers and sync_batchnorm", True, hint
+            )
 
     @property
     def text_file(self) -> str | None:
@@ -377,12 +547,15 @@ class TrainOptions:
         return [int(part) if part.isdecimal() else part for part in parts]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the options by name, for a file that `parse` reads again, without those that belong to one call."""
+        """Return the options by name, for a file that `parse` reads again, without those that
+        belong to one call.
+        """
         return {name: value for name, value in asdict(self).items() if name not in _PER_CALL}
 
 
 def parse_param_groups(text: str) -> list[tuple[list[str], dict[str, float]]]:
-    """Parse `param_groups`: "*.bias,bn*:weight_decay=0;fc*:lr=0.01" → [(patterns, {hyperparameter: value}), …].
+    """Parse `param_groups`: "*.bias,bn*:weight_decay=0;fc*:lr=0.01" → [(patterns, {hyperparameter:
+    value}), …].
 
     Raises:
         ConfigError: for another form.
@@ -417,7 +590,12 @@ def check_names(content: Mapping[Any, Any], source: str) -> None:
     for key in content:
         name = str(key).replace("-", "_")
         if name not in known:
-            raise unknown_name(source, key, known, expected="options of a run, as listed by `lockstep train --help`")
+            raise unknown_name(
+                source,
+                key,
+                known,
+                expected="options of a run, as listed by `lockstep train --help`",
+            )
         if name in seen:
             raise ConfigError(f"{source}: {key}", "each option once", found="it twice")
         seen.add(name)

@@ -22,7 +22,9 @@ class OutOfMemoryError(LockstepError, torch.OutOfMemoryError):
 
 
 @contextmanager
-def explaining_out_of_memory(comm: Communicator, what: str, advice: Callable[[], str]) -> Iterator[None]:
+def explaining_out_of_memory(
+    comm: Communicator, what: str, advice: Callable[[], str]
+) -> Iterator[None]:
     """Raise an `OutOfMemoryError` for torch's within a `with` block.
 
     Args:

@@ -1,4 +1,6 @@
-"""What a loss or a metric keeps outside of itself: lists, numbers and tensors that its calls change."""
+"""What a loss or a metric keeps outside of itself: lists, numbers and tensors that its calls
+change.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ __all__ = ["OuterValues"]
 
 
 class OuterValues:
-    """The lists, numbers and tensors that a function reaches by name: global ones, those around it, and those of its
-    object.
+    """The lists, numbers and tensors that a function reaches by name: global ones, those around it,
+    and those of its object.
 
-    A list to which a metric appends has the outputs of this worker's parts only, and those of the comparisons as well.
-    The first is said, and the second is undone.
+    A list to which a metric appends has the outputs of this worker's parts only, and those of the
+    comparisons as well. The first is said, and the second is undone.
 
     Args:
         fn: the function, a method, or an object that is called.
@@ -43,7 +45,9 @@ class OuterValues:
     def restored(self) -> Iterator[None]:
         """Restore after a `with` block the values that calls change."""
         kept = {name: self._places[name][0]() for name in self.changed}
-        copies = {name: value.clone() for name, value in kept.items() if isinstance(value, torch.Tensor)}
+        copies = {
+            name: value.clone() for name, value in kept.items() if isinstance(value, torch.Tensor)
+        }
         lengths = {name: len(value) for name, value in kept.items() if isinstance(value, list)}
         try:
             yield
@@ -78,7 +82,10 @@ def _places(fn: Any) -> Iterator[tuple[str, _Place]]:
         yield from _in_mapping(attributes, tuple(attributes))
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         if _mark_of_cell(cell) is not None:
-            yield name, (partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
+            yield (
+                name,
+                (partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents")),
+            )
 
 
 def _in_mapping(values: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[str, _Place]]:

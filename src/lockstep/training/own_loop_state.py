@@ -1,4 +1,6 @@
-"""What the workers of a prepared loop have alike in an elastic job, and what the repeat of a batch begins with."""
+"""What the workers of a prepared loop have alike in an elastic job, and what the repeat of a batch
+begins with.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +75,12 @@ class Repeats(Protocol):
 
 
 class OwnLoopState(ModelState):
-    """The `recovery.TrainingState` of a loop over a prepared loader, or of an evaluation beside such loops.
+    """The `recovery.TrainingState` of a loop over a prepared loader, or of an evaluation beside
+    such loops.
 
-    The bodies of a batch compute before the step that is repeated, and run again after a loss. So what they have
-    changed before the step is restored for that: buffers, and hyperparameters. What they change after it, where
-    ``optimizer.stepped`` is true, is the program's.
+    The bodies of a batch compute before the step that is repeated, and run again after a loss. So
+    what they have changed before the step is restored for that: buffers, and hyperparameters. What
+    they change after it, where ``optimizer.stepped`` is true, is the program's.
 
     Args:
         loop: what was prepared together.
@@ -98,7 +101,9 @@ class OwnLoopState(ModelState):
         self._loader = loader
         self.at = (0, 0)
         self._measured: Any = None
-        self._begun: list[dict[str, Any]] = []  # the hyperparameters when the batch in progress began
+        self._begun: list[
+            dict[str, Any]
+        ] = []  # the hyperparameters when the batch in progress began
         if loader is not None:
             self.at = loader.position
             self.feed = Feed(loader, self._seek, repeats.recovery)
@@ -131,12 +136,19 @@ class OwnLoopState(ModelState):
         return not ended
 
     def part_of(self, batch: Any) -> Any:
-        """See `TrainingState`; other batches than that of the loop are whole ones, which every worker has."""
-        if isinstance(batch, Batch) and (batch.epoch, batch.step) == self.at and self._loader is not None:
+        """See `TrainingState`; other batches than that of the loop are whole ones, which every
+        worker has.
+        """
+        if (
+            isinstance(batch, Batch)
+            and (batch.epoch, batch.step) == self.at
+            and self._loader is not None
+        ):
             return self.feed.current()
         return batch
 
-    # --- the bodies of a batch ----------------------------------------------------------------------------------------
+    # --- the bodies of a batch
+    # ----------------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
         """The bodies of a batch begin, for the first time or again."""
@@ -146,7 +158,9 @@ class OwnLoopState(ModelState):
         self._begun = self._hyperparameters()
 
     def begin_again(self) -> None:
-        """The bodies of a batch have ended without its step, and run again: restore what they have changed."""
+        """The bodies of a batch have ended without its step, and run again: restore what they have
+        changed.
+        """
         self._loop.buffers.restore()
         self._set_hyperparameters(self._begun)
         for group in self.optimizer.param_groups:
@@ -154,10 +168,13 @@ class OwnLoopState(ModelState):
                 p.grad = None
         self._versions = self._current_versions()
 
-    # --- operations ---------------------------------------------------------------------------------------------------
+    # --- operations
+    # ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """See `TrainingState`: what has changed was looked for before the bodies, whose passes change buffers."""
+        """See `TrainingState`: what has changed was looked for before the bodies, whose passes
+        change buffers.
+        """
         if not self._repeats.is_within_batch:
             self._look_for_changes()
             self._generators = self._generator_states()
@@ -175,7 +192,9 @@ class OwnLoopState(ModelState):
         return {**super().of_operations(), "steps": self.prepared.steps_done}
 
     def load_operations(self, state: dict[str, Any]) -> None:
-        """See `TrainingState`: gradients are not sent, so that nobody may take those of an attempt for the sums."""
+        """See `TrainingState`: gradients are not sent, so that nobody may take those of an attempt
+        for the sums.
+        """
         super().load_operations(state)
         self.prepared.steps_done = state["steps"]
         for group in self.optimizer.param_groups:
@@ -202,7 +221,9 @@ class OwnLoopState(ModelState):
         self.at = epoch, number
         loop.parts.load_state_dict(from_bytes(state["parts"], self.comm.device))
         loop.losses.load_state_dict(from_bytes(state["losses"], self.comm.device))
-        for acting, saved in zip(loop.once_a_step, from_bytes(state["once a step"], torch.device("cpu")), strict=True):
+        for acting, saved in zip(
+            loop.once_a_step, from_bytes(state["once a step"], torch.device("cpu")), strict=True
+        ):
             acting.load_state_dict(saved)
         loop.user_state.load_program(state["users"], self.comm.device)
 

@@ -1,4 +1,6 @@
-"""Models that compute their loss themselves, as those of Hugging Face do: what their loss is a mean over."""
+"""Models that compute their loss themselves, as those of Hugging Face do: what their loss is a mean
+over.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,15 @@ _EXPECTED = "a model whose loss is a mean over its samples, or over the labels t
 class Counting(Enum):
     """What a model's loss is a mean over."""
 
-    NEXT_LABELS = "labels after the first one of each sample"  # of causal language models, which predict the next token
+    # of causal language models, which predict the next token
+    NEXT_LABELS = "labels after the first one of each sample"
     LABELS = "labels"
     SAMPLES = "samples"
 
 
 def loss_in(output: Any) -> torch.Tensor:
-    """Return the loss that a model has returned: its output, the `loss` in it, or the only 0-dim tensor of a tuple.
+    """Return the loss that a model has returned: its output, the `loss` in it, or the only 0-dim
+    tensor of a tuple.
 
     Raises:
         ConfigError: there is none.
@@ -51,8 +55,14 @@ def loss_in(output: Any) -> torch.Tensor:
         scalars = [each for each in output if isinstance(each, torch.Tensor) and not each.dim()]
         found = scalars[0] if len(scalars) == 1 else None
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.is_floating_point():
-        expected = "a model that returns its loss, as there is no loss_fn: a 0-dim tensor, alone or as `loss`"
-        hint = "Models of Hugging Face compute it if the batch has 'labels'. Otherwise give the Trainer a loss_fn."
+        expected = (
+            "a model that returns its loss, as there is no loss_fn: a 0-dim tensor, alone or as "
+            "`loss`"
+        )
+        hint = (
+            "Models of Hugging Face compute it if the batch has 'labels'. Otherwise give the "
+            "Trainer a loss_fn."
+        )
         raise ConfigError("model", expected, found=_describe_output(output), hint=hint)
     return found.reshape(())
 
@@ -81,16 +91,20 @@ def _output_and_target(forward: _Forward, model: nn.Module, data: Any) -> tuple[
 
 
 class OwnLoss:
-    """The loss that a model computes itself, as (sum, count), so that parts of a batch add up to the whole batch.
+    """The loss that a model computes itself, as (sum, count), so that parts of a batch add up to
+    the whole batch.
 
-    What the mean is over is found out with a few samples of the first batch: labels of known numbers are left in them,
-    and the loss of all is compared with those of the single samples. So no list of models is needed.
+    What the mean is over is found out with a few samples of the first batch: labels of known
+    numbers are left in them, and the loss of all is compared with those of the single samples. So
+    no list of models is needed.
 
-    It is the `loss_fn` and the `forward` of a training: ``forward`` calls the model with the batch, with names where it
-    is a mapping, and the call gives the loss in its output. A training and its evaluations share one.
+    It is the `loss_fn` and the `forward` of a training: ``forward`` calls the model with the batch,
+    with names where it is a mapping, and the call gives the loss in its output. A training and its
+    evaluations share one.
 
     Args:
-        forward: the function (model, data) → (output, labels) of the user; the model itself is called when None.
+        forward: the function (model, data) → (output, labels) of the user; the model itself is
+            called when None.
 
     Attributes:
         counting: what the mean is over; None until the first batch.
@@ -124,7 +138,9 @@ class OwnLoss:
         return as_sum(self(output, labels), size)
 
     def __call__(self, output: Any, labels: Any) -> Any:
-        """Return (sum of the loss, count) of a part of a batch; the mean where it is one over samples."""
+        """Return (sum of the loss, count) of a part of a batch; the mean where it is one over
+        samples.
+        """
         loss = loss_in(output)
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()
@@ -137,7 +153,8 @@ class OwnLoss:
         return (labels[..., 1:] if self.counting is Counting.NEXT_LABELS else labels) != IGNORED
 
     def _never_none(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return `labels`, with one that counts if none does, as the mean over none is not a number.
+        """Return `labels`, with one that counts if none does, as the mean over none is not a
+        number.
 
         The loss is multiplied by the count of the real labels, 0. Nothing waits for the device.
         """
@@ -148,13 +165,20 @@ class OwnLoss:
         one.view(-1)[labels.shape[-1] - counted.shape[-1] if labels.dim() > 1 else 0] = True
         return torch.where(one & ~counted.any(), 0, labels)
 
-    # --- what the loss counts -----------------------------------------------------------------------------------------
+    # --- what the loss counts
+    # -----------------------------------------------------------------------------------------
 
     def _find_counting(self, model: nn.Module, data: Any) -> None:
         device = next((tensor.device for tensor in tensors_of(data)), torch.device("cpu"))
         # in full precision, and eager: a compiled model would be compiled for these few samples
         exact = torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager")
-        with preserve_generators(device), evaluating(model), preserving_buffers(model), exact[0], exact[1]:
+        with (
+            preserve_generators(device),
+            evaluating(model),
+            preserving_buffers(model),
+            exact[0],
+            exact[1],
+        ):
             found = self._try(model, data)
         if isinstance(found, Counting):
             self.counting = found
@@ -164,10 +188,13 @@ class OwnLoss:
             self.problem = found
 
     def error(self, rank: int = 0) -> ConfigError:
-        """Return the error to raise where it is not known what the loss counts; `rank` is the one that has found it."""
+        """Return the error to raise where it is not known what the loss counts; `rank` is the one
+        that has found it.
+        """
         hint = (
-            "Its value would depend on how a batch is split, and so on the number of workers. Give forward=, a "
-            "function (model, data) -> (output, target), and a loss_fn of both that returns (sum, count)."
+            "Its value would depend on how a batch is split, and so on the number of workers. "
+            "Give forward=, a function (model, data) -> (output, target), and a loss_fn of both "
+            "that returns (sum, count)."
         )
         found = f"{self._model} on rank {rank}, {self.problem}"
         return ConfigError("model", _EXPECTED, found=found, hint=hint)
@@ -184,31 +211,48 @@ class OwnLoss:
             ways = {Counting.LABELS: _counts(masked)}
             if labels.dim() > 1:
                 ways[Counting.NEXT_LABELS] = _counts(masked[..., 1:])
-            with suppress(IndexError, RuntimeError, ValueError):  # it does not know labels that are not counted
+            with suppress(
+                IndexError, RuntimeError, ValueError
+            ):  # it does not know labels that are not counted
                 found = self._matching(model, _with_labels(samples, masked), ways)
                 if isinstance(found, Counting):
                     return found
         return self._matching(model, samples, {Counting.SAMPLES: (1, 1, 1)})
 
-    def _matching(self, model: nn.Module, samples: Any, ways: Mapping[Counting, Sequence[int]]) -> Counting | str:
-        """Return the way of counting by which the losses of single samples give that of all of them.
+    def _matching(
+        self, model: nn.Module, samples: Any, ways: Mapping[Counting, Sequence[int]]
+    ) -> Counting | str:
+        """Return the way of counting by which the losses of single samples give that of all of
+        them.
 
-        Where all ways give the same, as at the beginning of a training with equal outputs, gradients tell.
+        Where all ways give the same, as at the beginning of a training with equal outputs,
+        gradients tell.
         """
         for measure in (self._loss, self._gradient):
             whole = measure(model, samples)
-            single = [measure(model, map_tensors(partial(_row, number=n), samples)) for n in range(3)]
+            single = [
+                measure(model, map_tensors(partial(_row, number=n), samples)) for n in range(3)
+            ]
             means = {way: _mean(single, counts) for way, counts in ways.items() if sum(counts)}
             scale = max(float(value.norm()) for value in (whole, *means.values()))
-            errors = {way: float((mean - whole).norm()) / (scale or 1.0) for way, mean in means.items()}
+            errors = {
+                way: float((mean - whole).norm()) / (scale or 1.0) for way, mean in means.items()
+            }
             nearest = min(errors, key=lambda way: errors[way])
             if not errors[nearest] <= _tolerance(model):
-                values = ", ".join(f"{float(mean.norm()):.7g} by {way.value}" for way, mean in means.items())
-                return f"whose loss for 3 samples is {float(whole.norm()):.7g}; from single samples it is {values}"
+                values = ", ".join(
+                    f"{float(mean.norm()):.7g} by {way.value}" for way, mean in means.items()
+                )
+                return (
+                    f"whose loss for 3 samples is {float(whole.norm()):.7g}; from single samples "
+                    f"it is {values}"
+                )
             others = [error for way, error in errors.items() if way is not nearest]
             if all(error > _CLEARLY * errors[nearest] + _ROUNDING for error in others):
                 return nearest
-        return f"whose loss does not tell whether it counts {' or '.join(way.value for way in ways)}"
+        return (
+            f"whose loss does not tell whether it counts {' or '.join(way.value for way in ways)}"
+        )
 
     def _loss(self, model: nn.Module, samples: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -219,8 +263,14 @@ class OwnLoss:
         last = [parameter for parameter in model.parameters() if parameter.requires_grad][-1:]
         with torch.enable_grad():
             loss = loss_in(self._output(model, samples))
-            (gradient,) = torch.autograd.grad(loss, last, allow_unused=True) if last and loss.requires_grad else (None,)
-        return loss.detach().double().reshape(1) if gradient is None else gradient.double().flatten()
+            (gradient,) = (
+                torch.autograd.grad(loss, last, allow_unused=True)
+                if last and loss.requires_grad
+                else (None,)
+            )
+        return (
+            loss.detach().double().reshape(1) if gradient is None else gradient.double().flatten()
+        )
 
     def _output(self, model: nn.Module, samples: Any) -> Any:
         return _call(model, samples) if self._forward is None else self._forward(model, samples)[0]
@@ -237,7 +287,9 @@ def _tolerance(model: nn.Module) -> float:
 
 
 def _mean(values: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
-    """Return the mean of values with these counts; one without a count is not looked at, as it may be no number."""
+    """Return the mean of values with these counts; one without a count is not looked at, as it may
+    be no number.
+    """
     counted = [value * count for value, count in zip(values, counts, strict=True) if count]
     return torch.stack(counted).sum(0) / sum(counts)
 
@@ -265,7 +317,9 @@ def _check_takes(model: nn.Module, data: Any, error: TypeError) -> None:
         else:
             forward.bind(*(data if isinstance(data, (tuple, list)) else (data,)))
     except TypeError:
-        expected = "a function (output, target) -> loss, or a model that computes its loss from the batch"
+        expected = (
+            "a function (output, target) -> loss, or a model that computes its loss from the batch"
+        )
         found = f"no loss_fn, and a model that does not take the batch: {error}"
         raise ConfigError("loss_fn", expected, found=found) from None
 
@@ -273,14 +327,17 @@ def _check_takes(model: nn.Module, data: Any, error: TypeError) -> None:
 def _without_cache(model: nn.Module, data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a batch that keeps sequences apart that are packed into one row.
 
-    Models of Transformers see by "position_ids" where a sequence begins, but not while they keep keys and values for
-    later tokens, as most do by default: then each sequence attends to those before it, and nothing says so.
+    Models of Transformers see by "position_ids" where a sequence begins, but not while they keep
+    keys and values for later tokens, as most do by default: then each sequence attends to those
+    before it, and nothing says so.
     """
     if "position_ids" not in data or "attention_mask" in data or "use_cache" in data:
         return data
     inner: Any = getattr(model, "_orig_mod", model)  # of torch.compile
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
-    return {**data, "use_cache": False} if "use_cache" in signature(inner.forward).parameters else data
+    return (
+        {**data, "use_cache": False} if "use_cache" in signature(inner.forward).parameters else data
+    )
 
 
 def _labels_of(data: Any) -> torch.Tensor | None:
@@ -300,7 +357,11 @@ def _with_labels(data: Any, labels: torch.Tensor) -> Any:
 
 def _first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Return the first samples of a tensor, again and again if there are fewer."""
-    return tensor[torch.arange(count, device=tensor.device) % tensor.shape[0]] if tensor.dim() else tensor
+    return (
+        tensor[torch.arange(count, device=tensor.device) % tensor.shape[0]]
+        if tensor.dim()
+        else tensor
+    )
 
 
 def _row(tensor: torch.Tensor, number: int) -> torch.Tensor:
@@ -308,7 +369,8 @@ def _row(tensor: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _few_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Return labels of three samples, of which three, one and none count: each way of counting gives another mean.
+    """Return labels of three samples, of which three, one and none count: each way of counting
+    gives another mean.
 
     They are few, because the means of many labels hardly differ at the beginning of a training.
     """

@@ -1,4 +1,6 @@
-"""Where a training run is in its data, and what the numbers of epochs and steps to train for must be from there."""
+"""Where a training run is in its data, and what the numbers of epochs and steps to train for must
+be from there.
+"""
 
 from __future__ import annotations
 
@@ -68,17 +70,28 @@ class Position:
         """
         now = loader.state_dict()
         start = {**now, "epoch": 0, "step": 0, "ended": False}
-        # Whoever has loaded this position has said how the numerics differ; the loader need not say it again.
-        loader.load_state_dict(start if self._saved is None else {**self._saved, "numerics": now["numerics"]})
+        # Whoever has loaded this position has said how the numerics differ; the loader need not say
+        # it again.
+        loader.load_state_dict(
+            start if self._saved is None else {**self._saved, "numerics": now["numerics"]}
+        )
 
     def in_data_of(self, loader: Loader) -> Position:
-        """Return this position if it is one in the data of `loader`, or else the next epoch's beginning there."""
+        """Return this position if it is one in the data of `loader`, or else the next epoch's
+        beginning there.
+        """
         if self._saved is None:
             return self
         there = loader.state_dict()
-        if all(self._saved.get(key) == value for key, value in there.items() if key not in _POSITION_KEYS):
+        if all(
+            self._saved.get(key) == value
+            for key, value in there.items()
+            if key not in _POSITION_KEYS
+        ):
             return self
-        return Position({**there, "epoch": self.epoch + int(self.step > 0), "step": 0, "ended": False})
+        return Position(
+            {**there, "epoch": self.epoch + int(self.step > 0), "step": 0, "ended": False}
+        )
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the position and the settings it depends on; None for the beginning."""
@@ -91,8 +104,8 @@ def check_epochs(epochs: Any, position: Position, again: bool) -> None:
     Args:
         epochs: the requested total number of epochs.
         position: the position of the run.
-        again: whether `epochs` must exceed the completed epochs, as in a second call of `fit`; a resumed run may be
-            complete.
+        again: whether `epochs` must exceed the completed epochs, as in a second call of `fit`; a
+            resumed run may be complete.
 
     Raises:
         ConfigError: if `epochs` is not a whole number, or too small.
@@ -128,10 +141,15 @@ def check_validate_every(validate_every: Any, has_data: bool) -> None:
     """Check the number of steps between validations.
 
     Raises:
-        ConfigError: if it is neither None nor a whole number of at least 1, or there is no validation data.
+        ConfigError: if it is neither None nor a whole number of at least 1, or there is no
+            validation data.
     """
     if validate_every is None:
         return
-    arguments.whole("validate_every", validate_every, least=1, expected="a whole number of steps of at least 1")
+    arguments.whole(
+        "validate_every", validate_every, least=1, expected="a whole number of steps of at least 1"
+    )
     if not has_data:
-        raise ConfigError("validate_every", "validate= with it, the data to evaluate on", found="none")
+        raise ConfigError(
+            "validate_every", "validate= with it, the data to evaluate on", found="none"
+        )

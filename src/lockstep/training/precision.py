@@ -20,12 +20,15 @@ __all__ = ["Number", "Precision", "clip", "full_precision", "scale_gradients"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# How much smaller gradients are in passes: a part of a batch whose gradient is so many times that of the whole batch
-# does not overflow alone. More would lose small gradients, below 2 ** -24 / 8.
+# How much smaller gradients are in passes: a part of a batch whose gradient is so many times that
+# of the whole batch does not overflow alone. More would lose small gradients, below 2 ** -24 / 8.
 _HEADROOM = 8.0
-# float32 ends at 2 ** 128 and float16 at 2 ** 16: times this power of two, what float16 cannot hold is infinite.
+# float32 ends at 2 ** 128 and float16 at 2 ** 16: times this power of two, what float16 cannot hold
+# is infinite.
 _BEYOND_FLOAT16 = 2.0**112 * _HEADROOM
-_LEAST_COUNT = 2.0**-20  # for each sample; the exact count is what gradients are divided by in the end
+_LEAST_COUNT = (
+    2.0**-20
+)  # for each sample; the exact count is what gradients are divided by in the end
 
 
 Number = torch.Tensor | float
@@ -35,23 +38,26 @@ Number = torch.Tensor | float
 class Precision:
     """Mixed precision: the dtype of autocast, and the gradient scaler of fp16.
 
-    Parameters, their gradients and the optimizer's state stay in float32. With fp16 the loss is scaled up before the
-    backward pass and gradients are scaled down after it, and a step whose gradients overflow is skipped (Micikevicius
-    et al., "Mixed precision training", ICLR 2018).
+    Parameters, their gradients and the optimizer's state stay in float32. With fp16 the loss is
+    scaled up before the backward pass and gradients are scaled down after it, and a step whose
+    gradients overflow is skipped (Micikevicius et al., "Mixed precision training", ICLR 2018).
 
-    The same steps are skipped however a global batch is divided. In every pass the loss is divided by the same number,
-    known before it: the samples of the global batch times the count per sample. What is left of the division by the
-    exact count, and by the number of workers, is applied to the sums, in float32. A part's gradient may be larger than
-    that of the whole batch, and then overflow alone; so passes run with smaller gradients than a single pass would, and
-    a sum over all parts counts as an overflow if float16 could not have held it in a single pass.
+    The same steps are skipped however a global batch is divided. In every pass the loss is divided
+    by the same number, known before it: the samples of the global batch times the count per sample.
+    What is left of the division by the exact count, and by the number of workers, is applied to the
+    sums, in float32. A part's gradient may be larger than that of the whole batch, and then
+    overflow alone; so passes run with smaller gradients than a single pass would, and a sum over
+    all parts counts as an overflow if float16 could not have held it in a single pass.
 
     Args:
         name: "fp32", "bf16" or "fp16".
         device: the device of the model.
 
     Attributes:
-        is_new: whether the count per sample is still to be agreed upon, before the first step; with fp16 only.
-        cast: the parameters that autocast converts, by number in the model: their gradients are computed in float16.
+        is_new: whether the count per sample is still to be agreed upon, before the first step; with
+            fp16 only.
+        cast: the parameters that autocast converts, by number in the model: their gradients are
+            computed in float16.
 
     Raises:
         ConfigError: for another name, or a format that the device does not support.
@@ -68,8 +74,8 @@ class Precision:
         self.is_new = self._scaler is not None
         self.cast = frozenset[int]()
         self._first_gradients = FirstGradients()
-        # On the device, where passes read it and nothing waits for it; always the same tensor, as graphs of passes
-        # refer to it. A power of two: the division changes no digit.
+        # On the device, where passes read it and nothing waits for it; always the same tensor, as
+        # graphs of passes refer to it. A power of two: the division changes no digit.
         self._count_per_sample = torch.ones((), device=device)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -86,14 +92,18 @@ class Precision:
             return computation(*arguments)
 
     def backward(self, loss: torch.Tensor, factor: float) -> None:
-        """Run the backward pass of `loss`, a scalar, times `factor`; gradients are scaled up with fp16."""
+        """Run the backward pass of `loss`, a scalar, times `factor`; gradients are scaled up with
+        fp16.
+        """
         if self._scaler is None:
             run_backward(loss, self._first_gradients.of(loss, factor))
         else:
             torch.autograd.backward(self._scaler.scale(loss * factor / self._count_per_sample))
 
     def backward_of_mean(self, total: torch.Tensor, count: Number) -> None:
-        """Run the backward pass of ``total / count``, a number or on the device of `total`; not with fp16."""
+        """Run the backward pass of ``total / count``, a number or on the device of `total`; not
+        with fp16.
+        """
         if isinstance(count, torch.Tensor):
             run_backward(total, torch.reciprocal(count).to(total.dtype))
         else:
@@ -122,15 +132,21 @@ class Precision:
         return samples * _HEADROOM * workers * self._count_per_sample.to(count.dtype) / count
 
     def set_count(self, count: Number, samples: int) -> None:
-        """Set the count per sample for the next passes: that of a global batch, rounded up to a power of two."""
+        """Set the count per sample for the next passes: that of a global batch, rounded up to a
+        power of two.
+        """
         if self._scaler is not None:
             if not isinstance(count, torch.Tensor):
                 count = torch.tensor(count, dtype=torch.float64)
             mantissa, exponent = torch.frexp((count / samples).clamp(min=_LEAST_COUNT))
-            self._count_per_sample.copy_(torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int()))
+            self._count_per_sample.copy_(
+                torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+            )
 
     def end_step(self, count: Number, samples: int) -> None:
-        """Note what the loss has counted in a step that is complete; does not wait for the device."""
+        """Note what the loss has counted in a step that is complete; does not wait for the
+        device.
+        """
         if self._scaler is not None:
             self.set_count(count, samples)
             self.is_new = False
@@ -141,7 +157,8 @@ class Precision:
         self.cast = frozenset[int]()
 
     def mark_overflows(self, gradients: list[torch.Tensor], workers: int) -> None:
-        """Make those elements of reduced gradients infinite that float16 could not have held in a single pass.
+        """Make those elements of reduced gradients infinite that float16 could not have held in a
+        single pass.
 
         Args:
             gradients: in float32, of the parameters that autocast converts.
@@ -157,7 +174,9 @@ class Precision:
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Update the parameters, or skip the step if fp16 gradients overflowed; the same on all workers."""
+        """Update the parameters, or skip the step if fp16 gradients overflowed; the same on all
+        workers.
+        """
         if self._scaler is None:
             take_step(optimizer)
         else:
@@ -165,7 +184,9 @@ class Precision:
             self._scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the gradient scaler, and what workers have agreed upon; empty without a scaler."""
+        """Return the state of the gradient scaler, and what workers have agreed upon; empty without
+        a scaler.
+        """
         if self._scaler is None:
             return {}
         agreed = {"count_per_sample": float(self._count_per_sample), "cast": sorted(self.cast)}
@@ -186,21 +207,26 @@ def full_precision(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clip(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scale all gradients down together so that their joint 2-norm is at most `max_norm`; returns the norm before.
+    """Scale all gradients down together so that their joint 2-norm is at most `max_norm`; returns
+    the norm before.
 
-    Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", ICML 2013.
+    Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks",
+    ICML 2013.
     """
     if any(p.grad is not None and p.grad.is_sparse for p in parameters):
         return _clip_sparse(parameters, max_norm)
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded parameters
+    whole: torch.Tensor = (
+        norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    )  # of sharded parameters
     return whole
 
 
 def _clip_sparse(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Clip as `clip` where some gradients are sparse, which torch's function does not support.
 
-    The values of a row that is there several times are added up first, as the norm is that of their sum.
+    The values of a row that is there several times are added up first, as the norm is that of their
+    sum.
     """
     values: list[torch.Tensor] = []
     for p in parameters:
@@ -229,6 +255,9 @@ def scale_gradients(gradients: list[torch.Tensor], factor: Number) -> None:
         torch._foreach_mul_(gradients, float(factor))
         return
     for dtype in {gradient.dtype for gradient in gradients}:
-        # foreach kernels need a factor of the gradients' dtype; half-precision formats are too coarse for it.
+        # foreach kernels need a factor of the gradients' dtype; half-precision formats are too
+        # coarse for it.
         converted = factor.to(torch.promote_types(dtype, torch.float32))
-        torch._foreach_mul_([gradient for gradient in gradients if gradient.dtype == dtype], converted)
+        torch._foreach_mul_(
+            [gradient for gradient in gradients if gradient.dtype == dtype], converted
+        )

@@ -30,7 +30,8 @@ def prepare_model(
     compile_mode: str = "default",
     fixed_shapes: bool = False,
 ) -> nn.Module:
-    """Move `model` to the worker's device, and change it in place; its parameters stay the same objects.
+    """Move `model` to the worker's device, and change it in place; its parameters stay the same
+    objects.
 
     Args:
         model: any module.
@@ -38,9 +39,10 @@ def prepare_model(
         sync_batchnorm: use the statistics of the global batch in batch norm.
         channels_last: use the channels-last memory format; 4-d inputs are converted.
         compile_model: compile it with `torch.compile`. Names in the state dict do not change.
-        compile_mode: the mode of `torch.compile`; "reduce-overhead" records CUDA graphs, for models with small steps.
-        fixed_shapes: compile separately for each shape of inputs, so that the program for a shape does not depend on
-            earlier shapes; for training with virtual workers.
+        compile_mode: the mode of `torch.compile`; "reduce-overhead" records CUDA graphs, for models
+            with small steps.
+        fixed_shapes: compile separately for each shape of inputs, so that the program for a shape
+            does not depend on earlier shapes; for training with virtual workers.
 
     Returns:
         `model`, or its replacement if it is a batch-norm layer.
@@ -50,7 +52,11 @@ def prepare_model(
     """
     arguments.instance("model", model, nn.Module, "a torch.nn.Module")
     arguments.instance("comm", comm, Communicator, "the communicator that lockstep.init() returns")
-    flags = {"sync_batchnorm": sync_batchnorm, "channels_last": channels_last, "compile_model": compile_model}
+    flags = {
+        "sync_batchnorm": sync_batchnorm,
+        "channels_last": channels_last,
+        "compile_model": compile_model,
+    }
     for name, value in flags.items():
         arguments.flag(name, value)
     arguments.choice("compile_mode", compile_mode, COMPILE_MODES)
@@ -64,7 +70,10 @@ def prepare_model(
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         model.register_forward_pre_hook(_to_channels_last)
     if compile_model:
-        _compile_in_place(model, partial(torch.compile, dynamic=False if fixed_shapes else None, mode=compile_mode))
+        _compile_in_place(
+            model,
+            partial(torch.compile, dynamic=False if fixed_shapes else None, mode=compile_mode),
+        )
     return model
 
 
@@ -80,14 +89,16 @@ def _compile_in_place(model: nn.Module, compiled: Callable[[Any], Any]) -> None:
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return unbound(module, *args, **kwargs)
 
-    # nn.Module.compile() does nothing for torch's own containers (seen with torch 2.13), because the compiler skips
-    # frames of torch itself; `run` is a frame that it compiles. A bound method, because a deep copy rebinds it; a plain
-    # function would keep running the original.
+    # nn.Module.compile() does nothing for torch's own containers (seen with torch 2.13), because
+    # the compiler skips frames of torch itself; `run` is a frame that it compiles. A bound method,
+    # because a deep copy rebinds it; a plain function would keep running the original.
     model.forward = MethodType(compiled(run), model)
 
 
 def _to_channels_last(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
-        x.contiguous(memory_format=torch.channels_last) if isinstance(x, torch.Tensor) and x.dim() == 4 else x
+        x.contiguous(memory_format=torch.channels_last)
+        if isinstance(x, torch.Tensor) and x.dim() == 4
+        else x
         for x in inputs
     )

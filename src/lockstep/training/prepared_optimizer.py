@@ -1,4 +1,6 @@
-"""Optimizers of a prepared loop: gradients summed over all shards, and one update for each global batch."""
+"""Optimizers of a prepared loop: gradients summed over all shards, and one update for each global
+batch.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ from .step_arguments import parameters_of, refuse_closure
 
 __all__ = ["PreparedOptimizer"]
 
-# In the sums beside the gradients: the loss, its denominator, four marks of the replicas, samples left out of this
-# batch and of accumulated ones, ignored labels, and requests. The buffers follow, where they are part of the step.
+# In the sums beside the gradients: the loss, its denominator, four marks of the replicas, samples
+# left out of this batch and of accumulated ones, ignored labels, and requests. The buffers follow,
+# where they are part of the step.
 _NUMBERS = 10
 
 
@@ -64,10 +67,11 @@ class _Unread(NamedTuple):
 
 
 class PreparedOptimizer:
-    """Replaces `step` and `zero_grad` of an optimizer, and sums the gradients of its parameters over all shards.
+    """Replaces `step` and `zero_grad` of an optimizer, and sums the gradients of its parameters
+    over all shards.
 
-    Gradients that stay for a later batch are rescaled to the weight of the shard then, because the parts of a smaller
-    batch may have other weights.
+    Gradients that stay for a later batch are rescaled to the weight of the shard then, because the
+    parts of a smaller batch may have other weights.
 
     Attributes:
         optimizer: the optimizer.
@@ -76,7 +80,9 @@ class PreparedOptimizer:
 
     def __init__(self, optimizer: Optimizer, loop: Loop) -> None:
         if hasattr(optimizer, "shards"):
-            raise ConfigError("optimizer", "each optimizer in one call of prepare() only", found="one in two")
+            raise ConfigError(
+                "optimizer", "each optimizer in one call of prepare() only", found="one in two"
+            )
         refuse_closure(optimizer)
         self.optimizer = optimizer
         self._loop = loop
@@ -91,19 +97,25 @@ class PreparedOptimizer:
         self._stepped: list[int] = []
         self._counted = False
         self._accumulates = False  # whether a shard of this batch has gradients of an earlier one
-        self._left_out_before = 0  # samples left out of batches whose gradients stay for a later one
+        self._left_out_before = (
+            0  # samples left out of batches whose gradients stay for a later one
+        )
         self._settings: dict[tuple[int, str], Any] = {}  # of the first shard that has stepped
         self._sums_buffers = False  # in the step, with the gradients
         self._unread: list[_Unread] = []  # numbers of earlier steps, see `_check_later`
         self._of_step: list[_Unread] = []  # those of the step in progress
-        self._ignored: list[torch.Tensor] = []  # numbers of labels that losses of the running shard have ignored
+        self._ignored: list[
+            torch.Tensor
+        ] = []  # numbers of labels that losses of the running shard have ignored
         self._refresh()
 
     def install(self) -> None:
         """Replace the optimizer's methods."""
         optimizer: Any = self.optimizer
 
-        def step(_: Optimizer, closure: Any = None, *, loss: Any = None, count: Any = None) -> torch.Tensor | None:
+        def step(
+            _: Optimizer, closure: Any = None, *, loss: Any = None, count: Any = None
+        ) -> torch.Tensor | None:
             return self.step(closure, loss, count)
 
         def zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
@@ -121,7 +133,8 @@ class PreparedOptimizer:
         trained = [p for p in parameters_of(self._loop.model, self.optimizer) if p.requires_grad]
         self._gradients.train(trained)
 
-    # --- elastic jobs -------------------------------------------------------------------------------------------------
+    # --- elastic jobs
+    # ----------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """End the bodies of a batch whose step was not done, and which run again."""
@@ -133,7 +146,8 @@ class PreparedOptimizer:
         self._reducer = Reducer(self._loop.comm, self._loop.parts.virtual_workers, one_pass=False)
         self._replicas.regroup()
 
-    # --- shards -------------------------------------------------------------------------------------------------------
+    # --- shards
+    # ----------------------------------------------------------------------------------------------
 
     def begin_batch(self, empty: list[int]) -> None:
         """Begin a global batch, of which this worker's shards `empty` have no samples."""
@@ -150,7 +164,9 @@ class PreparedOptimizer:
         self._reducer.begin(self._gradients.trained)
 
     def begin_shard(self, shard: Shard, first: bool) -> None:
-        """Put the gradients of `shard` into ``.grad``; those that an earlier step has left stay for the first one."""
+        """Put the gradients of `shard` into ``.grad``; those that an earlier step has left stay for
+        the first one.
+        """
         self._set_stepped(False)
         self._reducer.open(shard.number)
         self._gradients.open(shard, first)
@@ -171,20 +187,27 @@ class PreparedOptimizer:
         self._gradients.end_batch(self._loop.parts.local[0])
 
     def zero_grad(self) -> None:
-        """Set the gradients of the running shard to None; outside of a batch, those of all shards."""
+        """Set the gradients of the running shard to None; outside of a batch, those of all
+        shards.
+        """
         self._original_zero_grad(set_to_none=True)
         self._gradients.zero(everywhere=self._loop.parts.current is None)
 
     def _set_stepped(self, stepped: bool) -> None:
         self.optimizer.stepped = stepped  # type: ignore[attr-defined]
 
-    # --- the step -----------------------------------------------------------------------------------------------------
+    # --- the step
+    # ----------------------------------------------------------------------------------------------
 
     def step(self, closure: Any, loss: Any, count: Any) -> torch.Tensor | None:
-        """Add the gradients of the running shard to the sum; after this worker's last one, update the parameters."""
+        """Add the gradients of the running shard to the sum; after this worker's last one, update
+        the parameters.
+        """
         if closure is not None:
             hint = "It could call it any number of times, on each worker another."
-            raise ConfigError("closure", "none for an optimizer of prepare()", found="one", hint=hint)
+            raise ConfigError(
+                "closure", "none for an optimizer of prepare()", found="one", hint=hint
+            )
         if self._loop.repeats.is_abandoned:  # its bodies run again
             return None
         shard = self._loop.parts.current or self._outside()
@@ -211,8 +234,12 @@ class PreparedOptimizer:
         self._set_stepped(True)
         return mean
 
-    def _complete(self, shard: Shard, loss: Any, count: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Take the step after this worker's last shard; returns the mean loss, and the norm of the gradient."""
+    def _complete(
+        self, shard: Shard, loss: Any, count: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Take the step after this worker's last shard; returns the mean loss, and the norm of the
+        gradient.
+        """
         self._of_step = []
         self._collect(shard, loss, count)
         self._loop.gradients.note_used(self._gradients)
@@ -228,7 +255,11 @@ class PreparedOptimizer:
             if self._loop.parts.virtual_workers > 1:
                 gradients = [p.grad for p in self._gradients.trained if p.grad is not None]
                 scale_gradients(gradients, shard.total / (shard.total - sums[6]))
-        if self._loop.comm.device.type != "cpu" and not self._counted and not self._loop.parts.exact:
+        if (
+            self._loop.comm.device.type != "cpu"
+            and not self._counted
+            and not self._loop.parts.exact
+        ):
             self._check_later(sums[8], _check_ignored)
         if self._loop.max_grad_norm is not None:
             norm = clip(self._gradients.trained, self._loop.max_grad_norm)
@@ -237,7 +268,9 @@ class PreparedOptimizer:
         if self._sums_buffers:
             samples = shard.total if shard.left_out is None else shard.total - sums[6]
             self._loop.buffers.set(sums[_NUMBERS:], samples)
-        with self._loop.gradients.update():  # from here on nobody waits for others: the step is done, or none of it
+        with (
+            self._loop.gradients.update()
+        ):  # from here on nobody waits for others: the step is done, or none of it
             self._original_step()
         self._unread += self._of_step
         while len(self._unread) > LAG:
@@ -250,18 +283,25 @@ class PreparedOptimizer:
         """Check that no samples were left out of batches whose gradients are accumulated.
 
         Raises:
-            ConfigError: on every worker, as the mean over what is left of each batch is not known any more.
+            ConfigError: on every worker, as the mean over what is left of each batch is not known
+                any more.
         """
         if left_out:
             hint = "Or leave them out of the data set, or give count= in a step for each batch."
-            expected = "a collate function that keeps all samples of batches whose gradients are accumulated"
-            raise ConfigError("collate_fn", expected, found=f"one that left out {left_out:g}", hint=hint)
+            expected = (
+                "a collate function that keeps all samples of batches whose gradients are "
+                "accumulated"
+            )
+            raise ConfigError(
+                "collate_fn", expected, found=f"one that left out {left_out:g}", hint=hint
+            )
 
     def _check_later(self, number: torch.Tensor, check: Callable[[float], None]) -> None:
-        """Call `check` with a number of this step: at once on the CPU, else when the device has computed it.
+        """Call `check` with a number of this step: at once on the CPU, else when the device has
+        computed it.
 
-        Nothing waits for the device: the check comes at most a few steps later, or at the end of the epoch, see
-        `settle`. It is the same step on every worker.
+        Nothing waits for the device: the check comes at most a few steps later, or at the end of
+        the epoch, see `settle`. It is the same step on every worker.
         """
         unread = _Unread(HostCopy(number.detach().reshape(1)), check)
         if number.device.type == "cpu":
@@ -279,7 +319,9 @@ class PreparedOptimizer:
             self._unread.pop(0).settle()
 
     def _outside(self) -> Shard:
-        """Return what stands for the shard of a step outside of a loop over a loader or `shards`."""
+        """Return what stands for the shard of a step outside of a loop over a loader or
+        `shards`.
+        """
         loop = self._loop
         if loop.parts.virtual_workers != loop.comm.size:
             hint = "Or use a loop over optimizer.shards(batch)."
@@ -300,7 +342,12 @@ class PreparedOptimizer:
             raise ConfigError("count", "a number", found=found, hint=hint)
         if count is not None and self._gradients.any_carried():
             hint = "Accumulate within one batch, or use means over samples."
-            raise ConfigError("count", "no gradients of earlier batches in a step with count=", found="some", hint=hint)
+            raise ConfigError(
+                "count",
+                "no gradients of earlier batches in a step with count=",
+                found="some",
+                hint=hint,
+            )
         if count is not None and shard.whole_batch:
             hint = "The loss is that of the whole batch already: divide it by what counts there."
             raise ConfigError("count", "none with lockstep.whole_batch()", found="one", hint=hint)
@@ -317,7 +364,9 @@ class PreparedOptimizer:
             self._check_settings()
 
     def _check_settings(self) -> None:
-        """Check that the step of each shard of a batch would be taken with the same hyperparameters."""
+        """Check that the step of each shard of a batch would be taken with the same
+        hyperparameters.
+        """
         settings = self._replicas.hyperparameters()
         if not self._stepped:
             self._settings = settings
@@ -326,22 +375,29 @@ class PreparedOptimizer:
             if value != first:
                 raise ConfigError(
                     "scheduler" if name == "lr" else name,
-                    "a learning rate that changes once a global batch" if name == "lr" else "one value in each batch",
-                    found=f"{name!r} of parameter group {group} is {first} in one shard of a batch, {value} in another",
-                    hint="Give the scheduler to lockstep.prepare() too; what you set yourself, set where "
-                    "optimizer.stepped is true.",
+                    "a learning rate that changes once a global batch"
+                    if name == "lr"
+                    else "one value in each batch",
+                    found=f"{name!r} of parameter group {group} is {first} in one shard of a "
+                    "batch, "
+                    f"{value} in another",
+                    hint="Give the scheduler to lockstep.prepare() too; what you set yourself, set "
+                    "where optimizer.stepped is true.",
                 )
 
     def _incomplete(self) -> ConfigError:
         return ConfigError(
             "step",
             "a step of the optimizer in each shard of a batch, or in none",
-            found="one in some: this worker has several shards of each batch, for which the loop's body runs in turn",
+            found="one in some: this worker has several shards of each batch, for which the loop's "
+            "body runs in turn",
             hint="Count global batches, not turns of the loop.",
         )
 
     def _collect(self, shard: Shard, loss: Any, count: Any) -> None:
-        """Add the weighted gradients and the numbers of `shard` to the sums, in order with those of empty shards."""
+        """Add the weighted gradients and the numbers of `shard` to the sums, in order with those of
+        empty shards.
+        """
         marks = self._replicas.marks(self.steps_done) if shard.last else None
         if self._waiting:
             self._gradients.drop_in(self._empty)
@@ -350,8 +406,13 @@ class PreparedOptimizer:
         if shard.samples:
             weight = weight.fill_(shard.weight) if count is None else weight + count
         scale = weight
-        if count is not None and shard.samples and (divisor := common_number(shard.divisors)) is not None:
-            # The sum of a part that counts nothing may be divided by something else, as by clamp(count, min=1).
+        if (
+            count is not None
+            and shard.samples
+            and (divisor := common_number(shard.divisors)) is not None
+        ):
+            # The sum of a part that counts nothing may be divided by something else, as by
+            # clamp(count, min=1).
             number = float(divisor) if divisor.device.type == "cpu" else divisor.to(weight.dtype)
             scale = torch.where(weight == 0, number, weight)
         of_buffers = self._loop.buffers.of_shard(shard) if self._loop.repeats.sums_buffers else None
@@ -388,7 +449,9 @@ class PreparedOptimizer:
             self._add_empty(numbers, before=self._loop.parts.virtual_workers)
 
     def _add_empty(self, numbers: torch.Tensor, before: int) -> None:
-        """Add what the shards without samples keep of earlier batches to the sums: those before shard `before`."""
+        """Add what the shards without samples keep of earlier batches to the sums: those before
+        shard `before`.
+        """
         while self._waiting and self._waiting[0] < before:
             number = self._waiting.pop(0)
             self._reducer.open(number)
@@ -416,7 +479,8 @@ class PreparedOptimizer:
     def _divide_by_count(self, total: torch.Tensor) -> None:
         """Divide the sums by what counts in the whole batch, on all workers the same.
 
-        Off the CPU nothing waits: where nothing counts, gradients are zero, and the error comes a few steps later.
+        Off the CPU nothing waits: where nothing counts, gradients are zero, and the error comes a
+        few steps later.
         """
         self._check_later(total, partial(_check_counts, self.steps_done))
         if self._loop.parts.virtual_workers > 1:
@@ -424,7 +488,9 @@ class PreparedOptimizer:
             scale_gradients(gradients, torch.where(total == 0, 0.0, 1 / total))
 
     def _check_replicas(self, marks: torch.Tensor) -> None:
-        if self._loop.comm.size > 1 and (marks.device.type == "cpu" or self.steps_done & (self.steps_done - 1) <= 0):
+        if self._loop.comm.size > 1 and (
+            marks.device.type == "cpu" or self.steps_done & (self.steps_done - 1) <= 0
+        ):
             self._replicas.settle(self.steps_done, marks.tolist())
 
 

@@ -1,13 +1,15 @@
-"""What a training does when its workers change: nothing in a job of fixed size, else it repeats what was in flight.
+"""What a training does when its workers change: nothing in a job of fixed size, else it repeats
+what was in flight.
 
-An *operation* (a step, an evaluation, a save) is done by all workers or by none. A *commit* is the number of operations
-that a training has done. After a loss those that are left repeat the operation in flight in place, where it was called:
-nothing else is interrupted. They are at most one operation apart: who is behind gets what the operation has changed,
-and its result, and its program goes on from there. Who joins does so at a boundary, where no program is within an
-operation or between two that belong together, and gets what the program has changed as well.
+An *operation* (a step, an evaluation, a save) is done by all workers or by none. A *commit* is the
+number of operations that a training has done. After a loss those that are left repeat the operation
+in flight in place, where it was called: nothing else is interrupted. They are at most one operation
+apart: who is behind gets what the operation has changed, and its result, and its program goes on
+from there. Who joins does so at a boundary, where no program is within an operation or between two
+that belong together, and gets what the program has changed as well.
 
-For that, all communication of a training is within its operations, no worker can complete one before all have begun it,
-and which one comes next follows from the state alone.
+For that, all communication of a training is within its operations, no worker can complete one
+before all have begun it, and which one comes next follows from the state alone.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ T = TypeVar("T")
 
 STOP = 1.0
 REGROUP = 65536.0
-"""What a worker adds to the sum of a step's requests if it requests a stop, or to regroup; no job has more workers."""
+"""What a worker adds to the sum of a step's requests if it requests a stop, or to regroup; no job
+has more workers.
+"""
 
 
 _OUTSIDE = -1  # in place of the number of a training: the loss of a worker is not survived
@@ -68,7 +72,9 @@ class TrainingState(Protocol):
     result: Any
 
     def part_of(self, batch: Batch) -> Batch:
-        """Return what of a global batch this worker has now, given what it had before its workers changed."""
+        """Return what of a global batch this worker has now, given what it had before its workers
+        changed.
+        """
 
     def begin(self) -> None:
         """An operation begins, which may not be done."""
@@ -77,17 +83,22 @@ class TrainingState(Protocol):
         """All hooks of rank 0 were called.
 
         Args:
-            note: called on rank 0 if it has callbacks of its own, with their states if these have changed.
+            note: called on rank 0 if it has callbacks of its own, with their states if these have
+                changed.
         """
 
     def undo(self) -> None:
         """Restore what the operation that has begun last has changed: it was not done."""
 
     def commit(self, result: Any) -> None:
-        """An operation was done, or the training begins: note what the program may change before the next one."""
+        """An operation was done, or the training begins: note what the program may change before
+        the next one.
+        """
 
     def for_others(self, result: Any) -> Any:
-        """Return the result of an operation as another worker can be given it: tensors on the CPU, without graphs."""
+        """Return the result of an operation as another worker can be given it: tensors on the CPU,
+        without graphs.
+        """
 
     def from_others(self, result: Any) -> Any:
         """Return what `for_others` returned on another worker as this one has it."""
@@ -112,16 +123,20 @@ class TrainingState(Protocol):
 
         Args:
             states: those of rank 0's callbacks, as rank 0 sent them last.
-            all_seen: whether these have seen all events before the last operation that was done, and after it.
+            all_seen: whether these have seen all events before the last operation that was done,
+                and after it.
         """
 
 
 class Recovery:
-    """The recovery of a job of fixed size: every operation is done once, and an error ends the training.
+    """The recovery of a job of fixed size: every operation is done once, and an error ends the
+    training.
 
     Attributes:
-        has_fixed_workers: whether the workers of a training are the same from its beginning to its end.
-        is_missing: whether this is so although the workers of the job change: this training cannot go on with others.
+        has_fixed_workers: whether the workers of a training are the same from its beginning to its
+            end.
+        is_missing: whether this is so although the workers of the job change: this training cannot
+            go on with others.
     """
 
     has_fixed_workers = True
@@ -144,11 +159,15 @@ class Recovery:
 
     @property
     def stop_signal(self) -> int:
-        """The signal after which the whole job stops, as far as this worker knows; 0 if there is none."""
+        """The signal after which the whole job stops, as far as this worker knows; 0 if there is
+        none.
+        """
         return 0
 
     def stop_signals(self, signals: StopSignals) -> StopSignals:
-        """Return the signals after which all workers stop, given those that this worker receives."""
+        """Return the signals after which all workers stop, given those that this worker
+        receives.
+        """
         return signals
 
     @contextmanager
@@ -161,17 +180,19 @@ class Recovery:
         repeats: bool = True,
         is_one_of_many: bool = False,
     ) -> Iterator[bool]:
-        """Return a context in which operations are repeated; its value is whether this worker takes part.
+        """Return a context in which operations are repeated; its value is whether this worker takes
+        part.
 
         Args:
             state: what the workers have alike.
             most: the largest number of workers that it can have.
             folder: of the run; "" without one.
             signals: those that this worker receives.
-            repeats: whether operations are repeated from the beginning on, and not only after `resume`.
-            is_one_of_many: whether the program soon begins another one, such as the next epoch. Then a worker goes on
-                with the result as soon as the others have completed this one before it could join; else it waits for
-                the next one, or for the end of the job.
+            repeats: whether operations are repeated from the beginning on, and not only after
+                `resume`.
+            is_one_of_many: whether the program soon begins another one, such as the next epoch.
+                Then a worker goes on with the result as soon as the others have completed this one
+                before it could join; else it waits for the next one, or for the end of the job.
 
         Raises:
             WorkerLeft: this worker has left the job, which goes on.
@@ -180,7 +201,9 @@ class Recovery:
 
     @contextmanager
     def until_all_have_ended(self) -> Iterator[None]:
-        """Return a context for all operations of a training, at whose end this worker waits for all others."""
+        """Return a context for all operations of a training, at whose end this worker waits for all
+        others.
+        """
         yield
 
     def part_of(self, batch: Batch) -> Batch:
@@ -189,24 +212,29 @@ class Recovery:
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """Return a context for what a program does before its first step, also on a worker that joins later.
+        """Return a context for what a program does before its first step, also on a worker that
+        joins later.
 
-        The results of its operations are kept: such a worker gets them, as nobody else does them with it.
+        The results of its operations are kept: such a worker gets them, as nobody else does them
+        with it.
         """
         yield
 
     def run(self, operation: Callable[..., T], *args: Any, meets: bool = True) -> T:
-        """Return the result of an operation; it is called again after a loss, unless others have done it.
+        """Return the result of an operation; it is called again after a loss, unless others have
+        done it.
 
         Args:
             operation: computes, communicates, and changes the state at its end.
             args: its arguments.
-            meets: whether no worker can complete it before all have begun it, as a sum over all workers.
+            meets: whether no worker can complete it before all have begun it, as a sum over all
+                workers.
         """
         return operation(*args)
 
     def attempt(self, operation: Callable[..., T], *args: Any) -> T | None:
-        """Return the result of an operation, which is not None; None after a loss, unless others have done it.
+        """Return the result of an operation, which is not None; None after a loss, unless others
+        have done it.
 
         The caller then prepares another attempt, with what this worker has to do now.
 
@@ -217,13 +245,19 @@ class Recovery:
         return operation(*args)
 
     def suspend(self) -> None:
-        """From here on nothing is repeated: a loss ends the training, and no worker joins or leaves it."""
+        """From here on nothing is repeated: a loss ends the training, and no worker joins or leaves
+        it.
+        """
 
     def resume(self) -> None:
-        """From here on, again, operations are repeated; called by all workers between two of them."""
+        """From here on, again, operations are repeated; called by all workers between two of
+        them.
+        """
 
     def read(self, load: Callable[[], T]) -> T:
-        """Return what `load` returns, which changes nothing that workers have alike; called again after a loss."""
+        """Return what `load` returns, which changes nothing that workers have alike; called again
+        after a loss.
+        """
         return load()
 
     def once(self, hook: Callable[..., object], *args: Any) -> None:
@@ -231,7 +265,9 @@ class Recovery:
         hook(*args)
 
     def boundary(self, requests: float) -> None:
-        """Let workers join and leave between two operations, if the sum of a step's requests says so."""
+        """Let workers join and leave between two operations, if the sum of a step's requests says
+        so.
+        """
 
 
 class ElasticRecovery(Recovery):
@@ -291,7 +327,8 @@ class ElasticRecovery(Recovery):
         """See `Recovery.stop_signals`: a signal to this worker alone means that it leaves."""
         return _JobSignals(self._client)
 
-    # --- the training -------------------------------------------------------------------------------------------------
+    # --- the training
+    # ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def training(
@@ -332,7 +369,9 @@ class ElasticRecovery(Recovery):
             comm.note_result(state.result)
 
     def _join(self, state: TrainingState, is_one_of_many: bool) -> bool:
-        """Become a member at the next boundary; False if the others have completed this training before that."""
+        """Become a member at the next boundary; False if the others have completed this training
+        before that.
+        """
         comm = self._comm
         if comm.joins_before_result() if is_one_of_many else not comm.has_earlier_result:
             self._hold_signals()
@@ -368,13 +407,17 @@ class ElasticRecovery(Recovery):
 
     @contextmanager
     def until_all_have_ended(self) -> Iterator[None]:
-        """See `Recovery.until_all_have_ended`: the others may need this worker's state until they have done as much."""
+        """See `Recovery.until_all_have_ended`: the others may need this worker's state until they
+        have done as much.
+        """
         try:
             yield
         except InterruptedRunError:  # on all workers
             self._complete()
             raise
-        except GeneratorExit:  # the program has left its loop, or an error has ended that: nobody is waited for
+        except (
+            GeneratorExit
+        ):  # the program has left its loop, or an error has ended that: nobody is waited for
             leave_later(self._signals, self._client)
             self.suspend()
             raise
@@ -389,7 +432,8 @@ class ElasticRecovery(Recovery):
                     return
             self._regroup()
 
-    # --- operations ---------------------------------------------------------------------------------------------------
+    # --- operations
+    # ----------------------------------------------------------------------------------------------
 
     def part_of(self, batch: Batch) -> Batch:
         """See `Recovery.part_of`."""
@@ -397,7 +441,9 @@ class ElasticRecovery(Recovery):
 
     def run(self, operation: Callable[..., T], *args: Any, meets: bool = True) -> T:
         """See `Recovery.run`."""
-        if self._state is None or self._is_suspended or self._is_within:  # or it is a part of another operation
+        if (
+            self._state is None or self._is_suspended or self._is_within
+        ):  # or it is a part of another operation
             return operation(*args)
         if self._is_beginning and self._has_joined:
             return cast(T, self._state.from_others(next(self._first_results)))
@@ -426,7 +472,9 @@ class ElasticRecovery(Recovery):
         self._try(self._state, operation, args, meets=True)
         return cast(T, self._last) if self._done > number else None
 
-    def _try(self, state: TrainingState, operation: Callable[..., Any], args: Any, meets: bool) -> None:
+    def _try(
+        self, state: TrainingState, operation: Callable[..., Any], args: Any, meets: bool
+    ) -> None:
         self._is_within = True
         try:
             self._leave_if_signalled()
@@ -481,10 +529,15 @@ class ElasticRecovery(Recovery):
         if requests >= REGROUP:
             self._regroup(at_boundary=True)
 
-    # --- other workers ------------------------------------------------------------------------------------------------
+    # --- other workers
+    # ----------------------------------------------------------------------------------------------
 
     def _leave_if_signalled(self) -> None:
-        if self._signals.received is not None and not self._client.leaving and not self._client.stop_signal:
+        if (
+            self._signals.received is not None
+            and not self._client.leaving
+            and not self._client.stop_signal
+        ):
             self._client.leave()
 
     def _commit(self) -> Commit:
@@ -495,13 +548,17 @@ class ElasticRecovery(Recovery):
         return self._commit()
 
     def _regroup(self, reason: str = "", at_boundary: bool = False) -> None:
-        """Take part in the next view, again and again until its group is complete and all have the same state."""
+        """Take part in the next view, again and again until its group is complete and all have the
+        same state.
+        """
         assert self._state is not None
         self._state.leave()
         self._comm.regroup_until(self._arrive, self._adapt, reason, at_boundary, self._check)
 
     def _check(self, view: View) -> None:
-        """Check, before its group is formed, that a view is of the training that this worker is about to join."""
+        """Check, before its group is formed, that a view is of the training that this worker is
+        about to join.
+        """
         if not self._has_state and view.fit > self._training:
             raise _LateError
 
@@ -525,7 +582,9 @@ class ElasticRecovery(Recovery):
             sent = {"operations": state.of_operations(), "program": {}}
             if NO_STATE in view.commits:
                 sent["program"] = {**state.of_program(), "beginning": as_bytes(self._kept_results)}
-        is_late = any(commit not in (best, NO_STATE) for commit in view.commits)  # a member, by one operation
+        is_late = any(
+            commit not in (best, NO_STATE) for commit in view.commits
+        )  # a member, by one operation
         result = state.for_others(self._last) if is_late and comm.rank == source else None
         with named("result for workers that are behind"):
             result = comm.broadcast_object(result, source)
@@ -546,7 +605,8 @@ _repeat: WeakMethod[Callable[[Callable[[], Any]], Any]] | None = None
 
 
 def repeat_by(repeat: Callable[[Callable[[], Any]], Any]) -> None:
-    """Let a loop of one's own in an elastic job repeat the evaluations that the program calls in it, and beside it.
+    """Let a loop of one's own in an elastic job repeat the evaluations that the program calls in
+    it, and beside it.
 
     Args:
         repeat: a method that returns the result of an operation; its object is not kept alive.
@@ -556,7 +616,9 @@ def repeat_by(repeat: Callable[[Callable[[], Any]], Any]) -> None:
 
 
 def repeated(operation: Callable[[], T]) -> T:
-    """Return the result of an operation that the program calls, on all workers, and that changes nothing."""
+    """Return the result of an operation that the program calls, on all workers, and that changes
+    nothing.
+    """
     repeat = None if _repeat is None else _repeat()
     return operation() if repeat is None else cast(T, repeat(operation))
 
@@ -592,7 +654,8 @@ def recovery_of(comm: Communicator, can_regroup: bool = True) -> Recovery:
     return recovery
 
 
-# --- Signals ----------------------------------------------------------------------------------------------------------
+# --- Signals
+# --------------------------------------------------------------------------------------------------
 
 
 class _JobSignals(StopSignals):
@@ -613,7 +676,8 @@ class _JobSignals(StopSignals):
 
 
 def leave_later(signals: StopSignals, client: MembershipClient) -> None:
-    """Note that this worker was told to leave a training that is complete by now: it leaves the next one, if any.
+    """Note that this worker was told to leave a training that is complete by now: it leaves the
+    next one, if any.
 
     The signal would end the program around the training, while the other workers may need this one.
     """
@@ -622,12 +686,14 @@ def leave_later(signals: StopSignals, client: MembershipClient) -> None:
         signals.received = None
 
 
-# --- State for workers that are behind --------------------------------------------------------------------------------
+# --- State for workers that are behind
+# --------------------------------------------------------------------------------
 
 
-# Bytes of one broadcast. Who does not need the state receives each into the same memory, and a group that has just been
-# formed needs little of its own. On 4 workers and 2 cores 164 MB took 0.31 s over shm and 0.44 s over Gloo in whole
-# tensors, 0.21 and 0.36 s in pieces of 4 MiB, and 0.16 and 0.30 s in these.
+# Bytes of one broadcast. Who does not need the state receives each into the same memory, and a
+# group that has just been formed needs little of its own. On 4 workers and 2 cores 164 MB took 0.31
+# s over shm and 0.44 s over Gloo in whole tensors, 0.21 and 0.36 s in pieces of 4 MiB, and 0.16 and
+# 0.30 s in these.
 _PIECE = 16 << 20
 
 
@@ -636,7 +702,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def share(comm: Communicator, source: int, state: Mapping[str, Any] | None, wanted: bool) -> dict[str, Any]:
+def share(
+    comm: Communicator, source: int, state: Mapping[str, Any] | None, wanted: bool
+) -> dict[str, Any]:
     """Send a state, tensor by tensor, from rank `source` to all; every worker calls this.
 
     Args:
@@ -666,7 +734,9 @@ def share(comm: Communicator, source: int, state: Mapping[str, Any] | None, want
             size = math.prod(shape) * dtype.itemsize
             for start in range(0, size, _PIECE):
                 end = min(size, start + _PIECE)
-                comm.broadcast(scratch[: end - start] if own is None else _bytes(own)[start:end], source)
+                comm.broadcast(
+                    scratch[: end - start] if own is None else _bytes(own)[start:end], source
+                )
         if comm.rank == source:
             received = tensors
     return dict(unpack(values, received)) if wanted else {}

@@ -1,4 +1,6 @@
-"""Which batches of a prepared loop are repeated in an elastic job, and how: after a loss their bodies run again."""
+"""Which batches of a prepared loop are repeated in an elastic job, and how: after a loss their
+bodies run again.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,10 @@ T = TypeVar("T")
 class RepeatedBatches:
     """The batches of a loop, whose bodies run again if the workers change before the step.
 
-    That needs one optimizer, which steps once in each batch, and bodies that communicate and change the model in that
-    step alone. Whether a loop is so, its first batch shows: where it is not, the loss of a worker starts all workers
-    again from the beginning of the program, which rank 0 says. A loop that is so must stay so.
+    That needs one optimizer, which steps once in each batch, and bodies that communicate and change
+    the model in that step alone. Whether a loop is so, its first batch shows: where it is not, the
+    loss of a worker starts all workers again from the beginning of the program, which rank 0 says.
+    A loop that is so must stay so.
 
     In a job of fixed size nothing is repeated.
 
@@ -48,7 +51,9 @@ class RepeatedBatches:
         self.most_workers = loop.parts.virtual_workers if loop.parts.exact else 1 << 30
         self._loop = loop
         self._why_not = ""  # why batches are not repeated, though the workers of the job may change
-        self._is_tried = loop.comm.is_joining  # whether a batch has shown that the loop can be repeated
+        self._is_tried = (
+            loop.comm.is_joining
+        )  # whether a batch has shown that the loop can be repeated
         self._state: OwnLoopState | None = None  # of the loop that runs
         self._regroups = 0  # how often the workers have changed
         self._regroups_before = 0  # the bodies that run
@@ -66,13 +71,14 @@ class RepeatedBatches:
         comm = self._loop.comm
         if comm.rank == 0 and not comm.is_joining:
             _log.warning(
-                "lockstep.prepare() in an elastic job, with %s: no worker can join or leave, and the loss of a worker "
-                "starts all workers again, from the beginning of the program",
+                "lockstep.prepare() in an elastic job, with %s: no worker can join or leave, and "
+                "the loss of a worker starts all workers again, from the beginning of the program",
                 why,
             )
 
     def do_not_repeat(self, why: str) -> None:
-        """Let the loss of a worker start all workers again from here on, because of something that the loop does.
+        """Let the loss of a worker start all workers again from here on, because of something that
+        the loop does.
 
         Args:
             why: what it does.
@@ -83,7 +89,9 @@ class RepeatedBatches:
         if self.recovery.has_fixed_workers or self._why_not:
             return
         if self.is_abandoned:
-            expected = "a loop that does in each batch of an elastic job what it does in the first one"
+            expected = (
+                "a loop that does in each batch of an elastic job what it does in the first one"
+            )
             raise ConfigError("loop", expected, found=f"{why}, in a batch that is repeated")
         self._why_not = why
         self.recovery.suspend()
@@ -96,16 +104,22 @@ class RepeatedBatches:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the running body is one of a batch that has not been done before the workers have changed."""
+        """Whether the running body is one of a batch that has not been done before the workers have
+        changed.
+        """
         return self.is_within_batch and self._regroups != self._regroups_before
 
     @property
     def sums_buffers(self) -> bool:
-        """Whether the step of the batch sums up the buffers, so that both are done or neither is."""
+        """Whether the step of the batch sums up the buffers, so that both are done or neither
+        is.
+        """
         return self._is_repeated and self._has_bodies
 
     def regroup(self) -> None:
-        """Note that the workers have changed: the bodies that run are those of a batch that was not done."""
+        """Note that the workers have changed: the bodies that run are those of a batch that was not
+        done.
+        """
         self._regroups += 1
         self._requests.clear()
 
@@ -115,7 +129,11 @@ class RepeatedBatches:
         """Yield the global batches of the next epoch of a loader."""
         if self.recovery.is_running and torch.is_grad_enabled():
             self.do_not_repeat("several loaders in one loop")
-        if self.recovery.has_fixed_workers or self.recovery.is_running or not torch.is_grad_enabled():
+        if (
+            self.recovery.has_fixed_workers
+            or self.recovery.is_running
+            or not torch.is_grad_enabled()
+        ):
             yield from copied(loader, iter(loader))
             return
         if loader.is_iterable:
@@ -124,14 +142,21 @@ class RepeatedBatches:
         state = OwnLoopState(self._loop, self, loader)
         self._state = state
         repeats = self._is_tried and not self._why_not
-        with self.recovery.training(state, self.most_workers, repeats=repeats, is_one_of_many=True) as takes_part:
+        with self.recovery.training(
+            state, self.most_workers, repeats=repeats, is_one_of_many=True
+        ) as takes_part:
             if takes_part:
-                with suppress(GeneratorExit), self.recovery.until_all_have_ended():  # the loop may be left
+                with (
+                    suppress(GeneratorExit),
+                    self.recovery.until_all_have_ended(),
+                ):  # the loop may be left
                     yield from self._until_end(state)
         self._state = None
 
     def _until_end(self, state: OwnLoopState) -> Iterator[Batch]:
-        """Yield the batches from the position of the loop on, and let workers join and leave after each of them."""
+        """Yield the batches from the position of the loop on, and let workers join and leave after
+        each of them.
+        """
         for batch in state.feed.epoch(state.at[0]):
             state.at = batch.epoch, batch.step
             self._has_stepped = False
@@ -153,7 +178,9 @@ class RepeatedBatches:
             self._requests.append(HostCopy(requests.detach().reshape(1)))
 
     def _read_requests(self) -> float:
-        """Return the requests that have arrived; on a device those of a step that nothing waits for."""
+        """Return the requests that have arrived; on a device those of a step that nothing waits
+        for.
+        """
         lag = 0 if self._loop.comm.device.type == "cpu" else LAG
         most = 0.0
         while len(self._requests) > lag:
@@ -171,7 +198,9 @@ class RepeatedBatches:
             return operation()
         state = OwnLoopState(self._loop, self, None)
         repeats = not self._why_not
-        with self.recovery.training(state, self.most_workers, repeats=repeats, is_one_of_many=True) as takes_part:
+        with self.recovery.training(
+            state, self.most_workers, repeats=repeats, is_one_of_many=True
+        ) as takes_part:
             if takes_part:
                 with self.recovery.until_all_have_ended():
                     state.result = self.recovery.run(operation, meets=False)
@@ -211,14 +240,17 @@ class RepeatedBatches:
         shard = self._loop.parts.current
         now = recorded_collectives()
         before = None if shard is None else shard.collectives
-        are_known = now is not None and before is not None and self._regroups == self._regroups_before
+        are_known = (
+            now is not None and before is not None and self._regroups == self._regroups_before
+        )
         if are_known and now - before > self._collectives_of_operations:  # type: ignore[operator]
             self.do_not_repeat("collectives in its bodies")
         if self._loop.buffers.have_changed_since_step():
             if self._is_repeated:
                 raise ConfigError(
                     "model",
-                    "forward passes before optimizer.step() in each batch of an elastic job, as in the first one",
+                    "forward passes before optimizer.step() in each batch of an elastic job, as "
+                    "in the first one",
                     found="one after it, in training mode, which has changed buffers",
                 )
             self.do_not_repeat("forward passes after the optimizer's step")

@@ -30,21 +30,25 @@ _NOT_COMPARED = ("params", "param_names", "initial_lr")
 _ON_DEVICE = "on the device"
 _MISSING = "missing"
 
-# Relative difference of hyperparameters that rounding may cause, in optimizers that adapt their learning rate.
+# Relative difference of hyperparameters that rounding may cause, in optimizers that adapt their
+# learning rate.
 _TOLERANCE = 1e-4
 # Relative difference of weights that the rounding of a long training may cause.
 _MOST_ROUNDING = 0.01
 
 
 class ReplicaCheck:
-    """Compares the workers' hyperparameters at every step, and samples of weights at intervals, without device waits.
+    """Compares the workers' hyperparameters at every step, and samples of weights at intervals,
+    without device waits.
 
-    Each worker adds a digest d, a small whole number, and d² to the all-reduce of each step: n workers have the same d
-    if and only if n · Σd² = (Σd)². Only a difference causes further communication.
+    Each worker adds a digest d, a small whole number, and d² to the all-reduce of each step: n
+    workers have the same d if and only if n · Σd² = (Σd)². Only a difference causes further
+    communication.
 
-    Weights that were changed on some workers only are an error. Weights that differ by rounding are a warning: other
-    processors, other numbers of threads, or an optimizer whose operations have no fixed order cause it, and the job is
-    healthy. With a guarantee of equal bits they are an error too.
+    Weights that were changed on some workers only are an error. Weights that differ by rounding are
+    a warning: other processors, other numbers of threads, or an optimizer whose operations have no
+    fixed order cause it, and the job is healthy. With a guarantee of equal bits they are an error
+    too.
 
     Args:
         comm: communicator over the workers.
@@ -79,7 +83,9 @@ class ReplicaCheck:
         self._weights = weights
         self._exact = exact
         self._dtype = accumulation_dtype(comm.device)
-        self._bits = 9 if self._dtype is torch.float32 else 20  # sums of squares are exact up to 4096 workers
+        self._bits = (
+            9 if self._dtype is torch.float32 else 20
+        )  # sums of squares are exact up to 4096 workers
         self._names: list[list[str]] = []
         self._ignored: set[tuple[int, str]] = set()
         self._values: list[list[Any]] | None = None
@@ -96,19 +102,26 @@ class ReplicaCheck:
         self._compared_until = -1
         self._marks = torch.zeros(4 if self._on else 0, dtype=self._dtype, device=self._comm.device)
 
-    # --- every step ---------------------------------------------------------------------------------------------------
+    # --- every step
+    # ----------------------------------------------------------------------------------------------
 
     def marks(self, step: int) -> torch.Tensor:
-        """Return what this worker adds to the all-reduce of `step`: shape (4,), or (0,) if nothing is compared.
+        """Return what this worker adds to the all-reduce of `step`: shape (4,), or (0,) if nothing
+        is compared.
 
-        They are d and d² of the hyperparameters on the host, and of those on the device together with sampled weights.
+        They are d and d² of the hyperparameters on the host, and of those on the device together
+        with sampled weights.
         """
         if not self._on:
             return self._marks
         self._steps = self._steps + 1
         self._latest_step = step
         on_device = self._update_hyperparameters()
-        samples = [] if step % self.every or not self._weights or self._warned else list(self._sample_weights(step))
+        samples = (
+            []
+            if step % self.every or not self._weights or self._warned
+            else list(self._sample_weights(step))
+        )
         if not samples and not on_device:
             return self._marks
         number = self._digest([*on_device, *samples])
@@ -120,7 +133,11 @@ class ReplicaCheck:
         Raises:
             MismatchError: on every worker, naming what differs, where, and the values.
         """
-        if not sums or step <= self._compared_until or all(self._equal(*sums[at : at + 2]) for at in (0, 2)):
+        if (
+            not sums
+            or step <= self._compared_until
+            or all(self._equal(*sums[at : at + 2]) for at in (0, 2))
+        ):
             return
         self.compare(step)
 
@@ -128,10 +145,16 @@ class ReplicaCheck:
         return self._comm.size * int(squares) == int(total) ** 2
 
     def hyperparameters(self) -> dict[tuple[int, str], Any]:
-        """Return the hyperparameters of this worker, by parameter group and name; those on a device without values."""
+        """Return the hyperparameters of this worker, by parameter group and name; those on a device
+        without values.
+        """
         values, _ = self._read_hyperparameters()
         pairs = enumerate(zip(self._names, values, strict=True))
-        return {(group, name): value for group, (names, row) in pairs for name, value in zip(names, row, strict=True)}
+        return {
+            (group, name): value
+            for group, (names, row) in pairs
+            for name, value in zip(names, row, strict=True)
+        }
 
     def _update_hyperparameters(self) -> list[torch.Tensor]:
         """Read the hyperparameters, and update their marks; returns those that are on a device."""
@@ -146,15 +169,21 @@ class ReplicaCheck:
         return on_device
 
     def _read_hyperparameters(self) -> tuple[list[list[Any]], list[torch.Tensor]]:
-        """Return the values of each parameter group, with a placeholder for each on a device, and those on a device."""
+        """Return the values of each parameter group, with a placeholder for each on a device, and
+        those on a device.
+        """
         groups = self._optimizer.param_groups
         if len(groups) != len(self._names):
             # The names of the first call: a scheduler on one worker only may add entries later.
-            self._names = [sorted(name for name in group if name not in _NOT_COMPARED) for group in groups]
+            self._names = [
+                sorted(name for name in group if name not in _NOT_COMPARED) for group in groups
+            ]
         on_device: list[torch.Tensor] = []
         values = [
             [
-                None if (number, name) in self._ignored else _plain_value(group.get(name), on_device)
+                None
+                if (number, name) in self._ignored
+                else _plain_value(group.get(name), on_device)
                 for name in self._names[number]
             ]
             for number, group in enumerate(groups)
@@ -176,22 +205,27 @@ class ReplicaCheck:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for sample in samples:
             by_dtype.setdefault(sample.dtype, []).append(sample)
-        parts = [torch.cat(same).view(INTEGERS[same[0].element_size()]).to(torch.int64) for same in by_dtype.values()]
+        parts = [
+            torch.cat(same).view(INTEGERS[same[0].element_size()]).to(torch.int64)
+            for same in by_dtype.values()
+        ]
         bits = torch.cat(parts) if len(parts) > 1 else parts[0]
         total = mix_bits(bits, torch.arange(1, len(bits) + 1, device=bits.device)).sum()
         return (((total ^ (total >> 29)) >> 5) & ((1 << self._bits) - 1)).to(self._dtype)
 
-    # --- full comparison ----------------------------------------------------------------------------------------------
+    # --- full comparison
+    # ----------------------------------------------------------------------------------------------
 
     def compare(
         self, step: int | None = None, model: nn.Module | None = None, found: Sequence[bool] = ()
     ) -> list[bool]:
-        """Compare all hyperparameters and all weights; called by every worker, waits for the device.
+        """Compare all hyperparameters and all weights; called by every worker, waits for the
+        device.
 
         Args:
             step: the step whose marks differed, if any.
-            model: another model, the weights of which are compared, as every worker has all of them; that of the
-                training when None.
+            model: another model, the weights of which are compared, as every worker has all of
+                them; that of the training when None.
             found: what this worker has found, to be told to all of them by the same message.
 
         Returns:
@@ -202,7 +236,9 @@ class ReplicaCheck:
         """
         if self._comm.size == 1 or self._comm.is_joining or not (self._on or found):
             return list(found)
-        local, named = self._checksums(model) if self._on else (torch.zeros(0, dtype=torch.int64), [])
+        local, named = (
+            self._checksums(model) if self._on else (torch.zeros(0, dtype=torch.int64), [])
+        )
         facts = torch.tensor([int(each) for each in found], dtype=torch.int64)
         message = torch.cat([part.to(self._comm.device) for part in (local, -local, facts)])
         reduced = self._comm.allreduce(message, "max")
@@ -214,18 +250,25 @@ class ReplicaCheck:
         if differ[0]:
             self._report_hyperparameters(step)
         if any(differ[1:]):
-            self._report_weights([pair for pair, differs in zip(named, differ[1:], strict=True) if differs], step)
+            self._report_weights(
+                [pair for pair, differs in zip(named, differ[1:], strict=True) if differs], step
+            )
         if step is not None and not any(differ):
             _fail(step, "Hyperparameters or weights of some ranks differed then, and do not now.")
         # The marks of steps in flight show the same differences.
         self._compared_until = self._latest_step
         return of_any
 
-    def _checksums(self, model: nn.Module | None) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
+    def _checksums(
+        self, model: nn.Module | None
+    ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
         """Return a checksum of the hyperparameters, and one of each weight; and these, by name."""
         self._values = None  # update the marks at the next step
         values, on_device = self._read_hyperparameters()
-        hyperparameters = [zlib.crc32(repr(values).encode()), *(float(value) for value in on_device)]
+        hyperparameters = [
+            zlib.crc32(repr(values).encode()),
+            *(float(value) for value in on_device),
+        ]
         compared = self._model if model is None and self._weights else model
         named = [] if compared is None else list(_compared_tensors(self._comm, compared))
         checksums = [checksum_of([torch.tensor(hyperparameters, dtype=torch.float64)])]
@@ -233,7 +276,9 @@ class ReplicaCheck:
         return torch.stack([checksum.to(self._comm.device) for checksum in checksums]), named
 
     def _report_hyperparameters(self, step: int | None) -> None:
-        """Raise an error for the first hyperparameter that differs by more than rounding; warn of others only once."""
+        """Raise an error for the first hyperparameter that differs by more than rounding; warn of
+        others only once.
+        """
         values, on_device = self._read_hyperparameters()
         device_values = iter([float(value) for value in on_device])
         local = {
@@ -251,19 +296,38 @@ class ReplicaCheck:
                     continue
                 group, name = key
                 if self._exact or not _close(first, other):
-                    what = f"{name!r} of parameter group {group} of the optimizer is {first} on rank 0"
+                    what = (
+                        f"{name!r} of parameter group {group} of the optimizer is {first} on rank 0"
+                    )
                     _fail(step, f"{what} and {other} on rank {rank}.")
                 self._ignored.add(key)
-                self._warn(f"{name!r} of parameter group {group} is {first!r} on rank 0 and {other!r} on rank {rank}.")
+                self._warn(
+                    f"{name!r} of parameter group {group} is {first!r} on rank 0 and {other!r} on "
+                    f"rank {rank}."
+                )
 
     def _report_weights(self, differing: list[tuple[str, torch.Tensor]], step: int | None) -> None:
-        """Raise an error for the first weights that differ by more than rounding; warn of others once."""
+        """Raise an error for the first weights that differ by more than rounding; warn of others
+        once.
+        """
         with named("comparison of weights"):
-            by_rank = self._comm.allgather_object([int(checksum_of([tensor])) for _, tensor in differing])
+            by_rank = self._comm.allgather_object(
+                [int(checksum_of([tensor])) for _, tensor in differing]
+            )
         for number, (name, tensor) in enumerate(differing):
-            rank = next((rank for rank, theirs in enumerate(by_rank) if theirs[number] != by_rank[0][number]), 0)
+            rank = next(
+                (
+                    rank
+                    for rank, theirs in enumerate(by_rank)
+                    if theirs[number] != by_rank[0][number]
+                ),
+                0,
+            )
             relative = _relative_difference(self._comm, tensor)
-            what = f"{name} on rank {rank} holds other values than on rank 0, by up to {relative:.2g} of its largest."
+            what = (
+                f"{name} on rank {rank} holds other values than on rank 0, by up to "
+                f"{relative:.2g} of its largest."
+            )
             if relative > self._rounding(tensor.dtype):
                 _fail(step, what)
             self._warn(what)
@@ -278,16 +342,17 @@ class ReplicaCheck:
     def _warn(self, what: str) -> None:
         if not self._warned and self._comm.rank == 0:
             _log.warning(
-                "%s Such small differences are due to other processors or numbers of threads, or to an optimizer whose "
-                "operations have no fixed order. From now on weights are compared at checkpoints and at the end of "
-                "epochs only.",
+                "%s Such small differences are due to other processors or numbers of threads, or "
+                "to an optimizer whose operations have no fixed order. From now on weights are "
+                "compared at checkpoints and at the end of epochs only.",
                 what,
             )
         self._warned = True
 
 
 def compare_weights(comm: Communicator, model: nn.Module) -> None:
-    """Check that all workers have the same weights, up to the rounding of a training; called by all of them.
+    """Check that all workers have the same weights, up to the rounding of a training; called by all
+    of them.
 
     Args:
         comm: communicator over the workers.
@@ -309,25 +374,35 @@ def compare_weights(comm: Communicator, model: nn.Module) -> None:
             relative = _relative_difference(comm, tensor) if differs else 0.0
             if relative > max(_MOST_ROUNDING, 8 * torch.finfo(tensor.dtype).eps):
                 raise MismatchError(
-                    f"the workers' models differ: {name} holds other values on some rank than on rank 0, by up to "
-                    f"{relative:.2g} of its largest. Each worker would evaluate another model. Load the weights, or "
-                    "make the model with the same seed, on every rank."
+                    f"the workers' models differ: {name} holds other values on some rank than on "
+                    f"rank 0, by up to {relative:.2g} of its largest. Each worker would evaluate "
+                    "another model. Load the weights, or make the model with the same seed, on "
+                    "every rank."
                 )
 
 
 def _compared_tensors(comm: Communicator, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the dense parameters on the device, by name, as real tensors."""
     for name, p in model.named_parameters():
-        if type(p) is nn.Parameter and p.layout is torch.strided and p.device == comm.device and p.numel():
+        if (
+            type(p) is nn.Parameter
+            and p.layout is torch.strided
+            and p.device == comm.device
+            and p.numel()
+        ):
             values = p.detach()
             yield name, torch.view_as_real(values) if values.is_complex() else values
 
 
 def _relative_difference(comm: Communicator, tensor: torch.Tensor) -> float:
-    """Return the largest difference of any worker's values from rank 0's, relative to the largest value."""
+    """Return the largest difference of any worker's values from rank 0's, relative to the largest
+    value.
+    """
     local = tensor.float() if tensor.element_size() < 4 else tensor
     first = comm.broadcast(local.clone(memory_format=torch.contiguous_format))
-    extremes = torch.stack([(local - first).abs().max(), local.abs().max()]).to(accumulation_dtype(comm.device))
+    extremes = torch.stack([(local - first).abs().max(), local.abs().max()]).to(
+        accumulation_dtype(comm.device)
+    )
     difference, scale = comm.allreduce(extremes, "max").tolist()
     if difference == 0:
         return 0.0  # zeros with different signs
@@ -337,14 +412,16 @@ def _relative_difference(comm: Communicator, tensor: torch.Tensor) -> float:
 def _fail(step: int | None, what: str) -> NoReturn:
     when = "" if step is None else f" at step {step}"
     raise MismatchError(
-        f"the workers' replicas differ{when}: {what} From then on they are different models. Change the optimizer and "
-        "the model on every rank in the same way: a callback runs on rank 0 alone unless it has every_rank = True, and "
-        "schedule= changes the learning rate on every rank. replica_check=0 switches this check off."
+        f"the workers' replicas differ{when}: {what} From then on they are different models. "
+        "Change the optimizer and the model on every rank in the same way: a callback runs on "
+        "rank 0 alone unless it has every_rank = True, and schedule= changes the learning rate on "
+        "every rank. replica_check=0 switches this check off."
     )
 
 
 def _plain_value(value: Any, on_device: list[torch.Tensor]) -> Any:
-    """Return the value of a hyperparameter to compare: numbers, strings, and tuples of them; None for other types.
+    """Return the value of a hyperparameter to compare: numbers, strings, and tuples of them; None
+    for other types.
 
     A tensor on a device is appended to `on_device`, and `_ON_DEVICE` is returned.
     """

@@ -1,4 +1,6 @@
-"""The run directory: creates it, checks that it belongs to no other run, and locks it while a process trains there."""
+"""The run directory: creates it, checks that it belongs to no other run, and locks it while a
+process trains there.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,9 @@ def choose(run_dir: Path, checkpoint: Path | None, fresh: bool) -> Path:
         fresh: as for `prepare`.
 
     Returns:
-        The directory of `checkpoint`, if it is `run_dir` or one that was numbered after it; otherwise `run_dir`, or if
-        it has an earlier run, the first unused of ``run_dir-2``, ``run_dir-3`` and so on.
+        The directory of `checkpoint`, if it is `run_dir` or one that was numbered after it;
+        otherwise `run_dir`, or if it has an earlier run, the first unused of ``run_dir-2``,
+        ``run_dir-3`` and so on.
     """
     if checkpoint is not None:
         resumed = checkpoint.parent.parent
@@ -66,35 +69,47 @@ def choose(run_dir: Path, checkpoint: Path | None, fresh: bool) -> Path:
 
 
 def of_this_job(run_dir: Path) -> Path | None:
-    """Return the directory in which this job was training before all its workers were started again.
+    """Return the directory in which this job was training before all its workers were started
+    again.
 
     Args:
         run_dir: the directory that the user has given.
 
     Returns:
-        It, or one that `choose` has numbered after it; None if this job has not begun to train there.
+        It, or one that `choose` has numbered after it; None if this job has not begun to train
+        there.
     """
     earlier = environment.earlier_run_dir()
-    found = earlier is not None and any(earlier.resolve() == each.resolve() for each in numbered(run_dir))
+    found = earlier is not None and any(
+        earlier.resolve() == each.resolve() for each in numbered(run_dir)
+    )
     return earlier if found else None
 
 
 def numbered(run_dir: Path) -> list[Path]:
-    """Return `run_dir` and the directories that `choose` has numbered after it, those that exist, the newest first."""
+    """Return `run_dir` and the directories that `choose` has numbered after it, those that exist,
+    the newest first.
+    """
     pattern = re.compile(re.escape(run_dir.name) + r"-([1-9]\d*)")
     try:
-        found = [(int(match[1]), path) for path in run_dir.parent.iterdir() if (match := pattern.fullmatch(path.name))]
+        found = [
+            (int(match[1]), path)
+            for path in run_dir.parent.iterdir()
+            if (match := pattern.fullmatch(path.name))
+        ]
     except OSError:  # it does not exist yet
         return []
     return [path for _, path in sorted(found, reverse=True)] + [run_dir] * run_dir.exists()
 
 
 def prepare(run_dir: Path, checkpoint: Path | None, fresh: bool) -> list[Path]:
-    """Create a run directory, and check that it belongs to this run, even if several runs start at once.
+    """Create a run directory, and check that it belongs to this run, even if several runs start at
+    once.
 
     Args:
         run_dir: the run directory.
-        checkpoint: the newest checkpoint that the run has written, or the one that it resumes from, if any.
+        checkpoint: the newest checkpoint that the run has written, or the one that it resumes from,
+            if any.
         fresh: whether the run has not used this directory before, unless `checkpoint` is in it.
 
     Returns:
@@ -103,7 +118,10 @@ def prepare(run_dir: Path, checkpoint: Path | None, fresh: bool) -> list[Path]:
     Raises:
         ConfigError: if it cannot be written, belongs to another run, or has newer checkpoints.
     """
-    resumes_here = checkpoint is not None and checkpoint.parent.resolve() == (run_dir / "checkpoints").resolve()
+    resumes_here = (
+        checkpoint is not None
+        and checkpoint.parent.resolve() == (run_dir / "checkpoints").resolve()
+    )
     if checkpoint is not None and resumes_here:
         check_newest(checkpoint)
     elif fresh:
@@ -135,8 +153,9 @@ class RunLock:
 
     Args:
         run_dir: the run directory, which exists.
-        patience_s: seconds after which the lock is taken from who holds it: in an elastic job the worker that wrote
-            before may be on a host that is cut off, and only one side of a cut network goes on.
+        patience_s: seconds after which the lock is taken from who holds it: in an elastic job the
+            worker that wrote before may be on a host that is cut off, and only one side of a cut
+            network goes on.
 
     Raises:
         ConfigError: if another process holds it, naming its host and process.
@@ -156,13 +175,17 @@ class RunLock:
                     if patience_s is None:
                         raise
                     if time.monotonic() > deadline:
-                        self._path.unlink(missing_ok=True)  # its holder keeps the lock of a file that has no name
+                        self._path.unlink(
+                            missing_ok=True
+                        )  # its holder keeps the lock of a file that has no name
                     time.sleep(_RETRY_S)
         except OSError:  # a file system without locks; two runs at once are then the user's affair
             self.release()
 
     def _acquire(self) -> bool:
-        """Take the lock; returns False if its file has been removed meanwhile by the process that held it."""
+        """Take the lock; returns False if its file has been removed meanwhile by the process that
+        held it.
+        """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,7 +193,9 @@ class RunLock:
             found = f"{self._run_dir}, where {_describe_holder(descriptor)}"
             os.close(descriptor)
             hint = "Wait for it, stop it, or give another folder as run_dir."
-            raise ConfigError("run_dir", "a run that no other process continues", found=found, hint=hint) from None
+            raise ConfigError(
+                "run_dir", "a run that no other process continues", found=found, hint=hint
+            ) from None
         except OSError:
             os.close(descriptor)
             raise
@@ -217,8 +242,11 @@ def _describe_holder(descriptor: int) -> str:
         return "another process is training"
 
 
-def check_unused(run_dir: Path, hint: str = "Continue with that run (resume), or choose another folder.") -> None:
-    """Check that the directory has no files of an earlier run, which would mix with those of a new one.
+def check_unused(
+    run_dir: Path, hint: str = "Continue with that run (resume), or choose another folder."
+) -> None:
+    """Check that the directory has no files of an earlier run, which would mix with those of a new
+    one.
 
     Args:
         run_dir: the directory; it need not exist.
@@ -238,27 +266,34 @@ def _is_used(run_dir: Path) -> bool:
         raise _not_writable(run_dir, error) from None
 
 
-def check_newest(checkpoint: Path, hint: str = "Give another folder as run_dir, or remove the newer ones.") -> None:
-    """Check that `checkpoint` is the newest in its run directory; a run that resumes from it would replace newer ones.
+def check_newest(
+    checkpoint: Path, hint: str = "Give another folder as run_dir, or remove the newer ones."
+) -> None:
+    """Check that `checkpoint` is the newest in its run directory; a run that resumes from it would
+    replace newer ones.
 
     Args:
         checkpoint: a checkpoint in a run directory.
         hint: the remedy that the error names.
 
     Raises:
-        ConfigError: if there is a newer one. Damaged checkpoints do not count: they are a reason to resume from an
-            older one.
+        ConfigError: if there is a newer one. Damaged checkpoints do not count: they are a reason to
+            resume from an older one.
     """
     store = CheckpointStore(checkpoint.parent)
     if store.latest() in (None, checkpoint):  # without reading them
         return
     newest = store.newest_good()
     if newest is not None and newest.name > checkpoint.name:
-        raise ConfigError("resume", f"the newest checkpoint of that run, {newest}", got=str(checkpoint), hint=hint)
+        raise ConfigError(
+            "resume", f"the newest checkpoint of that run, {newest}", got=str(checkpoint), hint=hint
+        )
 
 
 def _create(run_dir: Path, created: list[Path]) -> None:
-    """Create the directory and its parents, append those to `created`, and check that files can be written."""
+    """Create the directory and its parents, append those to `created`, and check that files can be
+    written.
+    """
     try:
         for path in [path for path in (run_dir, *run_dir.parents) if not path.exists()][::-1]:
             with suppress(FileExistsError):  # another run has created it
@@ -272,18 +307,24 @@ def _create(run_dir: Path, created: list[Path]) -> None:
 
 
 def _claim(run_dir: Path) -> None:
-    """Claim an unused directory by creating its checkpoint folder, which succeeds for one of several runs only."""
+    """Claim an unused directory by creating its checkpoint folder, which succeeds for one of
+    several runs only.
+    """
     try:
         (run_dir / "checkpoints").mkdir()
     except FileExistsError:
         hint = "Another run has just started there: choose another folder."
-        raise ConfigError("run_dir", "a folder without another run", got=str(run_dir), hint=hint) from None
+        raise ConfigError(
+            "run_dir", "a folder without another run", got=str(run_dir), hint=hint
+        ) from None
     except OSError as error:
         raise _not_writable(run_dir, error) from None
 
 
 def _not_writable(run_dir: Path, error: OSError) -> ConfigError:
-    return ConfigError("run_dir", "a folder that can be written", found=f"{run_dir} ({error.strerror})")
+    return ConfigError(
+        "run_dir", "a folder that can be written", found=f"{run_dir} ({error.strerror})"
+    )
 
 
 # Before, the worker that held the lock may have been on a host that is cut off.
@@ -300,7 +341,8 @@ class HeldRunDirectory:
     Attributes:
         path: it, or the one that was chosen when it was prepared.
         numbers: whether a run beside an earlier one gets a directory of its own.
-        created: the directory and its parents, as far as this run has created them, the outermost first.
+        created: the directory and its parents, as far as this run has created them, the outermost
+            first.
     """
 
     def __init__(self, path: Path | None, comm: Communicator) -> None:

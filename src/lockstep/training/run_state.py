@@ -1,4 +1,6 @@
-"""The state of a training run: everything in a checkpoint except callbacks' state, and whether the run can resume."""
+"""The state of a training run: everything in a checkpoint except callbacks' state, and whether the
+run can resume.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from ..checkpoint.folder import read_tensors
 from .epoch_totals import EpochTotals, Row
 from .hyperparameters import load_optimizer, named_param_groups
 from .position import Position
-from .saved_state import check_determinism, check_fits, checksum_of_parameters, other_dtypes, with_names_of
+from .saved_state import (
+    check_determinism,
+    check_fits,
+    checksum_of_parameters,
+    other_dtypes,
+    with_names_of,
+)
 from .step import TrainStep
 
 __all__ = ["RunState"]
@@ -23,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 class RunState:
-    """The model, the optimizer and the progress of a run: everything in a checkpoint except callbacks' state.
+    """The model, the optimizer and the progress of a run: everything in a checkpoint except
+    callbacks' state.
 
     Args:
         step: the training step, with its model, optimizer, strategy and communicator.
@@ -72,7 +81,8 @@ class RunState:
         }
 
     def state_dict(self, full: bool = True) -> dict[str, Any]:
-        """Return the state to resume from in another process, with any number of workers, except callbacks' state.
+        """Return the state to resume from in another process, with any number of workers, except
+        callbacks' state.
 
         Args:
             full: whether to gather sharded tensors, for which every worker must call this.
@@ -84,9 +94,13 @@ class RunState:
         saved = strategy.model_state(model) if full else model.state_dict()
         frozen = {} if self.saves_frozen else self.left_out()
         return {
-            "model": {name: value for name, value in saved.items() if name not in frozen.get("names", ())},
+            "model": {
+                name: value for name, value in saved.items() if name not in frozen.get("names", ())
+            },
             **({"frozen": frozen} if frozen else {}),
-            "optimizer": strategy.optimizer_state(model, optimizer) if full else optimizer.state_dict(),
+            "optimizer": strategy.optimizer_state(model, optimizer)
+            if full
+            else optimizer.state_dict(),
             "hyperparameters": [*self.hyperparameters, *added],
             "step": self.step.state_dict(),
             "loader": self.position.state_dict(),
@@ -96,22 +110,28 @@ class RunState:
         }
 
     def left_out(self) -> dict[str, Any]:
-        """Return the names of the parameters that are not trained, and their checksum, which is computed once."""
+        """Return the names of the parameters that are not trained, and their checksum, which is
+        computed once.
+        """
         parameters = self.step.model.named_parameters(remove_duplicate=False)
         names = [name for name, parameter in parameters if not parameter.requires_grad]
         if names != self._frozen.get("names"):
-            self._frozen = {"names": names, "checksum": checksum_of_parameters(self.step.model, names)}
+            self._frozen = {
+                "names": names,
+                "checksum": checksum_of_parameters(self.step.model, names),
+            }
         return self._frozen
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state.
 
         Args:
-            state: the state; with stored tensors of model and optimizer, all workers call this together.
+            state: the state; with stored tensors of model and optimizer, all workers call this
+                together.
 
         Raises:
-            CheckpointError: before anything is changed, if it is of another model or optimizer; later, if a stored
-                tensor cannot be read.
+            CheckpointError: before anything is changed, if it is of another model or optimizer;
+                later, if a stored tensor cannot be read.
         """
         strategy = self.step.strategy
         model = self.step.model
@@ -121,9 +141,13 @@ class RunState:
         converted = other_dtypes(state["model"], model)
         strategy.load_model_state(model, {**model.state_dict(), **state["model"]})
         load = partial(strategy.load_optimizer_state, model, optimizer)
-        changes = load_optimizer(load, state["optimizer"], state["hyperparameters"], self.hyperparameters)
+        changes = load_optimizer(
+            load, state["optimizer"], state["hyperparameters"], self.hyperparameters
+        )
         if changes and self.step.comm.rank == 0:
-            _log.warning("the run continues with other hyperparameters than before: %s", ", ".join(changes))
+            _log.warning(
+                "the run continues with other hyperparameters than before: %s", ", ".join(changes)
+            )
         self._convert(converted)
         rest = read_tensors({part: state[part] for part in ("step", "history", "loader", "totals")})
         self.step.load_state_dict(rest["step"])
@@ -132,7 +156,9 @@ class RunState:
         self.totals.load_state_dict(rest["totals"])
 
     def _convert(self, dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]) -> None:
-        """Convert the optimizer's state of parameters that have another dtype than in the loaded state, and say so."""
+        """Convert the optimizer's state of parameters that have another dtype than in the loaded
+        state, and say so.
+        """
         if not dtypes:
             return
         for name, parameter in self.step.model.named_parameters(remove_duplicate=False):
@@ -142,8 +168,8 @@ class RunState:
             shown = [f"{name} from {then} to {now}" for name, (then, now) in dtypes.items()]
             more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
             _log.warning(
-                "the model has other dtypes than in the checkpoint, so that its values and their optimizer state were "
-                "converted, and the run goes on with other results: %s%s",
+                "the model has other dtypes than in the checkpoint, so that its values and their "
+                "optimizer state were converted, and the run goes on with other results: %s%s",
                 ", ".join(shown[:3]),
                 more,
             )
@@ -163,7 +189,9 @@ class RunState:
 
 
 def _convert_state(optimizer: Optimizer, parameter: torch.Tensor, saved_dtype: torch.dtype) -> None:
-    """Convert a parameter's optimizer state that had the parameter's dtype, when that was another."""
+    """Convert a parameter's optimizer state that had the parameter's dtype, when that was
+    another.
+    """
     for name, value in optimizer.state.get(parameter, {}).items():
         if name != "step" and isinstance(value, torch.Tensor) and value.dtype == saved_dtype:
             optimizer.state[parameter][name] = value.to(parameter.dtype)

@@ -1,4 +1,6 @@
-"""Whether a saved state fits a run: its model, its optimizer, its frozen parameters and its determinism settings."""
+"""Whether a saved state fits a run: its model, its optimizer, its frozen parameters and its
+determinism settings.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,23 @@ from ..parallel.determinism import differences
 from ..parallel.fingerprints import checksum_of
 from .hyperparameters import ParamGroup, check_same_parameters
 
-__all__ = ["check_determinism", "check_fits", "check_frozen", "checksum_of_parameters", "other_dtypes", "with_names_of"]
+__all__ = [
+    "check_determinism",
+    "check_fits",
+    "check_frozen",
+    "checksum_of_parameters",
+    "other_dtypes",
+    "with_names_of",
+]
 
 _log = logging.getLogger(__name__)
 
 _PARTS = ("model", "optimizer", "hyperparameters", "step", "loader", "totals", "history")
 
 
-def check_fits(state: Mapping[str, Any], model: nn.Module, hyperparameters: Sequence[ParamGroup]) -> None:
+def check_fits(
+    state: Mapping[str, Any], model: nn.Module, hyperparameters: Sequence[ParamGroup]
+) -> None:
     """Check that `state`, as returned by `Trainer.state_dict`, is of this model and optimizer.
 
     Args:
@@ -37,7 +48,9 @@ def check_fits(state: Mapping[str, Any], model: nn.Module, hyperparameters: Sequ
     """
     missing = [part for part in _PARTS if part not in state]
     if missing:
-        raise CheckpointError(f"expected a checkpoint of a training run, got one without {', '.join(missing)}")
+        raise CheckpointError(
+            f"expected a checkpoint of a training run, got one without {', '.join(missing)}"
+        )
     frozen = state.get("frozen") or {"names": (), "checksum": ""}
     _check_same_model(state["model"], model, frozen["names"])
     check_same_parameters(state["hyperparameters"], hyperparameters)
@@ -57,8 +70,9 @@ def check_frozen(model: nn.Module, frozen: Mapping[str, Any], who: str) -> None:
     """
     if frozen["checksum"] not in ("", ours := checksum_of_parameters(model, frozen["names"])):
         raise CheckpointError(
-            f"{who} trained parameters only, and this model's other ones are not those that it was trained "
-            f"with: expected the checksum {frozen['checksum']}, got {ours}. Load the same pretrained weights first."
+            f"{who} trained parameters only, and this model's other ones are not those that it "
+            f"was trained with: expected the checksum {frozen['checksum']}, got {ours}. Load the "
+            "same pretrained weights first."
         )
 
 
@@ -68,7 +82,10 @@ def checksum_of_parameters(model: nn.Module, names: Collection[str]) -> str:
     found = [parameters[name] for name in names if name in parameters]
     if any(isinstance(parameter, DTensor) for parameter in found):
         return ""
-    by_device = [[p for p in found if p.device == device] for device in dict.fromkeys(p.device for p in found)]
+    by_device = [
+        [p for p in found if p.device == device]
+        for device in dict.fromkeys(p.device for p in found)
+    ]
     return "-".join(f"{int(checksum_of(each)):x}" for each in by_device)
 
 
@@ -86,16 +103,21 @@ def check_determinism(
     Raises:
         CheckpointError: naming all differences.
     """
-    changes = ", ".join(f"{name} {then!r} → {current!r}" for name, then, current in differences(saved, now))
+    changes = ", ".join(
+        f"{name} {then!r} → {current!r}" for name, then, current in differences(saved, now)
+    )
     if not changes:
         return
     if not allow_different_hardware:
         raise CheckpointError(
-            "expected the determinism settings of the checkpoint, because other settings give other bits; got "
-            f"{changes}. allow_different_hardware=True (--allow-different-hardware) resumes all the same."
+            "expected the determinism settings of the checkpoint, because other settings give "
+            f"other bits; got {changes}. allow_different_hardware=True "
+            "(--allow-different-hardware) resumes all the same."
         )
     if logs:
-        _log.warning("the run continues under other determinism settings, and with other bits: %s", changes)
+        _log.warning(
+            "the run continues under other determinism settings, and with other bits: %s", changes
+        )
 
 
 def _check_same_model(saved: Any, model: nn.Module, left_out: Collection[str]) -> None:
@@ -106,14 +128,17 @@ def _check_same_model(saved: Any, model: nn.Module, left_out: Collection[str]) -
         saved_shape = theirs.get(name, "missing")
         if our_shape != saved_shape:
             difference = f"{name}: here {our_shape}, in the checkpoint {saved_shape}"
-            raise CheckpointError(f"a checkpoint of another model. The first difference is {difference}.")
+            raise CheckpointError(
+                f"a checkpoint of another model. The first difference is {difference}."
+            )
 
 
 def with_names_of(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved state with the names of `model`, which may be compiled or wrapped where the saved one was not.
+    """Return a saved state with the names of `model`, which may be compiled or wrapped where the
+    saved one was not.
 
-    Names that differ in more than the prefixes of torch.compile, DataParallel and DistributedDataParallel stay as they
-    are.
+    Names that differ in more than the prefixes of torch.compile, DataParallel and
+    DistributedDataParallel stay as they are.
     """
     if not isinstance(state.get("model"), Mapping):
         return state
@@ -129,11 +154,16 @@ def with_names_of(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, An
         ],
     }
     if state.get("frozen"):
-        changed["frozen"] = {**frozen, "names": [renamed.get(name, name) for name in frozen["names"]]}
+        changed["frozen"] = {
+            **frozen,
+            "names": [renamed.get(name, name) for name in frozen["names"]],
+        }
     return {**state, **changed}
 
 
-def other_dtypes(saved: Mapping[str, Any], model: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+def other_dtypes(
+    saved: Mapping[str, Any], model: nn.Module
+) -> dict[str, tuple[torch.dtype, torch.dtype]]:
     """Return (dtype in the checkpoint, dtype here) of the entries of a model in which they differ.
 
     Raises:
@@ -147,7 +177,9 @@ def other_dtypes(saved: Mapping[str, Any], model: nn.Module) -> dict[str, tuple[
             continue
         if not torch.can_cast(theirs, ours):
             difference = f"{name}: here {ours}, in the checkpoint {theirs}"
-            raise CheckpointError(f"a checkpoint of another model. The first difference is {difference}.")
+            raise CheckpointError(
+                f"a checkpoint of another model. The first difference is {difference}."
+            )
         found[name] = theirs, ours
     return found
 
@@ -157,4 +189,8 @@ def _dtype(value: Any) -> torch.dtype | None:
 
 
 def _shape(value: Any) -> str:
-    return f"of shape {list(value.shape)}" if isinstance(value, (torch.Tensor, StoredTensor)) else "no tensor"
+    return (
+        f"of shape {list(value.shape)}"
+        if isinstance(value, (torch.Tensor, StoredTensor))
+        else "no tensor"
+    )

@@ -12,24 +12,27 @@ from ..errors import ConfigError, counted
 __all__ = ["SCHEDULES", "Schedule", "learning_rate_factor", "make_schedule", "scaled_lr"]
 
 Schedule = Callable[[int], float]
-"""Number of steps done → factor of the optimizer's learning rate. A step is one update by all workers together, so the
-factor does not depend on their number."""
+"""Number of steps done → factor of the optimizer's learning rate. A step is one update by all
+workers together, so the factor does not depend on their number."""
 
 SCHEDULES = ("constant", "cosine", "step")
 
 
-def make_schedule(name: str, total_steps: int, warmup_steps: int = 0, warmup_start: float = 0.0) -> Schedule:
+def make_schedule(
+    name: str, total_steps: int, warmup_steps: int = 0, warmup_start: float = 0.0
+) -> Schedule:
     """Return a learning-rate schedule with an optional linear warm-up.
 
     - constant: 1.
     - cosine: from 1 to 0 along half a cosine (Loshchilov, Hutter, "SGDR", ICLR 2017).
-    - step: 1, multiplied by 0.1 after 1/3, 2/3 and 8/9 of the steps (Goyal et al., "Accurate, large minibatch SGD",
-      2017: epochs 30, 60 and 80 of 90).
+    - step: 1, multiplied by 0.1 after 1/3, 2/3 and 8/9 of the steps (Goyal et al., "Accurate, large
+      minibatch SGD", 2017: epochs 30, 60 and 80 of 90).
 
     Args:
         name: one of the above.
         total_steps: steps of the whole run; the factor is constant after them.
-        warmup_steps: steps over which the factor grows linearly from `warmup_start` to 1 (Goyal et al. 2017, §2.2).
+        warmup_steps: steps over which the factor grows linearly from `warmup_start` to 1 (Goyal et
+            al. 2017, §2.2).
         warmup_start: the factor at which the warm-up starts, 0 to 1.
 
     Raises:

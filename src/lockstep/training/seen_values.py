@@ -11,7 +11,8 @@ from ..parallel.nested import tensors_of
 
 __all__ = ["SeenValues"]
 
-# Whole numbers that are told apart: among them usual labels to ignore, and the classes. Those beyond are as the ends.
+# Whole numbers that are told apart: among them usual labels to ignore, and the classes. Those
+# beyond are as the ends.
 _LOWEST = -256
 _HIGHEST = 4095
 _MOST_TENSORS = 8
@@ -20,12 +21,13 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SeenValues:
-    """The values of targets, and whole numbers of outputs, in the samples of a loss or metric that have been compared.
+    """The values of targets, and whole numbers of outputs, in the samples of a loss or metric that
+    have been compared.
 
-    What makes a loss no mean over samples is often in few samples: labels that it ignores, a class with another weight,
-    a mask. Such samples have values that none before had. Of floating-point targets the smallest and the largest value
-    count, by their signs and by whether they are numbers. Only tensors on the CPU are looked at, as reading others
-    would wait for their device.
+    What makes a loss no mean over samples is often in few samples: labels that it ignores, a class
+    with another weight, a mask. Such samples have values that none before had. Of floating-point
+    targets the smallest and the largest value count, by their signs and by whether they are
+    numbers. Only tensors on the CPU are looked at, as reading others would wait for their device.
     """
 
     def __init__(self) -> None:
@@ -56,12 +58,19 @@ class SeenValues:
 
 
 class _Codes:
-    """The codes of the values of one tensor that were seen: a whole number's own, or a sign, or 2 for NaN."""
+    """The codes of the values of one tensor that were seen: a whole number's own, or a sign, or 2
+    for NaN.
+    """
 
     def __init__(self) -> None:
         self._seen = set[int]()
-        self._table = torch.zeros(_HIGHEST - _LOWEST + 1, dtype=torch.bool)  # the same, for many numbers at once
-        self._run = 0, -1  # whole numbers, all of which were seen between these: the classes, after a few batches
+        self._table = torch.zeros(
+            _HIGHEST - _LOWEST + 1, dtype=torch.bool
+        )  # the same, for many numbers at once
+        self._run = (
+            0,
+            -1,
+        )  # whole numbers, all of which were seen between these: the classes, after a few batches
 
     def has_all_of(self, tensor: torch.Tensor) -> bool:
         if tensor.is_floating_point():
@@ -70,7 +79,9 @@ class _Codes:
         if tensor.numel() <= _FEW and self._seen.issuperset(tensor.flatten().tolist()):
             return True
         low, high = _extremes(tensor)
-        return (self._run[0] <= low and high <= self._run[1]) or bool(self._table[_indices(tensor)].all())
+        return (self._run[0] <= low and high <= self._run[1]) or bool(
+            self._table[_indices(tensor)].all()
+        )
 
     def unlike(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return where the tensor has values that were not seen."""
@@ -95,10 +106,16 @@ def _looked_at(output: Any, target: Any) -> list[tuple[tuple[int, int], torch.Te
     """Return the tensors whose values are looked at, with their places."""
     found = []
     for number, tensor in enumerate(_tensors(output)):
-        if not (tensor.is_floating_point() or tensor.is_complex()) and tensor.is_cpu and tensor.numel():
+        if (
+            not (tensor.is_floating_point() or tensor.is_complex())
+            and tensor.is_cpu
+            and tensor.numel()
+        ):
             found.append(((0, number), tensor))
     for number, tensor in enumerate(_tensors(target)):
-        is_known = tensor.dtype in _FLOATS if tensor.is_floating_point() else not tensor.is_complex()
+        is_known = (
+            tensor.dtype in _FLOATS if tensor.is_floating_point() else not tensor.is_complex()
+        )
         if is_known and tensor.is_cpu and tensor.numel():
             found.append(((1, number), tensor.detach() if tensor.requires_grad else tensor))
     return found
@@ -123,7 +140,9 @@ def _indices(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _longest_run(indices: list[int]) -> tuple[int, int]:
-    """Return the first and the last whole number of the longest run; none of them is beyond what is told apart."""
+    """Return the first and the last whole number of the longest run; none of them is beyond what is
+    told apart.
+    """
     longest = 0, -1
     start = indices[0]
     for index, after in zip(indices, [*indices[1:], -1], strict=True):

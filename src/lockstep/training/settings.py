@@ -1,4 +1,6 @@
-"""The settings of objects: the plain values in their attributes, which a program may change while it trains."""
+"""The settings of objects: the plain values in their attributes, which a program may change while
+it trains.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,17 @@ NONE = object()
 
 @dataclass(frozen=True)
 class Holder:
-    """Something that has settings: the attributes of an object, a dict, a list, or what a function reads.
+    """Something that has settings: the attributes of an object, a dict, a list, or what a function
+    reads.
 
     Attributes:
         path: how messages name it, e.g. ``train.transform``.
         read: returns its entries, as a copy: by name, or a list.
-        kind: the class of an object, whose attributes count where the object has none; None for others.
+        kind: the class of an object, whose attributes count where the object has none; None for
+            others.
         ignored: names of entries that are no settings.
-        is_set_in_training: whether training changes its entries itself, such as a learning rate by a schedule.
+        is_set_in_training: whether training changes its entries itself, such as a learning rate by
+            a schedule.
         names: of the entries, where `read` returns a list of them that is to be known by name.
     """
 
@@ -70,15 +75,17 @@ class Holder:
         return f"{self.path}[{key!r}]" if self.kind is None else f"{self.path}.{key}"
 
 
-_IN_MODULES = frozenset(vars(nn.Module()))  # what torch itself keeps in a module, and the module's mode
+_IN_MODULES = frozenset(
+    vars(nn.Module())
+)  # what torch itself keeps in a module, and the module's mode
 
 
 def holders_of(path: str, root: Any, excluded: tuple[type, ...] = ()) -> list[Holder]:
     """Return all that has settings and that an object refers to, itself included.
 
-    Besides modules these are functions, dicts and lists of up to 64 entries, and what `_has_settings` says. Parameters
-    and buffers of modules are no settings, and what a metric with a state counts, see
-    `lockstep.training.evaluate.Metric`, is none.
+    Besides modules these are functions, dicts and lists of up to 64 entries, and what
+    `_has_settings` says. Parameters and buffers of modules are no settings, and what a metric with
+    a state counts, see `lockstep.training.evaluate.Metric`, is none.
 
     Args:
         path: the name of `root` in messages.
@@ -102,9 +109,16 @@ def holders_of(path: str, root: Any, excluded: tuple[type, ...] = ()) -> list[Ho
             found.append(holder)
             entries = holder.read()
             pairs = enumerate(entries) if isinstance(entries, list) else entries.items()
-            inner = [(key, part) for key, part in pairs if key not in holder.ignored and not isinstance(part, _PLAIN)]
+            inner = [
+                (key, part)
+                for key, part in pairs
+                if key not in holder.ignored and not isinstance(part, _PLAIN)
+            ]
             queue += [(holder.name_of(key), part) for key, part in inner]
-    return [*found, Holder("", lambda: {name: setting_of(tensor) for name, tensor in in_place.items()})]
+    return [
+        *found,
+        Holder("", lambda: {name: setting_of(tensor) for name, tensor in in_place.items()}),
+    ]
 
 
 def _holders(path: str, value: Any) -> Iterator[Holder]:
@@ -126,16 +140,22 @@ def _holders(path: str, value: Any) -> Iterator[Holder]:
 
 
 def _has_settings(value: Any) -> bool:
-    """Return whether an object to which another refers may be one that decides what training computes.
+    """Return whether an object to which another refers may be one that decides what training
+    computes.
 
-    That is data, a function, or an object that can be called or has no methods, such as a transform or a namespace of
-    options. Others, such as loggers, progress bars and files, are what a callback uses for its output.
+    That is data, a function, or an object that can be called or has no methods, such as a transform
+    or a namespace of options. Others, such as loggers, progress bars and files, are what a callback
+    uses for its output.
     """
     kind = type(value)
-    of_library = f"{getattr(value, '__module__', None) or kind.__module__}.".startswith((f"{_OWN}.", "torch._"))
+    of_library = f"{getattr(value, '__module__', None) or kind.__module__}.".startswith(
+        (f"{_OWN}.", "torch._")
+    )
     if of_library and not kind.__module__.startswith((f"{_OWN}.data.", f"{_OWN}.models.")):
         return False
-    if inspect.isfunction(value):  # those of libraries read what libraries keep, such as counters of a compiler
+    if inspect.isfunction(
+        value
+    ):  # those of libraries read what libraries keep, such as counters of a compiler
         return not any(folder in value.__code__.co_filename for folder in _INSTALLED)
     if isinstance(value, (dict, list, tuple, functools.partial)):
         return True
@@ -144,12 +164,19 @@ def _has_settings(value: Any) -> bool:
         return False
     if callable(value) or hasattr(kind, "__getitem__") or isinstance(value, Dataset):
         return True
-    methods = [name for each in kind.__mro__ for name, method in vars(each).items() if inspect.isfunction(method)]
+    methods = [
+        name
+        for each in kind.__mro__
+        for name, method in vars(each).items()
+        if inspect.isfunction(method)
+    ]
     return not any(not name.startswith("_") for name in methods)
 
 
 def _read_by(function: types.FunctionType) -> dict[str, Any]:
-    """Return the global variables and those of enclosing functions that a function reads, by name."""
+    """Return the global variables and those of enclosing functions that a function reads, by
+    name.
+    """
     names = function.__code__.co_names
     read = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -177,8 +204,8 @@ class Identity(NamedTuple):
 def setting_of(value: Any) -> Any:
     """Return what two settings are compared by; `NONE` for a value that is none.
 
-    Plain values and short lists of them are compared by value, tensors by identity and version, arrays and what can be
-    called, such as a transform, by identity.
+    Plain values and short lists of them are compared by value, tensors by identity and version,
+    arrays and what can be called, such as a transform, by identity.
     """
     if isinstance(value, (*_PLAIN, Identity)):
         return value
@@ -189,8 +216,16 @@ def setting_of(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return Identity("an array", id(value))
     if isinstance(value, (list, tuple)):
-        return tuple(value) if len(value) <= _MOST and all(isinstance(each, _PLAIN) for each in value) else NONE
-    return Identity(getattr(value, "__name__", type(value).__name__), id(value)) if callable(value) else NONE
+        return (
+            tuple(value)
+            if len(value) <= _MOST and all(isinstance(each, _PLAIN) for each in value)
+            else NONE
+        )
+    return (
+        Identity(getattr(value, "__name__", type(value).__name__), id(value))
+        if callable(value)
+        else NONE
+    )
 
 
 def described(before: Any, after: Any) -> str:

@@ -1,4 +1,6 @@
-"""The gradients of each shard of a prepared loop: which are kept, and whether the loop has changed them by hand."""
+"""The gradients of each shard of a prepared loop: which are kept, and whether the loop has changed
+them by hand.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class _Kept:
 
 @dataclass
 class _Problem:
-    """A backward pass whose gradients may not be part of a step, and one gradient that it has reached."""
+    """A backward pass whose gradients may not be part of a step, and one gradient that it has
+    reached.
+    """
 
     error: ConfigError
     number: int
@@ -52,9 +56,9 @@ class _Problem:
 class ShardGradients:
     """The gradients of an optimizer's parameters in each shard, as if each shard were a process.
 
-    A worker with several shards puts those of a shard into ``.grad`` while its passes run. What a loop does to them
-    there is found out from the tensors: ``None``, another tensor or a version that passes do not explain. So it does
-    not matter which of the ways to zero them a loop uses.
+    A worker with several shards puts those of a shard into ``.grad`` while its passes run. What a
+    loop does to them there is found out from the tensors: ``None``, another tensor or a version
+    that passes do not explain. So it does not matter which of the ways to zero them a loop uses.
 
     Attributes:
         trained: the parameters that require a gradient.
@@ -71,19 +75,29 @@ class ShardGradients:
         self._passes: list[int] = []  # how many have reached each of them
         self._of_step: list[bool] = []
         self._norms: list[torch.Tensor | None] = []
-        self._weights: list[int | None] = []  # versions of the parameters as the first pass has left them
-        self._sizes: dict[int, torch.Tensor] = {}  # and their norms, as changes through .data leave the version
+        self._weights: list[
+            int | None
+        ] = []  # versions of the parameters as the first pass has left them
+        self._sizes: dict[
+            int, torch.Tensor
+        ] = {}  # and their norms, as changes through .data leave the version
         self._moved: list[int] = []  # parameters that were changed when a later pass reached them
         self._due = False
-        self._zeroed = False  # whether the optimizer's own zero_grad() was called for the running shard
-        self._aside: _Kept | None = None  # what the shard began with, while a sample stands in for none
+        self._zeroed = (
+            False  # whether the optimizer's own zero_grad() was called for the running shard
+        )
+        self._aside: _Kept | None = (
+            None  # what the shard began with, while a sample stands in for none
+        )
         self._own: dict[int, _Kept] = {}
         self._shown: list[Seen] = []  # at the end of a batch
         self._first = 0  # the shard whose gradients they are
         self._problems: list[_Problem] = []
 
     def train(self, trained: list[nn.Parameter]) -> None:
-        """Set the trained parameters; if they are others than before, what is known of gradients is forgotten."""
+        """Set the trained parameters; if they are others than before, what is known of gradients is
+        forgotten.
+        """
         if len(trained) == len(self.trained) and all(map(_is, trained, self.trained)):
             return
         for hook in self._hooks:
@@ -113,7 +127,9 @@ class ShardGradients:
             self._weights[number] = version
             if self._due:
                 self._sizes[number] = _norm(self.trained[number])
-        elif before != version or (self._due and not torch.equal(self._sizes[number], _norm(self.trained[number]))):
+        elif before != version or (
+            self._due and not torch.equal(self._sizes[number], _norm(self.trained[number]))
+        ):
             self._moved.append(number)
 
     def note_step(self) -> None:
@@ -122,28 +138,36 @@ class ShardGradients:
         self._moved = []
 
     def note_used(self, by: ShardGradients) -> None:
-        """Note that a step has used the gradients of another optimizer, and changed them where they are these."""
+        """Note that a step has used the gradients of another optimizer, and changed them where they
+        are these.
+        """
         if by is not self and not self._ids.isdisjoint(by._ids):
             self.release()
 
     def check_same_weights(self) -> None:
-        """Check that all passes of the shard that have reached a parameter had the same values of it.
+        """Check that all passes of the shard that have reached a parameter had the same values of
+        it.
 
         Raises:
-            ConfigError: otherwise, as what has changed them knew the gradients of one's own samples only.
+            ConfigError: otherwise, as what has changed them knew the gradients of one's own samples
+                only.
         """
         if self._moved:
             raise ConfigError(
                 "parameters",
                 "the same values in all backward passes before a step",
-                found=f"{len(self._moved)} of {len(self.trained)} that were changed between two passes, which on "
-                "several workers depends on one's own samples, such as a step of sharpness-aware minimisation (SAM)",
-                hint="Let an optimizer of its own change them, which lockstep.prepare() is given too: its step has the "
-                "gradient of the global batch. The page on training has an example.",
+                found=f"{len(self._moved)} of {len(self.trained)} that were changed between two "
+                "passes, which on several workers depends on one's own samples, such as a "
+                "step of sharpness-aware minimisation (SAM)",
+                hint="Let an optimizer of its own change them, which lockstep.prepare() is given "
+                "too: its step has the gradient of the global batch. The page on training has "
+                "an example.",
             )
 
     def release(self) -> None:
-        """Forget what the passes of a shard have left, after its step; nothing that follows is compared with it."""
+        """Forget what the passes of a shard have left, after its step; nothing that follows is
+        compared with it.
+        """
         self._begin([(None, -1)] * len(self.trained))
 
     def current(self) -> Gradients:
@@ -155,16 +179,21 @@ class ShardGradients:
         for p, gradient in zip(self.trained, gradients, strict=True):
             p.grad = gradient
 
-    # --- a shard ------------------------------------------------------------------------------------------------------
+    # --- a shard
+    # ----------------------------------------------------------------------------------------------
 
     def begin_batch(self, due: bool) -> None:
-        """Begin a global batch: gradients that the loop has dropped since the last one are dropped in all shards.
+        """Begin a global batch: gradients that the loop has dropped since the last one are dropped
+        in all shards.
 
         Args:
-            due: whether to notice changes of values through ``.data``, which leave no trace in the version.
+            due: whether to notice changes of values through ``.data``, which leave no trace in the
+                version.
         """
         self._due = due
-        for number, ((shown, version), p) in enumerate(zip(self._shown, self.trained, strict=False)):
+        for number, ((shown, version), p) in enumerate(
+            zip(self._shown, self.trained, strict=False)
+        ):
             if shown is None or (p.grad is shown and shown._version == version):
                 continue
             if p.grad is shown and bool(shown.any()):
@@ -175,7 +204,9 @@ class ShardGradients:
         self._shown = []
 
     def open(self, shard: Shard, first: bool) -> None:
-        """Put the gradients of `shard` into ``.grad``; what an earlier step has left stays there for the first one."""
+        """Put the gradients of `shard` into ``.grad``; what an earlier step has left stays there
+        for the first one.
+        """
         self._zeroed = False
         self.note_step()
         kept = self._own.pop(shard.number, None)
@@ -186,7 +217,9 @@ class ShardGradients:
             of_step = kept.of_step
             if not shard.samples:
                 self._aside = kept
-                kept = _Kept([None if g is None else g.clone() for g in kept.gradients], 1.0, of_step)
+                kept = _Kept(
+                    [None if g is None else g.clone() for g in kept.gradients], 1.0, of_step
+                )
             elif kept.weight != shard.weight:
                 multiply(kept.gradients, kept.weight / shard.weight)
             self.put(kept.gradients)
@@ -211,11 +244,15 @@ class ShardGradients:
         self._problems = []
 
     def keep(self, shard: Shard) -> bool:
-        """End a shard without a step: keep its gradients for a later batch; returns whether there are any."""
+        """End a shard without a step: keep its gradients for a later batch; returns whether there
+        are any.
+        """
         self.check_unchanged()
         gradients = self.current()
         weight = shard.weight
-        of_step = [is_of_step and self._is_kept(number) for number, is_of_step in enumerate(self._of_step)]
+        of_step = [
+            is_of_step and self._is_kept(number) for number, is_of_step in enumerate(self._of_step)
+        ]
         if not shard.samples:
             gradients, weight = self.aside()
         found = any(gradient is not None for gradient in gradients)
@@ -228,16 +265,22 @@ class ShardGradients:
         return found
 
     def end_batch(self, first: int) -> None:
-        """End a batch; the gradients that are kept for shard `first` are in ``.grad`` until the next one."""
+        """End a batch; the gradients that are kept for shard `first` are in ``.grad`` until the
+        next one.
+        """
         self._first = first
         if self._own:
             if first in self._own:
                 self.put(self._own[first].gradients)
-            self._shown = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.trained]
+            self._shown = [
+                (p.grad, -1 if p.grad is None else p.grad._version) for p in self.trained
+            ]
         self.release()
 
     def zero(self, everywhere: bool) -> None:
-        """Forget the gradients of the running shard, which the loop has set to None; `everywhere`: of all shards."""
+        """Forget the gradients of the running shard, which the loop has set to None; `everywhere`:
+        of all shards.
+        """
         self._aside = None
         self._shown = []
         self._zeroed = True
@@ -246,8 +289,13 @@ class ShardGradients:
         self.release()
 
     def drop_in(self, shards: Sequence[int]) -> None:
-        """Drop in shards without samples, for which no body runs, what the loop has dropped in the running one."""
-        dropped = [opened is not None and not self._is_kept(number) for number, (opened, _) in enumerate(self._opened)]
+        """Drop in shards without samples, for which no body runs, what the loop has dropped in the
+        running one.
+        """
+        dropped = [
+            opened is not None and not self._is_kept(number)
+            for number, (opened, _) in enumerate(self._opened)
+        ]
         any_dropped = self._zeroed or any(dropped)
         for kept in (self._own[shard] for shard in shards if shard in self._own):
             for number, (opened, _) in enumerate(self._opened):
@@ -256,14 +304,20 @@ class ShardGradients:
                     kept.of_step[number] = False
 
     def aside(self) -> tuple[Gradients, float]:
-        """Return what a shard without samples keeps of what it began with, and the weight of the shard then."""
+        """Return what a shard without samples keeps of what it began with, and the weight of the
+        shard then.
+        """
         if self._aside is None:
             return [None] * len(self.trained), 0.0
-        kept = [g if self._is_kept(number) else None for number, g in enumerate(self._aside.gradients)]
+        kept = [
+            g if self._is_kept(number) else None for number, g in enumerate(self._aside.gradients)
+        ]
         return kept, self._aside.weight
 
     def take(self, number: int) -> tuple[Gradients, float]:
-        """Take the gradients that are kept for a shard of which this batch has no samples, and its weight then."""
+        """Take the gradients that are kept for a shard of which this batch has no samples, and its
+        weight then.
+        """
         kept = self._own.pop(number, None)
         return ([None] * len(self.trained), 0.0) if kept is None else (kept.gradients, kept.weight)
 
@@ -274,25 +328,35 @@ class ShardGradients:
         """
         (opened, version) = self._opened[number]
         gradient = self.trained[number].grad
-        return opened is not None and gradient is opened and opened._version - version == self._passes[number]
+        return (
+            opened is not None
+            and gradient is opened
+            and opened._version - version == self._passes[number]
+        )
 
-    # --- what is noticed ----------------------------------------------------------------------------------------------
+    # --- what is noticed
+    # ----------------------------------------------------------------------------------------------
 
     def any_carried(self) -> bool:
         """Return whether gradients of an earlier batch are a part of the running shard's."""
         return self.carried and any(self._is_kept(number) for number in range(len(self.trained)))
 
     def any_carried_over(self) -> bool:
-        """Return whether the running shard's gradients have something in them with which it began."""
+        """Return whether the running shard's gradients have something in them with which it
+        began.
+        """
         return any(self._is_kept(number) for number in range(len(self.trained)))
 
     def check_not_of_step(self) -> None:
-        """Check that no shard has added to the sum that an earlier step has left; others have not got it.
+        """Check that no shard has added to the sum that an earlier step has left; others have not
+        got it.
 
         Raises:
             ConfigError: otherwise.
         """
-        if any(is_of_step and self._is_kept(number) for number, is_of_step in enumerate(self._of_step)):
+        if any(
+            is_of_step and self._is_kept(number) for number, is_of_step in enumerate(self._of_step)
+        ):
             raise ConfigError(
                 "gradients",
                 "optimizer.zero_grad() in each shard, or after the step",
@@ -303,8 +367,8 @@ class ShardGradients:
         """Check that gradients are as the latest backward pass has left them, or gone.
 
         Raises:
-            ConfigError: if one has been changed by hand. It is that of one's own samples only, so that anything but a
-                multiple depends on how the batch is divided.
+            ConfigError: if one has been changed by hand. It is that of one's own samples only, so
+                that anything but a multiple depends on how the batch is divided.
         """
         norms: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, p in enumerate(self.trained):
@@ -312,7 +376,9 @@ class ShardGradients:
             (after, version) = self._after[number]
             if gradient is None:
                 continue
-            if after is None:  # reached by no pass; a loop may set what torch.autograd.grad() has given
+            if (
+                after is None
+            ):  # reached by no pass; a loop may set what torch.autograd.grad() has given
                 after, version = self._opened[number]
                 unchanged = gradient is not after or gradient._version == version
             else:
@@ -324,7 +390,9 @@ class ShardGradients:
                 norms.append((norm, _norm(gradient)))
         if norms:
             before, now = (torch.stack([pair[side] for pair in norms]) for side in (0, 1))
-            if not torch.allclose(before, now, rtol=1e-5, atol=0.0, equal_nan=True) and bool(now.any()):
+            if not torch.allclose(before, now, rtol=1e-5, atol=0.0, equal_nan=True) and bool(
+                now.any()
+            ):
                 raise _changed()
 
     def refuse(
@@ -340,14 +408,16 @@ class ShardGradients:
             error: why.
             reached: ids of the parameters that the pass may have reached.
             unless_counted: whether a step with a count may use them.
-            ignored: labels that the loss of the pass has ignored: where it is 0, a step may use them. See
-                `lockstep.training.loss_graphs.Refusal`.
+            ignored: labels that the loss of the pass has ignored: where it is 0, a step may use
+                them. See `lockstep.training.loss_graphs.Refusal`.
         """
         for number, p in enumerate(self.trained):
             if id(p) in reached and p.grad is not None and self._passes[number]:
                 version = p.grad._version
                 passes = self._passes[number]
-                self._problems.append(_Problem(error, number, p.grad, version, passes, unless_counted, ignored))
+                self._problems.append(
+                    _Problem(error, number, p.grad, version, passes, unless_counted, ignored)
+                )
                 return
 
     def check_allowed(self, counted: bool) -> list[torch.Tensor]:
@@ -357,8 +427,8 @@ class ShardGradients:
             counted: whether the step has a count.
 
         Returns:
-            The numbers of labels that losses of this step have ignored, none of which may be anything but 0: they are
-            on an accelerator, and not known yet.
+            The numbers of labels that losses of this step have ignored, none of which may be
+            anything but 0: they are on an accelerator, and not known yet.
         """
         ignored = []
         for problem in self._problems:
@@ -366,7 +436,11 @@ class ShardGradients:
                 continue
             gradient = self.trained[problem.number].grad
             later = self._passes[problem.number] - problem.passes
-            if gradient is not None and gradient is problem.gradient and gradient._version - problem.version == later:
+            if (
+                gradient is not None
+                and gradient is problem.gradient
+                and gradient._version - problem.version == later
+            ):
                 if problem.ignored is None:
                     raise problem.error
                 ignored.append(problem.ignored)
@@ -384,7 +458,9 @@ def _is(left: object, right: object) -> bool:
     return left is right
 
 
-def _recorder(owner: Callable[[], ShardGradients | None], number: int) -> Callable[[nn.Parameter], None]:
+def _recorder(
+    owner: Callable[[], ShardGradients | None], number: int
+) -> Callable[[nn.Parameter], None]:
     def record(parameter: nn.Parameter) -> None:
         gradients = owner()
         gradient = parameter.grad
@@ -403,7 +479,9 @@ def _changed() -> ConfigError:
     return ConfigError(
         "gradients",
         "gradients that are not changed between backward() and step(), e.g. clipped or unscaled",
-        found="others than backward() has left, which on several workers are those of one's own samples only",
-        hint="Use max_grad_norm= of lockstep.prepare(), with math.inf to measure the norm only, which is then in "
-        "optimizer.grad_norm; or optimizer.register_step_pre_hook(), which sees those of the global batch.",
+        found="others than backward() has left, which on several workers are those of one's own "
+        "samples only",
+        hint="Use max_grad_norm= of lockstep.prepare(), with math.inf to measure the norm only, "
+        "which is then in optimizer.grad_norm; or optimizer.register_step_pre_hook(), which "
+        "sees those of the global batch.",
     )

@@ -1,4 +1,6 @@
-"""The training step: one optimizer update from one global batch, computed by all workers together."""
+"""The training step: one optimizer update from one global batch, computed by all workers
+together.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ from .precision import Number, Precision, clip, scale_gradients
 from .recovery import STOP, recovery_of
 from .replica_check import ReplicaCheck
 from .schedules import Schedule, learning_rate_factor
-from .step_arguments import check_functions, check_step, make_scheduler, parameters_of, resolve_strategy
+from .step_arguments import (
+    check_functions,
+    check_step,
+    make_scheduler,
+    parameters_of,
+    resolve_strategy,
+)
 from .step_result import StepResult
 from .torch_calls import clear_gradients
 from .torch_schedulers import rates_of
@@ -57,7 +65,9 @@ class Passes(Protocol):
 
     @property
     def gives_means(self) -> bool:
-        """Whether gradients are those of the mean over what the loss counts already, and need no correction."""
+        """Whether gradients are those of the mean over what the loss counts already, and need no
+        correction.
+        """
 
     @property
     def averaged_over(self) -> int:
@@ -67,9 +77,16 @@ class Passes(Protocol):
         """Return (data, samples) of each of this worker's passes."""
 
     def run(
-        self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
+        self,
+        loss: Any,
+        precision: Precision,
+        batch: Batch,
+        step: int,
+        requests: float,
+        marks: torch.Tensor,
     ) -> Sums:
-        """Run the passes; gradients are then sums over the global batch, divided by its number of samples.
+        """Run the passes; gradients are then sums over the global batch, divided by its number of
+        samples.
 
         With fp16 they are scaled otherwise, see `Precision.correction`.
 
@@ -79,14 +96,17 @@ class Passes(Protocol):
             batch: this worker's part of the global batch.
             step: the number of the step.
             requests: what this worker requests, see `recovery.STOP` and `REGROUP`.
-            marks: 1-d tensor that is summed over the workers with the totals, see `ReplicaCheck.marks`.
+            marks: 1-d tensor that is summed over the workers with the totals, see
+                `ReplicaCheck.marks`.
 
         Returns:
             Totals over the global batch: (sum of the loss, count, sum of the requests, *marks).
         """
 
 
-def make_passes(strategy: Strategy, seed: int, gradient_accumulation_steps: int, precision: Precision) -> Passes:
+def make_passes(
+    strategy: Strategy, seed: int, gradient_accumulation_steps: int, precision: Precision
+) -> Passes:
     """Return the passes for `strategy`; `seed` is that of dropout."""
     if isinstance(strategy, Invariant):
         return ShardPasses(strategy, seed)
@@ -131,7 +151,13 @@ class AlonePasses:
         return _parts(batch, self._accumulation_steps)
 
     def run(
-        self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
+        self,
+        loss: LossModule,
+        precision: Precision,
+        batch: Batch,
+        step: int,
+        requests: float,
+        marks: torch.Tensor,
     ) -> Sums:
         """See `Passes`."""
         loss_sum = counted = 0.0
@@ -145,9 +171,11 @@ class AlonePasses:
 
 
 class SinglePass:
-    """The pass of a single worker over its whole batch on another device: nothing is sent, and nothing is read.
+    """The pass of a single worker over its whole batch on another device: nothing is sent, and
+    nothing is read.
 
-    What the loss counts is known before the backward pass, which begins with the mean's gradient, as in a loop by hand.
+    What the loss counts is known before the backward pass, which begins with the mean's gradient,
+    as in a loop by hand.
     """
 
     averaged_over = 1
@@ -158,7 +186,13 @@ class SinglePass:
         return _parts(batch, 1)
 
     def run(
-        self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
+        self,
+        loss: LossModule,
+        precision: Precision,
+        batch: Batch,
+        step: int,
+        requests: float,
+        marks: torch.Tensor,
     ) -> Sums:
         """See `Passes`."""
         ((data, size),) = self.parts(batch)
@@ -170,7 +204,8 @@ class SinglePass:
 
 
 class AccumulatedPasses:
-    """One pass over this worker's part of a batch, or several to save memory; the last one reduces the gradients.
+    """One pass over this worker's part of a batch, or several to save memory; the last one reduces
+    the gradients.
 
     Args:
         strategy: the prepared strategy.
@@ -193,7 +228,13 @@ class AccumulatedPasses:
         return _parts(batch, self._accumulation_steps)
 
     def run(
-        self, loss: Any, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
+        self,
+        loss: Any,
+        precision: Precision,
+        batch: Batch,
+        step: int,
+        requests: float,
+        marks: torch.Tensor,
     ) -> Sums:
         """See `Passes`."""
         strategy = self._strategy
@@ -220,38 +261,46 @@ _RANDOM = 2  # the purpose of the seed's key, see `lockstep.parallel.randomness`
 
 
 class TrainStep:
-    """Runs the model on this worker's part of a batch, and updates it with the gradients of all workers.
+    """Runs the model on this worker's part of a batch, and updates it with the gradients of all
+    workers.
 
-    The loss and the gradient are means over the *global* batch, weighted by samples, independent of the workers' parts.
-    A parameter that a step does not use has a gradient of zeros. Parameters may be frozen and unfrozen between steps,
-    in the same way on all workers. The mode of the model (training or evaluation) is not changed.
+    The loss and the gradient are means over the *global* batch, weighted by samples, independent of
+    the workers' parts. A parameter that a step does not use has a gradient of zeros. Parameters may
+    be frozen and unfrozen between steps, in the same way on all workers. The mode of the model
+    (training or evaluation) is not changed.
 
     Args:
         model: the model; moved to the worker's device, with rank 0's values on all workers.
-        optimizer: over parameters of `model`; optimizers whose step needs a closure, such as LBFGS, are not supported.
+        optimizer: over parameters of `model`; optimizers whose step needs a closure, such as LBFGS,
+            are not supported.
         loss_fn: see `lockstep.training.loss.LossFn`.
-        strategy: how the model is distributed over the workers; data parallelism over those of `init()` when None.
+        strategy: how the model is distributed over the workers; data parallelism over those of
+            `init()` when None.
         precision: "fp32", "bf16" or "fp16".
-        gradient_accumulation_steps: number of passes over a worker's part, to save memory. Each draws its own dropout
-            masks, and batch norm has the statistics of each; otherwise it changes nothing but rounding.
+        gradient_accumulation_steps: number of passes over a worker's part, to save memory. Each
+            draws its own dropout masks, and batch norm has the statistics of each; otherwise it
+            changes nothing but rounding.
         max_grad_norm: maximum 2-norm of the whole gradient; infinity measures it without clipping.
         schedule: learning-rate factor by step; when None, the learning rate is not changed by it.
-        scheduler: a scheduler of `torch.optim.lr_scheduler`, of `optimizer`, which is stepped here, once for each step
-            of all workers together, or once for each epoch. Its state is part of `state_dict`.
-        scheduler_interval: "step" or "epoch", at the ends of the epochs of `Trainer.fit`; when None, "epoch" for
-            `ReduceLROnPlateau`, and "step" for all others.
-        scheduler_metric: for `ReduceLROnPlateau`: the column of `Trainer.history` that it gets; when None, "val_loss",
-            or "train_loss" without validation data.
+        scheduler: a scheduler of `torch.optim.lr_scheduler`, of `optimizer`, which is stepped here,
+            once for each step of all workers together, or once for each epoch. Its state is part of
+            `state_dict`.
+        scheduler_interval: "step" or "epoch", at the ends of the epochs of `Trainer.fit`; when
+            None, "epoch" for `ReduceLROnPlateau`, and "step" for all others.
+        scheduler_metric: for `ReduceLROnPlateau`: the column of `Trainer.history` that it gets;
+            when None, "val_loss", or "train_loss" without validation data.
         seed: the seed of dropout and the like, keyed with the step and the rank.
         forward: the function from data to output and target, see `lockstep.training.loss.Forward`.
-        virtual_workers: compute what so many workers compute, with the same bits at any number of workers: a global
-            batch is cut into as many shards, each with its own pass, see `lockstep.parallel.invariant`. The batches
-            come from a `Loader` with the same number. Dropout is then keyed by the shard, not by the rank.
+        virtual_workers: compute what so many workers compute, with the same bits at any number of
+            workers: a global batch is cut into as many shards, each with its own pass, see
+            `lockstep.parallel.invariant`. The batches come from a `Loader` with the same number.
+            Dropout is then keyed by the shard, not by the rank.
         threads: with virtual workers, threads within an operation on the CPU; 1 when None.
         replica_check: steps between two comparisons of sampled weights among workers, see
             `lockstep.training.replica_check`; 0 compares neither weights nor hyperparameters.
-        sync_batchnorm: batch norm has the statistics of the global batch; its layers are replaced in the model, with
-            the same parameters. With virtual workers on the CPU only, see `lockstep.parallel.sync_batchnorm`.
+        sync_batchnorm: batch norm has the statistics of the global batch; its layers are replaced
+            in the model, with the same parameters. With virtual workers on the CPU only, see
+            `lockstep.parallel.sync_batchnorm`.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -284,7 +333,10 @@ class TrainStep:
         if unknown:
             name = next(iter(unknown))
             raise unexpected_argument(
-                "TrainStep", name, other_names.in_training(name, "TrainStep"), arguments.keyword_names(TrainStep)
+                "TrainStep",
+                name,
+                other_names.in_training(name, "TrainStep"),
+                arguments.keyword_names(TrainStep),
             )
         check_step(model, optimizer, gradient_accumulation_steps, max_grad_norm, schedule)
         check_functions(loss_fn, forward)
@@ -293,8 +345,12 @@ class TrainStep:
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
-        self.scheduler = make_scheduler(scheduler, optimizer, schedule, scheduler_interval, scheduler_metric)
-        self.strategy = resolve_strategy(strategy, virtual_workers, threads, gradient_accumulation_steps)
+        self.scheduler = make_scheduler(
+            scheduler, optimizer, schedule, scheduler_interval, scheduler_metric
+        )
+        self.strategy = resolve_strategy(
+            strategy, virtual_workers, threads, gradient_accumulation_steps
+        )
         self.comm = self.strategy.comm
         self.recovery = recovery_of(self.comm, self.strategy.can_regroup)
         self.precision = Precision(precision, self.comm.device)
@@ -302,14 +358,18 @@ class TrainStep:
         self._seed = seed
         self._key = mix((seed, _RANDOM))
         self.steps_done = 0
-        self.measured: dict[str, torch.Tensor] = {}  # by hooks of the step in progress, for its result
+        self.measured: dict[
+            str, torch.Tensor
+        ] = {}  # by hooks of the step in progress, for its result
         self.strategy.check(optimizer, precision)
         if sync_batchnorm:
             _synchronise_batch_norm(model, self.strategy)
         self.loss = Loss(loss_fn, self.comm.device, forward, model)
         self.strategy.loss_modules = self.loss.modules
         self._prepare()
-        self._loss = LossModule(model, self.loss, collective_forward=self.strategy.collective_forward)
+        self._loss = LossModule(
+            model, self.loss, collective_forward=self.strategy.collective_forward
+        )
         self.finite_weights = FiniteWeights(model, self.comm)
         self._has_described = False
         self._module = self.strategy.wrap(self._loss)
@@ -332,7 +392,9 @@ class TrainStep:
         self.loss.modules.synchronise(self.comm)
         self.strategy.update_optimizer(self.optimizer)
         self._changes = ModelChanges(self.model)
-        self._unchanged = UnchangedParameters(self.model) if type(self.strategy) is Distributed else None
+        self._unchanged = (
+            UnchangedParameters(self.model) if type(self.strategy) is Distributed else None
+        )
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Run one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
@@ -346,13 +408,15 @@ class TrainStep:
             stop: whether this worker requests a stop; `StepResult.stop` tells all workers.
 
         Raises:
-            DivergedError: on the CPU, before the update, if the loss is not finite. On other devices the check would
-                wait for the device at every step; call `StepResult.check` instead.
+            DivergedError: on the CPU, before the update, if the loss is not finite. On other
+                devices the check would wait for the device at every step; call `StepResult.check`
+                instead.
             DataError: likewise, if the loss counts nothing in the whole global batch.
-            MismatchError: likewise, on every worker, if the workers' hyperparameters or weights differ.
-            ConfigError: if output, labels and loss do not fit, or a batch norm gets a single value; also on every
-                worker, before the update, if a comparison shows that the loss is not a mean over samples, see
-                `lockstep.training.mean_check`.
+            MismatchError: likewise, on every worker, if the workers' hyperparameters or weights
+                differ.
+            ConfigError: if output, labels and loss do not fit, or a batch norm gets a single value;
+                also on every worker, before the update, if a comparison shows that the loss is not
+                a mean over samples, see `lockstep.training.mean_check`.
             OutOfMemoryError: the memory of this worker's device is full; says what to try.
         """
         return self.recovery.run(self._attempt, batch, stop)
@@ -375,7 +439,9 @@ class TrainStep:
         """Return what makes a step need less memory."""
         if self.strategy.virtual_workers is None:
             number = 2 * self._accumulation_steps
-            same = "" if describe_division(self.model, 1, number, 1) else ", which changes no result"
+            same = (
+                "" if describe_division(self.model, 1, number, 1) else ", which changes no result"
+            )
             passes = f"gradient_accumulation_steps={number}{same}"
         else:
             passes = "more virtual workers, each of which computes its part in a pass of its own"
@@ -383,13 +449,16 @@ class TrainStep:
         return f"Try {passes}{lower}, a smaller global batch, or more workers."
 
     def regroup(self) -> None:
-        """Adapt to the communicator's new workers, after a step or in the place of one that was not completed.
+        """Adapt to the communicator's new workers, after a step or in the place of one that was not
+        completed.
 
         All of them have the same state by now.
         """
         self.strategy.regroup(self.model)
         self._module = self.strategy.wrap(self._loss)
-        self._passes = make_passes(self.strategy, self._seed, self._accumulation_steps, self.precision)
+        self._passes = make_passes(
+            self.strategy, self._seed, self._accumulation_steps, self.precision
+        )
         self._trained = [p.requires_grad for p in self._changes.parameters]
         self._replicas.regroup()
         self.measured = {}
@@ -402,19 +471,24 @@ class TrainStep:
             unchanged.note()
         marks = self._replicas.marks(self.steps_done)
         is_compared = self.loss.expect(self.steps_done)
-        joint = isinstance(self.strategy, Invariant) and self.strategy.joint_layers  # which do not support fp16
+        joint = (
+            isinstance(self.strategy, Invariant) and self.strategy.joint_layers
+        )  # which do not support fp16
         if self.precision.is_new and not joint:
             parts = self._passes.parts(batch)
             agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
         first = self._first_batch(batch)
         versions = self.loss.modules.versions() if len(self.strategy.devices) > 1 else None
-        totals = self._passes.run(self._module, self.precision, batch, self.steps_done, requests, marks)
+        totals = self._passes.run(
+            self._module, self.precision, batch, self.steps_done, requests, marks
+        )
         if unchanged is not None:
             unchanged.check()
         if first is not None:
             first.tell()
         if self.strategy.virtual_workers is None:
-            # The passes have drawn by rank. What the program draws after the step is the same on every worker.
+            # The passes have drawn by rank. What the program draws after the step is the same on
+            # every worker.
             seed_torch(key & 0xFFFFFFFF, self.comm.device)
         if versions is not None and versions != self.loss.modules.versions():
             raise _changed_by_replicas()
@@ -438,7 +512,9 @@ class TrainStep:
         return result if norm is None else result.replaced(grad_norm=norm)
 
     def _checked_result(self, lr: Number, totals: Sums, problem: Any) -> StepResult:
-        """Return the result of a step on the CPU, where its numbers can be checked before the update."""
+        """Return the result of a step on the CPU, where its numbers can be checked before the
+        update.
+        """
         numbers = totals.tolist() if isinstance(totals, torch.Tensor) else totals
         loss_sum, count, stops, *marks = map(float, numbers)
         loss = loss_sum / count if count else math.nan
@@ -459,13 +535,17 @@ class TrainStep:
             marks = totals[3:]
             replicas = self._replicas
         loss_sum, count, stops = totals[:3]
-        # Reading the count would wait for the device, so a loss that counts samples here is assumed to count them on
-        # all workers. `StepResult.check` detects a wrong assumption.
+        # Reading the count would wait for the device, so a loss that counts samples here is assumed
+        # to count them on all workers. `StepResult.check` detects a wrong assumption.
         samples = batch.global_size if self.loss.counts_samples and batch.collated is None else None
-        return StepResult(self.steps_done, loss_sum / count, stops, lr, count, samples, marks, replicas)
+        return StepResult(
+            self.steps_done, loss_sum / count, stops, lr, count, samples, marks, replicas
+        )
 
     def _first_batch(self, batch: Batch) -> FirstBatch | None:
-        """Return what watches the passes of the first step, if they divide a global batch; virtual workers do not."""
+        """Return what watches the passes of the first step, if they divide a global batch; virtual
+        workers do not.
+        """
         passes = self._accumulation_steps
         devices = len(self.strategy.devices)
         is_divided = self.comm.size * passes * devices > 1
@@ -473,11 +553,18 @@ class TrainStep:
             return None
         self._has_described = True
         return FirstBatch(
-            self.model, self.comm, batch.global_size, loss=self.loss.modules, passes=passes, devices=devices
+            self.model,
+            self.comm,
+            batch.global_size,
+            loss=self.loss.modules,
+            passes=passes,
+            devices=devices,
         )
 
     def _correction(self, samples: int, count: Number, counts_samples: bool) -> Number | None:
-        """Return the factor that makes the reduced gradients those of the mean; None if they are."""
+        """Return the factor that makes the reduced gradients those of the mean; None if they
+        are.
+        """
         if self._passes.gives_means:
             return None
         if counts_samples and self.precision.name != "fp16":
@@ -492,14 +579,22 @@ class TrainStep:
         return [float(rate) for rate in rates]
 
     def end_epoch(self, row: Mapping[str, float]) -> None:
-        """Adapt the learning rate to the row of the history with which an epoch ends, if a scheduler does so."""
+        """Adapt the learning rate to the row of the history with which an epoch ends, if a
+        scheduler does so.
+        """
         if self.scheduler is not None:
             self.recovery.run(self.scheduler.end_epoch, row, meets=False)
 
     def _refresh_param_groups(self) -> None:
-        """Read the optimizer's parameter groups, again if the user has given it, or the model, other parameters."""
+        """Read the optimizer's parameter groups, again if the user has given it, or the model,
+        other parameters.
+        """
         groups = self.optimizer.param_groups
-        given = groups[0]["params"] if len(groups) == 1 else [*itertools.chain(*(group["params"] for group in groups))]
+        given = (
+            groups[0]["params"]
+            if len(groups) == 1
+            else [*itertools.chain(*(group["params"] for group in groups))]
+        )
         if not self._changes.found() and are_same(given, self._parameters):
             return
         parameters = parameters_of(self.model, self.optimizer)
@@ -507,10 +602,13 @@ class TrainStep:
             group.setdefault("initial_lr", group["lr"])
         _forget_others(self.optimizer, parameters)
         self.sync_model()
-        self._parameters = parameters_of(self.model, self.optimizer)  # which a strategy may have replaced
+        self._parameters = parameters_of(
+            self.model, self.optimizer
+        )  # which a strategy may have replaced
 
     def sync_model(self) -> None:
-        """Give all workers rank 0's values, if the model has other parameters than before; called by all workers.
+        """Give all workers rank 0's values, if the model has other parameters than before; called
+        by all workers.
 
         The next step does so itself.
         """
@@ -522,13 +620,16 @@ class TrainStep:
         self.precision.forget_cast()
 
     def check_replicas(self, model: nn.Module | None = None) -> None:
-        """Compare all hyperparameters and all weights of the workers, bit by bit; called by all of them.
+        """Compare all hyperparameters and all weights of the workers, bit by bit; called by all of
+        them.
 
         Args:
-            model: another model to compare the weights of, the same one on each worker; the trained one when None.
+            model: another model to compare the weights of, the same one on each worker; the trained
+                one when None.
 
         Raises:
-            ConfigError: if a worker has found since the last comparison that the loss is no mean over samples.
+            ConfigError: if a worker has found since the last comparison that the loss is no mean
+                over samples.
             MismatchError: on every worker, naming what differs, on which rank, and the values.
         """
         (has_problem,) = self._replicas.compare(model=model, found=[self.loss.found is not None])
@@ -541,13 +642,14 @@ class TrainStep:
         return self._replicas.every > 0
 
     def check_weights(self) -> None:
-        """Check that training has left the trained parameters finite; called by all workers, waits for the device.
+        """Check that training has left the trained parameters finite; called by all workers, waits
+        for the device.
 
         `Trainer.save` calls it. A loop of one's own calls it before it saves the weights.
 
         Raises:
-            DivergedError: on every worker, naming a parameter; buffers, frozen parameters and values that were not
-                finite before the first step do not count.
+            DivergedError: on every worker, naming a parameter; buffers, frozen parameters and
+                values that were not finite before the first step do not count.
         """
         self.finite_weights.check(self.steps_done)
 
@@ -558,18 +660,23 @@ class TrainStep:
             DivergedError, ConfigError, MismatchError: see there.
         """
         error = self.finite_weights.error(self.steps_done)
-        diverged, has_problem = self._replicas.compare(found=[error is not None, self.loss.found is not None])
+        diverged, has_problem = self._replicas.compare(
+            found=[error is not None, self.loss.found is not None]
+        )
         if diverged:
             raise_on_all(self.comm, error)
         if has_problem:
             raise_problem(self.loss.found, self.comm)
 
     def _begin(self, key: int) -> Number:
-        """Prepare a step, of which the random draws follow from `key`; returns the learning rate."""
+        """Prepare a step, of which the random draws follow from `key`; returns the learning
+        rate.
+        """
         self._refresh_param_groups()
         self.finite_weights.note()
         if (trained := [p.requires_grad for p in self._changes.parameters]) != self._trained:
-            # A wrapper such as DistributedDataParallel reduces the parameters that required gradients when it was made.
+            # A wrapper such as DistributedDataParallel reduces the parameters that required
+            # gradients when it was made.
             self._module = self.strategy.wrap(self._loss)
             self._trained = trained
         seed_torch(mix((self.comm.rank,), key) & 0xFFFFFFFF, self.comm.device)
@@ -579,16 +686,25 @@ class TrainStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
         lr = self.optimizer.param_groups[0]["lr"]
-        # Reading a tensor on a device would wait for it; it is cloned, because it may be changed in place.
+        # Reading a tensor on a device would wait for it; it is cloned, because it may be changed in
+        # place.
         on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
         return lr.detach().clone() if on_device else float(lr)
 
     def _update(self, correction: Number | None) -> torch.Tensor | None:
-        """Update the parameters with the gradients times `correction`; returns their norm if it is limited."""
+        """Update the parameters with the gradients times `correction`; returns their norm if it is
+        limited.
+        """
         _fill_missing_gradients(self._parameters)
         if cast := self.precision.cast:
-            converted = [p.grad for number, p in enumerate(self._changes.parameters) if number in cast]
-            present = [gradient for gradient in converted if gradient is not None and not gradient.is_sparse]
+            converted = [
+                p.grad for number, p in enumerate(self._changes.parameters) if number in cast
+            ]
+            present = [
+                gradient
+                for gradient in converted
+                if gradient is not None and not gradient.is_sparse
+            ]
             self.precision.mark_overflows(present, self._passes.averaged_over)
         self.precision.unscale(self.optimizer)
         if correction is not None:
@@ -598,12 +714,16 @@ class TrainStep:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps done and the state of the gradient scaler, without model and optimizer.
+        """Return the number of steps done and the state of the gradient scaler, without model and
+        optimizer.
 
-        If there is a scheduler, its state is in it as well; the buffers and parameters of a loss that is a module; and
-        if the model computes its loss, what that counts, once it is known.
+        If there is a scheduler, its state is in it as well; the buffers and parameters of a loss
+        that is a module; and if the model computes its loss, what that counts, once it is known.
         """
-        state: dict[str, Any] = {"steps_done": self.steps_done, "precision": self.precision.state_dict()}
+        state: dict[str, Any] = {
+            "steps_done": self.steps_done,
+            "precision": self.precision.state_dict(),
+        }
         if self.scheduler is not None:
             state |= {"scheduler": self.scheduler.state_dict(), "rates": self.learning_rates}
         return state | self.loss.state_dict()
@@ -626,7 +746,9 @@ def _synchronise_batch_norm(model: nn.Module, strategy: Strategy) -> None:
         ConfigError: if the model is such a layer itself, or the strategy does not support them.
     """
     if isinstance(strategy, Replicas):
-        hint = "Threads of replicas have no common order of collectives; use strategy='distributed'."
+        hint = (
+            "Threads of replicas have no common order of collectives; use strategy='distributed'."
+        )
         raise ConfigError("sync_batchnorm", "False with strategy='replicas'", True, hint)
     if convert(model, strategy.comm) is not model:
         raise ConfigError("model", "a module that has batch norm in it", found=type(model).__name__)
@@ -635,15 +757,19 @@ def _synchronise_batch_norm(model: nn.Module, strategy: Strategy) -> None:
 def _changed_by_replicas() -> ConfigError:
     hint = "All replicas would change the same buffer. Use strategy='distributed'."
     return ConfigError(
-        "loss_fn", "a loss that changes no buffer, with strategy='replicas'", found="one that does", hint=hint
+        "loss_fn",
+        "a loss that changes no buffer, with strategy='replicas'",
+        found="one that does",
+        hint=hint,
     )
 
 
 def _fill_missing_gradients(parameters: list[nn.Parameter]) -> None:
     """Set missing gradients to zero.
 
-    On one worker, torch leaves None for an unused parameter, and optimizers skip it. Among several workers another one
-    may have used it, and its gradient is a sum. With zero in both cases, weight decay and momentum are the same.
+    On one worker, torch leaves None for an unused parameter, and optimizers skip it. Among several
+    workers another one may have used it, and its gradient is a sum. With zero in both cases, weight
+    decay and momentum are the same.
     """
     for p in parameters:
         if p.grad is None and p.requires_grad:
@@ -653,5 +779,7 @@ def _fill_missing_gradients(parameters: list[nn.Parameter]) -> None:
 def _forget_others(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
     """Drop the state of parameters that the optimizer has no longer; it could not be saved."""
     known = {id(p) for p in parameters}
-    for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in known]:
+    for key in [
+        key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in known
+    ]:
         del optimizer.state[key]

@@ -1,4 +1,6 @@
-"""The arguments of a training step: which there are, what each must be, and the strategy that they name."""
+"""The arguments of a training step: which there are, what each must be, and the strategy that they
+name.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class StepOptions(TypedDict, total=False):
     sync_batchnorm: bool
 
 
-def check_step(model: Any, optimizer: Any, gradient_accumulation_steps: Any, max_grad_norm: Any, schedule: Any) -> None:
+def check_step(
+    model: Any, optimizer: Any, gradient_accumulation_steps: Any, max_grad_norm: Any, schedule: Any
+) -> None:
     """Check the types and values of arguments of `TrainStep`.
 
     Raises:
@@ -81,7 +85,9 @@ def check_functions(loss_fn: Any, forward: Any) -> None:
         ConfigError: naming the first that is not.
     """
     if forward is not None:
-        arguments.function("forward", forward, "a function (model, data) -> (output, target)", takes=2)
+        arguments.function(
+            "forward", forward, "a function (model, data) -> (output, target)", takes=2
+        )
     if loss_fn is not None and not isinstance(loss_fn, type):
         expected = "a function (output, target) -> loss, or a module"
         hint = ""
@@ -102,32 +108,46 @@ def check_threads(threads: int | None, virtual_workers: int | None) -> None:
 
 
 def make_strategy(
-    strategy: str | Strategy, comm: Communicator, global_batch_size: int, devices: Sequence[Device] | None
+    strategy: str | Strategy,
+    comm: Communicator,
+    global_batch_size: int,
+    devices: Sequence[Device] | None,
 ) -> Strategy:
     """Return the strategy for the arguments of `Trainer`.
 
     Raises:
         ConfigError: for an unknown name, or `devices` with a strategy other than "replicas".
     """
-    if devices is not None and (isinstance(devices, (str, int)) or not isinstance(devices, Iterable)):
+    if devices is not None and (
+        isinstance(devices, (str, int)) or not isinstance(devices, Iterable)
+    ):
         hint = "The number of workers is that of the launcher: lockstep run -np N."
         raise ConfigError("devices", "a list of devices, with strategy='replicas'", devices, hint)
     if isinstance(strategy, str):
         if strategy in other_names.STRATEGIES:
-            raise unknown_name("strategy", strategy, STRATEGIES.names(), elsewhere=other_names.STRATEGIES)
+            raise unknown_name(
+                "strategy", strategy, STRATEGIES.names(), elsewhere=other_names.STRATEGIES
+            )
         options = (devices, global_batch_size) if strategy == "replicas" else ()
         created: Strategy = STRATEGIES.load(strategy)(comm, *options)
     else:
-        arguments.instance("strategy", strategy, Strategy, "one of distributed, sharded or replicas, or a Strategy")
+        arguments.instance(
+            "strategy", strategy, Strategy, "one of distributed, sharded or replicas, or a Strategy"
+        )
         created = strategy
     if devices is not None and strategy != "replicas":
         hint = "Each worker has one device; lockstep.init(device) chooses it."
-        raise ConfigError("devices", "none without strategy='replicas'", found=str(list(devices)), hint=hint)
+        raise ConfigError(
+            "devices", "none without strategy='replicas'", found=str(list(devices)), hint=hint
+        )
     return created
 
 
 def resolve_strategy(
-    strategy: Strategy | None, virtual_workers: int | None, threads: int | None, gradient_accumulation_steps: int
+    strategy: Strategy | None,
+    virtual_workers: int | None,
+    threads: int | None,
+    gradient_accumulation_steps: int,
 ) -> Strategy:
     """Return the strategy for the arguments of `TrainStep`.
 
@@ -144,7 +164,12 @@ def resolve_strategy(
         chosen = chosen.with_virtual_workers(virtual_workers, threads)
     if chosen.virtual_workers is not None and gradient_accumulation_steps > 1:
         hint = "Each shard has its own pass; more virtual workers need less memory."
-        raise ConfigError("gradient_accumulation_steps", "1 with virtual workers", gradient_accumulation_steps, hint)
+        raise ConfigError(
+            "gradient_accumulation_steps",
+            "1 with virtual workers",
+            gradient_accumulation_steps,
+            hint,
+        )
     return chosen
 
 
@@ -178,7 +203,8 @@ def refuse_closure(optimizer: Optimizer) -> None:
             "optimizer",
             "one that takes a step from existing gradients, such as SGD or AdamW",
             found=f"{type(optimizer).__name__}, whose step needs a closure",
-            hint="An optimizer may call a closure any number of times, and each call would run the workers' passes.",
+            hint="An optimizer may call a closure any number of times, and each call would run the "
+            "workers' passes.",
         )
 
 
@@ -189,16 +215,18 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
         ConfigError: if some are not parameters of the model.
     """
     known = {id(p) for p in model.parameters()}
-    parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters: list[nn.Parameter] = [
+        p for group in optimizer.param_groups for p in group["params"]
+    ]
     foreign = sum(id(p) not in known for p in parameters)
     if foreign:
         raise ConfigError(
             "optimizer",
             "parameters of the model that is trained",
             found=f"{foreign} of {len(parameters)} that are not among them",
-            hint="Make the optimizer from model.parameters() of this model. A parameter outside of it, such as the "
-            "temperature of a loss, belongs into a module: the model, or one that lockstep.prepare() is given as well. "
-            "When a layer has been replaced, give the optimizer the parameters of the new one, in place of those of "
-            "the old one.",
+            hint="Make the optimizer from model.parameters() of this model. A parameter outside of "
+            "it, such as the temperature of a loss, belongs into a module: the model, or one "
+            "that lockstep.prepare() is given as well. When a layer has been replaced, give "
+            "the optimizer the parameters of the new one, in place of those of the old one.",
         )
     return parameters

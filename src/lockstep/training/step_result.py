@@ -1,4 +1,6 @@
-"""The result of a training step: its loss and what is known beside it, on the host or on the device."""
+"""The result of a training step: its loss and what is known beside it, on the host or on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ __all__ = ["StepResult"]
 
 _NOT_FINITE_LATER = "Lower the learning rate, warm it up, or clip the gradients."
 _NOT_FINITE_AT_FIRST = (
-    "No update has been made yet: look for values that are not finite in the inputs and the targets, and at the "
-    "initialisation of the model."
+    "No update has been made yet: look for values that are not finite in the inputs and the "
+    "targets, and at the initialisation of the model."
 )
 
 
@@ -34,13 +36,17 @@ class StepResult:
 
     Attributes:
         step: the number of this step, from 0.
-        learning_rate: the learning rate of the first parameter group; a tensor if it is one on a device.
-        samples: samples in the global batch, if the gradients were assumed to be those of a mean over samples; None if
-            `count` was used.
-        marks: 1-d tensor, the workers' sums of `ReplicaCheck.marks`; None if they have been compared.
-        replicas: the comparison of the workers' hyperparameters and weights; None if that has been done.
-        grad_norm: 0-dim tensor on the device, the 2-norm of the whole gradient before clipping; None without
-            `max_grad_norm`, which measures it without clipping if it is ``float("inf")``.
+        learning_rate: the learning rate of the first parameter group; a tensor if it is one on a
+            device.
+        samples: samples in the global batch, if the gradients were assumed to be those of a mean
+            over samples; None if `count` was used.
+        marks: 1-d tensor, the workers' sums of `ReplicaCheck.marks`; None if they have been
+            compared.
+        replicas: the comparison of the workers' hyperparameters and weights; None if that has been
+            done.
+        grad_norm: 0-dim tensor on the device, the 2-norm of the whole gradient before clipping;
+            None without `max_grad_norm`, which measures it without clipping if it is
+            ``float("inf")``.
         measured: what hooks have measured in the step, by name; equal on all workers.
     """
 
@@ -116,14 +122,21 @@ class StepResult:
 
     def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
         """Return a result with `fn` of each tensor."""
-        changed = {name: fn(value) for name, value in self._arguments().items() if isinstance(value, torch.Tensor)}
-        return self.replaced(**changed, measured={name: fn(value) for name, value in self.measured.items()})
+        changed = {
+            name: fn(value)
+            for name, value in self._arguments().items()
+            if isinstance(value, torch.Tensor)
+        }
+        return self.replaced(
+            **changed, measured={name: fn(value) for name, value in self.measured.items()}
+        )
 
     def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
         return StepResult, tuple(self._arguments().values())
 
     def __repr__(self) -> str:
-        return f"StepResult({', '.join(f'{name}={value!r}' for name, value in self._arguments().items())})"
+        arguments = [f"{name}={value!r}" for name, value in self._arguments().items()]
+        return f"StepResult({', '.join(arguments)})"
 
     @property
     def loss(self) -> torch.Tensor:
@@ -132,7 +145,8 @@ class StepResult:
 
     @property
     def stop(self) -> torch.Tensor:
-        """0-dim tensor on the device, the sum of the workers' requests, see `recovery.STOP` and `REGROUP`.
+        """0-dim tensor on the device, the sum of the workers' requests, see `recovery.STOP` and
+        `REGROUP`.
 
         It is above zero if some worker requested a stop.
         """
@@ -140,7 +154,8 @@ class StepResult:
 
     @property
     def count(self) -> torch.Tensor:
-        """0-dim tensor on the device, the denominator of `loss`: samples, or what the loss function counts.
+        """0-dim tensor on the device, the denominator of `loss`: samples, or what the loss function
+        counts.
 
         Means over several steps are weighted by it.
         """
@@ -153,16 +168,21 @@ class StepResult:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first parameter group; waits for the device where it is a tensor there."""
+        """The learning rate of the first parameter group; waits for the device where it is a tensor
+        there.
+        """
         return float(self.learning_rate)
 
     def check(self) -> None:
-        """Check the loss and that the workers' replicas are equal; called by all workers, waits for the device.
+        """Check the loss and that the workers' replicas are equal; called by all workers, waits for
+        the device.
 
         Raises:
             DivergedError: if the loss is not finite.
-            DataError: if the loss counts nothing, because all labels of the global batch are ignored.
-            ConfigError: if some workers' losses were means over samples, and others' over something else.
+            DataError: if the loss counts nothing, because all labels of the global batch are
+                ignored.
+            ConfigError: if some workers' losses were means over samples, and others' over something
+                else.
             MismatchError: if the workers' hyperparameters or weights differ.
         """
         if self.marks is not None and self.replicas is not None:
@@ -172,17 +192,22 @@ class StepResult:
         if not math.isfinite(loss):
             if count == 0:
                 raise DataError(
-                    f"step {self.step}: expected a global batch with something that the loss counts, got only e.g. "
-                    "ignored labels. Use a larger global batch, or remove such samples from the data set."
+                    f"step {self.step}: expected a global batch with something that the loss "
+                    "counts, got only e.g. ignored labels. Use a larger global batch, or remove "
+                    "such samples from the data set."
                 )
             raise DivergedError(
                 f"the loss is {loss} at step {self.step} with learning rate {self.lr:g}. "
                 + (_NOT_FINITE_AT_FIRST if self.step == 0 else _NOT_FINITE_LATER)
             )
         if self.samples is not None and count != self.samples:
-            hint = "Return (sum, count) for every batch, or a mean over the samples for every batch."
+            hint = (
+                "Return (sum, count) for every batch, or a mean over the samples for every batch."
+            )
             got = f"one over {count:g} of {self.samples} samples at step {self.step}"
-            raise ConfigError("loss_fn", "a mean over the same on all workers", found=got, hint=hint)
+            raise ConfigError(
+                "loss_fn", "a mean over the same on all workers", found=got, hint=hint
+            )
 
 
 def _as_tensor(value: Number) -> torch.Tensor:

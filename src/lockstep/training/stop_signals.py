@@ -15,16 +15,17 @@ __all__ = ["StopSignals"]
 
 
 class StopSignals:
-    """A context manager that records the first SIGINT, SIGTERM or SIGHUP instead of letting it end the process.
+    """A context manager that records the first SIGINT, SIGTERM or SIGHUP instead of letting it end
+    the process.
 
-    Without a launcher, a second signal has its usual effect, except one that is repeated at once (`Requests`). Under
-    Lockstep's launcher repeated signals are ignored: a signal to every process of the job reaches a worker twice,
-    and the launcher kills workers that do not stop.
+    Without a launcher, a second signal has its usual effect, except one that is repeated at once
+    (`Requests`). Under Lockstep's launcher repeated signals are ignored: a signal to every process
+    of the job reaches a worker twice, and the launcher kills workers that do not stop.
 
-    A signal that is ignored stays ignored (as in a job under nohup), and a handler that was not installed from Python,
-    which Python could not restore, is kept. Outside the main thread, where Python allows no signal handlers, this does
-    nothing. If the block ends without an exception, a recorded signal is raised again at its end, for the program
-    around the training.
+    A signal that is ignored stays ignored (as in a job under nohup), and a handler that was not
+    installed from Python, which Python could not restore, is kept. Outside the main thread, where
+    Python allows no signal handlers, this does nothing. If the block ends without an exception, a
+    recorded signal is raised again at its end, for the program around the training.
     """
 
     HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,11 +43,15 @@ class StopSignals:
                     self._before[number] = before
                     signal.signal(number, self._handle)
         if self._before:
-            ask_for_time()  # now: Python calls a handler when C code returns, which may take a whole step
+            # now: Python calls a handler when C code returns, which may take a whole step
+            ask_for_time()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._restore()
         if kind is None and self.received is not None:

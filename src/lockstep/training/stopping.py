@@ -1,4 +1,6 @@
-"""Stopping all workers after the same step, on a signal to any of them or at a program's request."""
+"""Stopping all workers after the same step, on a signal to any of them or at a program's
+request.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from .stop_signals import StopSignals
 __all__ = ["StopRequests", "StoppableLoader"]
 
 
-# --- Agreement among workers on the stop ------------------------------------------------------------------------------
+# --- Agreement among workers on the stop
+# ------------------------------------------------------------------------------
 
 
 _NAME = "agreement on whether to stop"
@@ -48,14 +51,19 @@ class StopRequests:
         self._pending_polls.clear()
 
     def agree(self) -> tuple[Signals | None, str]:
-        """Exchange the requests; returns (a signal that any worker has received, a reason), equal on all workers."""
+        """Exchange the requests; returns (a signal that any worker has received, a reason), equal
+        on all workers.
+        """
         with in_method("Trainer.fit"), named(_NAME):
             requests = self._comm.allgather_object((self._signals.received, self.reason))
         self.reason = next((reason for _, reason in requests if reason), "")
-        return next((Signals(number) for number, _ in requests if number is not None), None), self.reason
+        return next(
+            (Signals(number) for number, _ in requests if number is not None), None
+        ), self.reason
 
     def poll(self) -> bool:
-        """Return whether any worker has received a signal; every worker must call this equally often.
+        """Return whether any worker has received a signal; every worker must call this equally
+        often.
 
         Among several workers the answer is that of an earlier poll, so that no worker waits.
         """
@@ -65,7 +73,9 @@ class StopRequests:
         return self._end_polls(LAG)
 
     def end_polls(self) -> bool:
-        """Wait for the answers of all polls so far; return whether any worker had received a signal by then."""
+        """Wait for the answers of all polls so far; return whether any worker had received a signal
+        by then.
+        """
         return self.signalled if self._comm.size == 1 else self._end_polls(0)
 
     def _end_polls(self, left: int) -> bool:
@@ -93,7 +103,9 @@ class StoppableLoader:
         stop: called when a worker has requested a stop.
     """
 
-    def __init__(self, loader: Loader, stop_requests: StopRequests, stop: Callable[[], NoReturn]) -> None:
+    def __init__(
+        self, loader: Loader, stop_requests: StopRequests, stop: Callable[[], NoReturn]
+    ) -> None:
         self.comm = loader.comm
         self.virtual_workers = loader.virtual_workers
         self.global_batch_size = loader.global_batch_size

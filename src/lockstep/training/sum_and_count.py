@@ -12,7 +12,8 @@ from ..errors import ConfigError
 
 __all__ = ["as_sum", "is_known_nan", "is_pair"]
 
-# A sum of many samples in these formats would overflow (float16: above 65,504) or be rounded to 3 digits (bfloat16).
+# A sum of many samples in these formats would overflow (float16: above 65,504) or be rounded to 3
+# digits (bfloat16).
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -20,30 +21,39 @@ def as_sum(value: Any, size: int, argument: str = "loss_fn") -> tuple[Any, Any]:
     """Convert the return value of a loss or a metric for `size` samples to (sum, count).
 
     Args:
-        value: the mean over the samples (a 0-dim floating tensor or a float), one value for each sample (a tensor of
-            `size` elements), or (sum, count): two 0-dim tensors or numbers.
+        value: the mean over the samples (a 0-dim floating tensor or a float), one value for each
+            sample (a tensor of `size` elements), or (sum, count): two 0-dim tensors or numbers.
         size: the number of samples.
         argument: the argument that errors name.
 
     Returns:
-        (sum, count). The count is `size` itself, an int, where the value is a mean over samples or one value for each;
-        else a tensor or a float.
+        (sum, count). The count is `size` itself, an int, where the value is a mean over samples or
+        one value for each; else a tensor or a float.
 
     Raises:
-        ConfigError: if it has none of these forms, or is a whole number, which is not a mean, or if its count requires
-            a gradient.
+        ConfigError: if it has none of these forms, or is a whole number, which is not a mean, or if
+            its count requires a gradient.
     """
     if is_pair(value):
         _refuse_count_with_gradient(value[1], argument)
         total, count = map(_as_scalar, value)
         return total, count if isinstance(count, torch.Tensor) else float(count)
-    tensor = value if isinstance(value, torch.Tensor) or not isinstance(value, Real) else torch.tensor(value)
+    tensor = (
+        value
+        if isinstance(value, torch.Tensor) or not isinstance(value, Real)
+        else torch.tensor(value)
+    )
     if isinstance(tensor, torch.Tensor) and tensor.dim() == 0:
         if not tensor.is_floating_point():
             hint = "Return (sum, count), where the mean is sum / count."
             kind = "complex" if tensor.is_complex() else "whole"
             name = tensor.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ConfigError(argument, _expected(size), found=f"a {kind} number ({name}), which is no mean", hint=hint)
+            raise ConfigError(
+                argument,
+                _expected(size),
+                found=f"a {kind} number ({name}), which is no mean",
+                hint=hint,
+            )
         return (tensor.float() if tensor.dtype in _HALF else value) * size, size
     if isinstance(tensor, torch.Tensor) and tensor.numel() == size:
         return (tensor.float() if tensor.dtype in _HALF else tensor).sum(), size
@@ -60,7 +70,12 @@ def is_pair(value: Any) -> bool:
 def is_known_nan(value: Any) -> bool:
     """Return whether a return value is a mean that is no number, without waiting for a device."""
     if isinstance(value, torch.Tensor):
-        return value.is_cpu and value.numel() == 1 and value.is_floating_point() and math.isnan(value.item())
+        return (
+            value.is_cpu
+            and value.numel() == 1
+            and value.is_floating_point()
+            and math.isnan(value.item())
+        )
     return isinstance(value, float) and math.isnan(value)
 
 
@@ -73,10 +88,11 @@ def _refuse_count_with_gradient(count: Any, argument: str) -> None:
     if isinstance(count, torch.Tensor) and count.requires_grad:
         raise ConfigError(
             argument,
-            "(sum, count) from a function that returns two values, where the count is a number of samples, tokens or "
-            "weights",
+            "(sum, count) from a function that returns two values, where the count is a number of "
+            "samples, tokens or weights",
             found="a second value that requires a gradient",
-            hint="If the second value is a part of the loss, return the first one alone, and the part as a metric.",
+            hint="If the second value is a part of the loss, return the first one alone, and the "
+            "part as a metric.",
         )
 
 

@@ -1,7 +1,9 @@
-"""An optimizer's update and a backward pass, without what torch does around them for its profiler and other callers.
+"""An optimizer's update and a backward pass, without what torch does around them for its profiler
+and other callers.
 
-Torch's wrappers take up to 30 µs each on the CPU, as long as the update of a small model. Each function here does what
-torch's does whenever the wrapper could have an effect, and also where a torch of another version has other parts.
+Torch's wrappers take up to 30 µs each on the CPU, as long as the update of a small model. Each
+function here does what torch's does whenever the wrapper could have an effect, and also where a
+torch of another version has other parts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _profiler_runs: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled"
 
 
 def _code_of_the_wrapper() -> CodeType | None:
-    """Return the code that torch puts around the `step` of every class of optimizers; None if there is no such one."""
+    """Return the code that torch puts around the `step` of every class of optimizers; None if there
+    is no such one.
+    """
 
     def step(_: Optimizer) -> None:
         pass
@@ -40,13 +44,15 @@ _WRAPPER = _code_of_the_wrapper()
 def take_step(optimizer: Optimizer) -> None:
     """Do ``optimizer.step()``.
 
-    Torch's wrapper records the step for a profiler and calls hooks: 30 µs. The step itself is called if there are none.
+    Torch's wrapper records the step for a profiler and calls hooks: 30 µs. The step itself is
+    called if there are none.
     """
     update: Any = type(optimizer).step
     if (
         _WRAPPER is not None
         and getattr(update, "__code__", None) is _WRAPPER
-        and "step" not in optimizer.__dict__  # where schedulers of torch, and programs, put another one
+        and "step"
+        not in optimizer.__dict__  # where schedulers of torch, and programs, put another one
         and not _profiler_runs()
         and not getattr(optimizer, "_optimizer_step_pre_hooks", True)
         and not getattr(optimizer, "_optimizer_step_post_hooks", True)
@@ -59,7 +65,9 @@ def take_step(optimizer: Optimizer) -> None:
 
 
 def clear_gradients(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Do ``optimizer.zero_grad()``, where `parameters` are all of its own; torch's takes 15 µs for a profiler."""
+    """Do ``optimizer.zero_grad()``, where `parameters` are all of its own; torch's takes 15 µs for
+    a profiler.
+    """
     own = type(optimizer).zero_grad is not _zero_grad or "zero_grad" in optimizer.__dict__
     if own or _profiler_runs():
         optimizer.zero_grad(set_to_none=True)
@@ -69,18 +77,23 @@ def clear_gradients(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) ->
 
 
 def run_backward(loss: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Do ``loss.backward(gradient)`` for tensors of the same shape and dtype; torch's checks of that take 15 µs."""
+    """Do ``loss.backward(gradient)`` for tensors of the same shape and dtype; torch's checks of
+    that take 15 µs.
+    """
     # By its name in that module, where the watchdog replaces it.
     run: Any = getattr(torch.autograd, "_engine_run_backward", None)
     replaced = run is None or torch.autograd.backward is not _backward
-    if replaced or has_torch_function((loss,)):  # a class of tensors of its own, or a mode that looks at calls
+    if replaced or has_torch_function(
+        (loss,)
+    ):  # a class of tensors of its own, or a mode that looks at calls
         torch.autograd.backward(loss, gradient)
     else:
         run((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class FirstGradients:
-    """Factors of losses as the gradients that backward passes begin with, in place of a multiplication of each loss.
+    """Factors of losses as the gradients that backward passes begin with, in place of a
+    multiplication of each loss.
 
     Batches have few sizes, and so losses few factors.
     """
@@ -94,7 +107,9 @@ class FirstGradients:
         """Return `factor` as a gradient of `loss`, a 0-dim tensor."""
         key = factor, loss.dtype, loss.device
         gradient, version = self._kept.get(key, (None, 0))
-        if gradient is None or gradient._version != version:  # a hook of the program may have changed it in place
+        if (
+            gradient is None or gradient._version != version
+        ):  # a hook of the program may have changed it in place
             if len(self._kept) >= self._MOST:
                 self._kept.clear()
             gradient = torch.full_like(loss, factor, requires_grad=False)

@@ -1,4 +1,6 @@
-"""Losses of torch: what their means are over is known by their type and by shapes, without a comparison."""
+"""Losses of torch: what their means are over is known by their type and by shapes, without a
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ __all__ = [
 
 
 def refuse_bare_sum(loss_fn: Any) -> None:
-    """Check that a loss module, or a function of torch with bound keywords, does not have reduction="sum".
+    """Check that a loss module, or a function of torch with bound keywords, does not have
+    reduction="sum".
 
     Raises:
         ConfigError: if it has.
@@ -37,12 +40,15 @@ def refuse_bare_sum(loss_fn: Any) -> None:
         fn = fn.func
     of_torch = isinstance(fn, nn.Module) or getattr(fn, "__module__", None) == F.__name__
     if reduction == "sum" and of_torch:
-        got = describe_function(loss_fn) + (" with reduction='sum'" if isinstance(loss_fn, nn.Module) else "")
+        got = describe_function(loss_fn) + (
+            " with reduction='sum'" if isinstance(loss_fn, nn.Module) else ""
+        )
         hint = "A sum without a count cannot be turned into a mean."
         raise ConfigError("loss_fn", "a mean over samples, or (sum, count)", found=got, hint=hint)
 
 
-# --- Losses of classification -----------------------------------------------------------------------------------------
+# --- Losses of classification
+# -----------------------------------------------------------------------------------------
 
 
 def classification_loss(loss_fn: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
@@ -54,16 +60,19 @@ def classification_loss(loss_fn: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None
     if isinstance(loss_fn, partial) and not loss_fn.args:
         fn = loss_fn.func
         keywords = loss_fn.keywords
-    module = nn.CrossEntropyLoss if fn is F.cross_entropy else nn.NLLLoss if fn is F.nll_loss else None
+    module = (
+        nn.CrossEntropyLoss if fn is F.cross_entropy else nn.NLLLoss if fn is F.nll_loss else None
+    )
     # With a bound output or target it is another function.
     return None if module is None or keywords.keys() & {"input", "target"} else module(**keywords)
 
 
 class LabelSum:
-    """A loss of classification with reduction="mean" as (output, target, size) → (sum over labels, what counts).
+    """A loss of classification with reduction="mean" as (output, target, size) → (sum over labels,
+    what counts).
 
-    What counts is the denominator of torch's mean: the number, or the sum of weights, of the labels that are not
-    ignored. The mean times that would be 0 / 0 where all labels are ignored.
+    What counts is the denominator of torch's mean: the number, or the sum of weights, of the labels
+    that are not ignored. The mean times that would be 0 / 0 where all labels are ignored.
 
     Args:
         loss_fn: the loss, with torch's own forward pass.
@@ -80,7 +89,8 @@ class LabelSum:
 
     @classmethod
     def of(cls, loss_fn: nn.CrossEntropyLoss | nn.NLLLoss | None) -> LabelSum | None:
-        """Return the sum of a loss; None if its mean is over samples, or over something that is not known.
+        """Return the sum of a loss; None if its mean is over samples, or over something that is not
+        known.
 
         Raises:
             ConfigError: for class weights in a forward pass that is not torch's.
@@ -92,18 +102,31 @@ class LabelSum:
             return None
         return cls(loss_fn)
 
-    def __call__(self, output: Any, target: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | float]:
+    def __call__(
+        self, output: Any, target: Any, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Return (sum, count) of `size` samples."""
-        if self._is_counted_by_kernel and _fits_kernel(output, target) and not _has_hooks(self._summing):
+        if (
+            self._is_counted_by_kernel
+            and _fits_kernel(output, target)
+            and not _has_hooks(self._summing)
+        ):
             return self._with_count_of_kernel(output, target)
         return self._summing(output, target), self._count(target)
 
-    def _with_count_of_kernel(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same two numbers by one operation less: torch's kernel counts, but its functions drop the count.
+    def _with_count_of_kernel(
+        self, output: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same two numbers by one operation less: torch's kernel counts, but its
+        functions drop the count.
 
         The sum has the same bits, as torch's loss ends in the same kernel.
         """
-        scores = torch.log_softmax(output, 1) if isinstance(self._summing, nn.CrossEntropyLoss) else output
+        scores = (
+            torch.log_softmax(output, 1)
+            if isinstance(self._summing, nn.CrossEntropyLoss)
+            else output
+        )
         total, count = _nll_loss(scores, target, None, _SUM_REDUCTION, self._summing.ignore_index)
         return total, count
 
@@ -114,7 +137,8 @@ class LabelSum:
         weight = self._summing.weight
         if weight is None:
             return kept.sum()
-        # An ignored label is not a valid index, so class 0 is used; selecting the kept labels would stall a GPU.
+        # An ignored label is not a valid index, so class 0 is used; selecting the kept labels would
+        # stall a GPU.
         return (weight[target.where(kept, 0).long()] * kept).sum()
 
 
@@ -124,8 +148,14 @@ _MOST_COUNTED = 1 << 24  # the kernel counts in float32, which has every whole n
 
 
 def _fits_kernel(output: Any, target: Any) -> bool:
-    """Return whether torch's kernel takes output and labels as they are, and counts the labels exactly."""
-    if type(output) is not torch.Tensor or output.dtype is not torch.float32 or not (output.is_cpu or output.is_cuda):
+    """Return whether torch's kernel takes output and labels as they are, and counts the labels
+    exactly.
+    """
+    if (
+        type(output) is not torch.Tensor
+        or output.dtype is not torch.float32
+        or not (output.is_cpu or output.is_cuda)
+    ):
         return False
     if type(target) is not torch.Tensor or target.dtype is not torch.int64:
         return False
@@ -135,7 +165,12 @@ def _fits_kernel(output: Any, target: Any) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Return whether a call of a module calls anything but its forward pass."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
         return True
     return _any_hook_of_all_modules is None or bool(_any_hook_of_all_modules())
 
@@ -148,14 +183,16 @@ def _refuse_weighted_mean(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
         raise ConfigError(
             "loss_fn",
             "a loss whose mean is over samples",
-            found=f"{type(loss_fn).__name__}, with its own forward, class weights and reduction='mean'",
+            found=f"{type(loss_fn).__name__}, with its own forward, class weights and "
+            "reduction='mean'",
             hint="Its mean is over weights, which differ from part to part. "
             "Return (sum, count): the sum of the losses, and weight[target].sum().",
         )
 
 
 def check_fit(loss_fn: Any, output: Any, target: Any) -> None:
-    """Check the shapes of output and target of a classification loss, and that the labels are classes of the output.
+    """Check the shapes of output and target of a classification loss, and that the labels are
+    classes of the output.
 
     Raises:
         ConfigError: naming both shapes, the label that is too large, or a wrong type.
@@ -168,16 +205,23 @@ def check_fit(loss_fn: Any, output: Any, target: Any) -> None:
         return
     shapes = f"output {list(output.shape)} and labels {list(target.shape)}"
     if output.dim() < 2 or target.shape != (output.shape[0], *output.shape[2:]):
-        raise ConfigError("model", "an output of shape (samples, classes, …) for labels (samples, …)", found=shapes)
+        raise ConfigError(
+            "model",
+            "an output of shape (samples, classes, …) for labels (samples, …)",
+            found=shapes,
+        )
     labels = target[target != getattr(loss_fn, "ignore_index", -100)]
     if labels.numel() and int(labels.min()) < 0:
         expected = f"class labels from 0 to {output.shape[1] - 1}, for {output.shape[1]} outputs"
-        raise ConfigError("data", expected, found=f"labels from {int(labels.min())} to {int(labels.max())}")
+        raise ConfigError(
+            "data", expected, found=f"labels from {int(labels.min())} to {int(labels.max())}"
+        )
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < output.shape[1]:
         raise ConfigError(
             "model",
             f"at least as many outputs as the labels need ({int(labels.max()) + 1})",
-            found=f"{output.shape[1]} outputs, and labels from {int(labels.min())} to {int(labels.max())}",
+            found=f"{output.shape[1]} outputs, and labels from {int(labels.min())} to "
+            f"{int(labels.max())}",
         )
 
 
@@ -185,7 +229,9 @@ def _check_probabilities(loss_fn: nn.Module, output: torch.Tensor, target: torch
     if isinstance(loss_fn, nn.CrossEntropyLoss) and target.shape == output.shape:
         return
     also = f", or probabilities of the output's shape {list(output.shape)}"
-    expected = "class labels of dtype torch.int64" + (also if isinstance(loss_fn, nn.CrossEntropyLoss) else "")
+    expected = "class labels of dtype torch.int64" + (
+        also if isinstance(loss_fn, nn.CrossEntropyLoss) else ""
+    )
     found = f"{target.dtype} of shape {list(target.shape)}"
     raise ConfigError("data", expected, found=found, hint="Convert labels with labels.long().")
 
@@ -193,15 +239,23 @@ def _check_probabilities(loss_fn: nn.Module, output: torch.Tensor, target: torch
 def _check_types(output: Any, target: Any) -> None:
     if not isinstance(output, torch.Tensor):
         hint = "Select the class scores with forward=lambda model, data: (output, target)."
-        raise ConfigError("model", "a tensor of class scores as its output", found=type(output).__name__, hint=hint)
+        raise ConfigError(
+            "model",
+            "a tensor of class scores as its output",
+            found=type(output).__name__,
+            hint=hint,
+        )
     if not isinstance(target, torch.Tensor):
-        raise ConfigError("data", "a tensor of class labels as the target", found=type(target).__name__)
+        raise ConfigError(
+            "data", "a tensor of class labels as the target", found=type(target).__name__
+        )
     if not target.is_floating_point() and target.dtype not in (torch.int64, torch.uint8):
         hint = "Convert them with labels.long()."
         raise ConfigError("data", "class labels of dtype torch.int64", target.dtype, hint)
 
 
-# --- Element-wise losses ----------------------------------------------------------------------------------------------
+# --- Element-wise losses
+# ----------------------------------------------------------------------------------------------
 
 _ELEMENTWISE = {
     nn.MSELoss: F.mse_loss,
@@ -217,17 +271,22 @@ _ELEMENTWISE = {
 
 
 def is_elementwise(loss_fn: Any) -> bool:
-    """Return whether `loss_fn` is a loss of torch that is a mean over the elements of the output, or their losses."""
+    """Return whether `loss_fn` is a loss of torch that is a mean over the elements of the output,
+    or their losses.
+    """
     fn = loss_fn
     keywords = {}
     if isinstance(loss_fn, partial) and not loss_fn.args:
         fn = loss_fn.func
         keywords = loss_fn.keywords
-    return type(fn) in _ELEMENTWISE or (fn in _ELEMENTWISE.values() and not keywords.keys() & {"input", "target"})
+    return type(fn) in _ELEMENTWISE or (
+        fn in _ELEMENTWISE.values() and not keywords.keys() & {"input", "target"}
+    )
 
 
 def sum_of_elementwise(fn: Any, output: Any, target: Any, size: int) -> tuple[Any, Any]:
-    """Return (sum, samples) of an element-wise loss, of which shapes alone tell whether it is a mean over samples.
+    """Return (sum, samples) of an element-wise loss, of which shapes alone tell whether it is a
+    mean over samples.
 
     Raises:
         ConfigError: if output and target do not fit.
@@ -240,15 +299,33 @@ def _check_elementwise(loss_fn: Any, output: Any, target: Any, size: int) -> Non
     """Check by the shapes alone that an element-wise loss compares each sample with its own target.
 
     Raises:
-        ConfigError: if it compares all pairs of samples, or if the samples have different numbers of elements.
+        ConfigError: if it compares all pairs of samples, or if the samples have different numbers
+            of elements.
     """
-    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor) and output.dim() and size):
+    if not (
+        isinstance(output, torch.Tensor)
+        and isinstance(target, torch.Tensor)
+        and output.dim()
+        and size
+    ):
         return
     name = describe_function(loss_fn)
-    if size > 1 and target.dim() and output.dim() != target.dim() and output.shape[0] == target.shape[0] == size:
+    if (
+        size > 1
+        and target.dim()
+        and output.dim() != target.dim()
+        and output.shape[0] == target.shape[0] == size
+    ):
         hint = describe_shapes(output, target)
-        raise ConfigError("loss_fn", "an output and a target of the same shape", found=f"{name} of others", hint=hint)
+        raise ConfigError(
+            "loss_fn",
+            "an output and a target of the same shape",
+            found=f"{name} of others",
+            hint=hint,
+        )
     if output.numel() % size:
         hint = "Return (sum, count): the sum over the elements, and their number."
         found = f"{name} of an output of shape {list(output.shape)} for {size} samples"
-        raise ConfigError("loss_fn", "as many elements of the output for each sample", found=found, hint=hint)
+        raise ConfigError(
+            "loss_fn", "as many elements of the output for each sample", found=found, hint=hint
+        )

@@ -1,4 +1,6 @@
-"""What a worker's passes add to the sums of a step beside the gradients: the loss, its count, requests and marks."""
+"""What a worker's passes add to the sums of a step beside the gradients: the loss, its count,
+requests and marks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Totals(Protocol):
         """Return (sum of the loss, count, requests, *marks, *more).
 
         Args:
-            requests: what this worker requests; None for passes that leave that, and the marks, to others.
+            requests: what this worker requests; None for passes that leave that, and the marks, to
+                others.
             more: further numbers.
         """
 
@@ -30,7 +33,8 @@ def make_totals(marks: torch.Tensor) -> Totals:
     """Return the totals of passes, without any yet.
 
     Args:
-        marks: 1-d tensor on the device of the passes, see `lockstep.training.replica_check`; its dtype is theirs.
+        marks: 1-d tensor on the device of the passes, see `lockstep.training.replica_check`; its
+            dtype is theirs.
     """
     return _OnHost(marks) if marks.device.type == "cpu" else _OnDevice(marks)
 
@@ -41,7 +45,9 @@ def as_float(value: Number) -> float:
 
 
 class _OnHost:
-    """Totals on the CPU, where reading a number takes less than adding two tensors; see `Totals`."""
+    """Totals on the CPU, where reading a number takes less than adding two tensors; see
+    `Totals`.
+    """
 
     def __init__(self, marks: torch.Tensor) -> None:
         self._marks = marks
@@ -52,7 +58,11 @@ class _OnHost:
         self._count += as_float(count)
 
     def tensor(self, requests: float | None, *more: float) -> torch.Tensor:
-        once = [0.0] * (1 + len(self._marks)) if requests is None else [requests, *self._marks.tolist()]
+        once = (
+            [0.0] * (1 + len(self._marks))
+            if requests is None
+            else [requests, *self._marks.tolist()]
+        )
         return torch.tensor([self._loss, self._count, *once, *more], dtype=self._marks.dtype)
 
 

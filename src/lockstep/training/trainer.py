@@ -51,40 +51,49 @@ _log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains a model on all workers of the job. A trainer is one run, with any number of calls of `fit`.
+    """Trains a model on all workers of the job. A trainer is one run, with any number of calls of
+    `fit`.
 
     The loop, in short::
 
         for epoch in range(epochs):
             for batch in loader.epoch(epoch):       # this worker's part of each global batch
-                result = step.run(batch)            # forward, backward, reduction of gradients, update
+                result = step.run(batch)            # forward, backward, reduction of gradients,
+                update
             row = evaluate(model, validation)       # every sample once over all workers
             callbacks, checkpoint
 
     Args:
         model: the model; moved to the worker's device, with rank 0's values on all workers.
         optimizer: over parameters of `model`.
-        loss_fn: see `lockstep.training.loss.LossFn`; when None, the model computes its loss from the batch, as those
-            of Hugging Face do from its "labels", see `lockstep.training.own_loss`.
+        loss_fn: see `lockstep.training.loss.LossFn`; when None, the model computes its loss from
+            the batch, as those of Hugging Face do from its "labels", see
+            `lockstep.training.own_loss`.
         global_batch_size: samples in one step, over all workers.
         seed: the seed of the order of samples and of dropout.
-        run_dir: the run directory, for checkpoints and the files of callbacks; when None, nothing is written.
+        run_dir: the run directory, for checkpoints and the files of callbacks; when None, nothing
+            is written.
         keep_checkpoints: number of newest checkpoints to keep.
         callbacks: the callbacks; `lockstep.training.callbacks.defaults` when None.
         strategy: "distributed", "replicas" or "sharded"; see `lockstep.parallel`.
-        devices: only with "replicas", see `lockstep.parallel.replicas_strategy`; a device may be listed several times.
-        metrics: the metrics of evaluations, see `lockstep.training.evaluate.Metric`; when None, accuracy for a loss of
-            classification.
+        devices: only with "replicas", see `lockstep.parallel.replicas_strategy`; a device may be
+            listed several times.
+        metrics: the metrics of evaluations, see `lockstep.training.evaluate.Metric`; when None,
+            accuracy for a loss of classification.
         num_workers: data loader processes for each worker.
-        max_steps_in_flight: number of steps that may be queued on an accelerator before the host waits for the oldest;
-            losses arrive later, in order. On the CPU a step has ended when its call returns.
-        async_save: write checkpoints in the background, one at a time, from a copy of the state in memory; `fit` waits
-            for the last one.
-        allow_different_hardware: with virtual workers, resume even under determinism settings that give other bits.
-        save_frozen: whether checkpoints have the parameters that are not trained as well; when None, unless the model
-            is one of PEFT. Without them, a run resumes with the same pretrained weights only, which is checked.
-        step: precision, gradient_accumulation_steps, max_grad_norm, schedule, scheduler, scheduler_interval,
-            scheduler_metric, forward, virtual_workers, threads, replica_check and sync_batchnorm, see `TrainStep`.
+        max_steps_in_flight: number of steps that may be queued on an accelerator before the host
+            waits for the oldest; losses arrive later, in order. On the CPU a step has ended when
+            its call returns.
+        async_save: write checkpoints in the background, one at a time, from a copy of the state in
+            memory; `fit` waits for the last one.
+        allow_different_hardware: with virtual workers, resume even under determinism settings that
+            give other bits.
+        save_frozen: whether checkpoints have the parameters that are not trained as well; when
+            None, unless the model is one of PEFT. Without them, a run resumes with the same
+            pretrained weights only, which is checked.
+        step: precision, gradient_accumulation_steps, max_grad_norm, schedule, scheduler,
+            scheduler_interval, scheduler_metric, forward, virtual_workers, threads, replica_check
+            and sync_batchnorm, see `TrainStep`.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -114,10 +123,16 @@ class Trainer:
         **step: Unpack[StepOptions],
     ) -> None:
         if unknown := [name for name in step if name not in StepOptions.__annotations__]:
-            raise unexpected_argument("Trainer", unknown[0], _instead(unknown[0]), _trainer_arguments())
+            raise unexpected_argument(
+                "Trainer", unknown[0], _instead(unknown[0]), _trainer_arguments()
+            )
         self.comm = init()
         if global_batch_size is None:
-            raise ConfigError("global_batch_size", "the number of samples in one step, over all workers", found="none")
+            raise ConfigError(
+                "global_batch_size",
+                "the number of samples in one step, over all workers",
+                found="none",
+            )
         global_batch_size = arguments.whole("global_batch_size", global_batch_size, least=1)
         seed = arguments.whole("seed", seed, least=0)
         num_workers = arguments.whole("num_workers", num_workers, least=0)
@@ -138,12 +153,18 @@ class Trainer:
             run_dir = arguments.path("run_dir", run_dir, "the path of a folder, or None")
         self.directory = HeldRunDirectory(run_dir, self.comm)
         chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
-        self.step = TrainStep(model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step)
+        self.step = TrainStep(
+            model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step
+        )
         self._forward = step.get("forward")
         self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, self._forward)
         virtual_workers = self.step.strategy.virtual_workers
-        self._loaders = GivenLoaders(self.comm, global_batch_size, seed, num_workers, virtual_workers)
-        save_frozen = not hasattr(model, "peft_config") if save_frozen is None else bool(save_frozen)
+        self._loaders = GivenLoaders(
+            self.comm, global_batch_size, seed, num_workers, virtual_workers
+        )
+        save_frozen = (
+            not hasattr(model, "peft_config") if save_frozen is None else bool(save_frozen)
+        )
         self.state = RunState(self.step, global_batch_size, allow_different_hardware, save_frozen)
         if callbacks is None:
             callbacks = defaults(self.run_dir is not None, hasattr(model, "save_pretrained"))
@@ -155,7 +176,9 @@ class Trainer:
         if self.run_dir is not None:
             self._callbacks.warn_of_missing()
         self.max_steps_in_flight = max_steps_in_flight
-        self.checkpoint_manager = CheckpointManager(self.state, self.run_dir, keep_checkpoints, async_save)
+        self.checkpoint_manager = CheckpointManager(
+            self.state, self.run_dir, keep_checkpoints, async_save
+        )
         self.modes = TrainingModes(model)
         self.steps_in_flight = self._new_steps_in_flight()
         self._begun = False
@@ -177,53 +200,67 @@ class Trainer:
         validate_every: int | None = None,
         **unknown: Never,
     ) -> list[Row]:
-        """Train until `epochs` epochs or `max_steps` steps are done in total, counted from the beginning of the run.
+        """Train until `epochs` epochs or `max_steps` steps are done in total, counted from the
+        beginning of the run.
 
-        A further call continues where the last one ended; with another data set, at the beginning of the next epoch.
-        Ctrl-C and SIGTERM, on any worker, end the run after the step in progress, or during an evaluation, with a
-        checkpoint. Layers in evaluation mode while the model as a whole is in training mode are considered frozen, and
-        stay in evaluation mode.
+        A further call continues where the last one ended; with another data set, at the beginning
+        of the next epoch. Ctrl-C and SIGTERM, on any worker, end the run after the step in
+        progress, or during an evaluation, with a checkpoint. Layers in evaluation mode while the
+        model as a whole is in training mode are considered frozen, and stay in evaluation mode.
 
         Args:
-            train: a map-style data set, a `Loader` with the trainer's global batch size, or a `DataLoader` of torch,
-                all of which is used except its batch size.
+            train: a map-style data set, a `Loader` with the trainer's global batch size, or a
+                `DataLoader` of torch, all of which is used except its batch size.
             epochs: total number of epochs, 1 or more; as many as `max_steps` needs when None.
             validate: a data set, a `Loader` or a `DataLoader`, to evaluate on after each epoch.
-            resume: a checkpoint to resume from, or a run directory, for its newest checkpoint, or "latest": the newest
-                checkpoint in `run_dir`, if any. Damaged checkpoints in a directory are skipped and logged as errors.
-                Model, optimizer and callbacks load its state; hyperparameters with which the optimizer is now
-                constructed differently keep their new values, which is logged; so is what differs from here on if it
-                was written by a Lockstep that computes otherwise. When None, the environment variable
-                LOCKSTEP_RESUME counts, if it names a directory of this run, or is "latest"; `lockstep run --resume`
-                sets it.
-            max_steps: total number of steps, 1 or more, at which the run ends, also within an epoch.
-            validate_every: number of steps between evaluations within an epoch, besides the one after it; each adds a
-                row to the history.
+            resume: a checkpoint to resume from, or a run directory, for its newest checkpoint, or
+                "latest": the newest checkpoint in `run_dir`, if any. Damaged checkpoints in a
+                directory are skipped and logged as errors. Model, optimizer and callbacks load its
+                state; hyperparameters with which the optimizer is now constructed differently keep
+                their new values, which is logged; so is what differs from here on if it was written
+                by a Lockstep that computes otherwise. When None, the environment variable
+                LOCKSTEP_RESUME counts, if it names a directory of this run, or is "latest";
+                `lockstep run --resume` sets it.
+            max_steps: total number of steps, 1 or more, at which the run ends, also within an
+                epoch.
+            validate_every: number of steps between evaluations within an epoch, besides the one
+                after it; each adds a row to the history.
 
         Returns:
             The history: one row for each epoch, and for each validation within one.
 
         Raises:
-            ConfigError: for invalid arguments, such as a `run_dir` with another run, or fewer epochs than are done; on
-                rank 0, if a callback that runs on it alone changes what the others have as well.
-            CheckpointError: if `resume` is damaged, or of another model, optimizer or data set; nothing is changed.
-            DivergedError: if the loss is not finite, naming the step and the learning rate, or the trained parameters
-                are not when the run saves or ends; names the newest checkpoint.
+            ConfigError: for invalid arguments, such as a `run_dir` with another run, or fewer
+                epochs than are done; on rank 0, if a callback that runs on it alone changes what
+                the others have as well.
+            CheckpointError: if `resume` is damaged, or of another model, optimizer or data set;
+                nothing is changed.
+            DivergedError: if the loss is not finite, naming the step and the learning rate, or the
+                trained parameters are not when the run saves or ends; names the newest checkpoint.
             MismatchError: on every worker, if the workers' hyperparameters or weights differ.
             InterruptedRunError: after a signal, naming the checkpoint.
             TypeError: for an argument of another name; the error says where it belongs.
         """
         if unknown:
             name = next(iter(unknown))
-            raise unexpected_argument("fit", name, _instead(name), arguments.keyword_names(self.fit))
+            raise unexpected_argument(
+                "fit", name, _instead(name), arguments.keyword_names(self.fit)
+            )
         if resume is None and not self._begun:
             resume = self.directory.requested_resume()
         elif resume is not None:
-            hint = 'resume="latest" continues the newest run in run_dir, and begins one if there is none.'
+            hint = (
+                'resume="latest" continues the newest run in run_dir, and begins one if there is '
+                "none."
+            )
             arguments.path("resume", resume, '"latest", or the path of a run or a checkpoint', hint)
         with ExitStack() as opened:
             loader = opened.enter_context(self._loaders.opened(train, "train"))
-            held_out = None if validate is None else opened.enter_context(self._loaders.opened(validate, "validate"))
+            held_out = (
+                None
+                if validate is None
+                else opened.enter_context(self._loaders.opened(validate, "validate"))
+            )
             check_validate_every(validate_every, held_out is not None)
             results = None if held_out is None else self._evaluation.names
             several = self._evaluation.may_be_several
@@ -231,7 +268,9 @@ class Trainer:
             if self.step.scheduler is not None and not several:
                 self.step.scheduler.check_columns(columns)
             opened.callback(self.directory.leave)
-            preparing = Activity("lockstep: preparing the run", shown=self._callbacks.shows_progress)
+            preparing = Activity(
+                "lockstep: preparing the run", shown=self._callbacks.shows_progress
+            )
             with preparing, flight_recorder.in_method("Trainer.fit"):
                 self._begin(loader, epochs, max_steps, resume)
             opened.callback(self.directory.release)
@@ -247,30 +286,49 @@ class Trainer:
         return self.history
 
     def _changes_of_rank0(self, loader: Loader, held_out: Loader | None) -> Rank0Changes | None:
-        """Return what refuses changes by callbacks of rank 0 alone; None where the ranks are not compared."""
+        """Return what refuses changes by callbacks of rank 0 alone; None where the ranks are not
+        compared.
+        """
         if not self.step.compares_replicas:
             return None
         roots = {"loss_fn": self.loss_fn, "forward": self._forward}
         for argument, given in (("train", loader), ("validate", held_out)):
             if given is not None:
-                roots |= {argument: given.dataset, **{f"{argument}.{name}": part for name, part in given.parts.items()}}
+                roots |= {
+                    argument: given.dataset,
+                    **{f"{argument}.{name}": part for name, part in given.parts.items()},
+                }
         return Rank0Changes(self.model, self.optimizer, self.step.loss.modules, roots)
 
-    def _begin(self, loader: Loader, epochs: int | None, max_steps: int | None, resume: str | Path | None) -> None:
-        """Check the arguments of `fit`, prepare the run directory, and load the checkpoint to resume from."""
+    def _begin(
+        self, loader: Loader, epochs: int | None, max_steps: int | None, resume: str | Path | None
+    ) -> None:
+        """Check the arguments of `fit`, prepare the run directory, and load the checkpoint to
+        resume from.
+        """
         if loader.global_batch_size != self.global_batch_size:
             hint = "Give both the same number, or fit the data set itself."
             raise ConfigError(
-                "global_batch_size", f"{self.global_batch_size}, the trainer's", loader.global_batch_size, hint
+                "global_batch_size",
+                f"{self.global_batch_size}, the trainer's",
+                loader.global_batch_size,
+                hint,
             )
         if loader.virtual_workers != (own := self.step.strategy.virtual_workers):
             hint = f"Make it with Loader(..., virtual_workers={own}), or fit the data set itself."
             raise ConfigError(
-                "virtual_workers", f"{own}, the trainer's, in the Loader as well", loader.virtual_workers, hint
+                "virtual_workers",
+                f"{own}, the trainer's, in the Loader as well",
+                loader.virtual_workers,
+                hint,
             )
         self.step.sync_model()
         restarted = not self._begun and environment.restart_count() > 0
-        found = None if resume is None and not restarted else self.checkpoint_manager.find(resume, restarted)
+        found = (
+            None
+            if resume is None and not restarted
+            else self.checkpoint_manager.find(resume, restarted)
+        )
         position = self.position if found is None else Position(found.state["loader"])
         again = self._begun and resume is None
         if again:
@@ -300,7 +358,9 @@ class Trainer:
         self.epochs = epochs
         self.steps_per_epoch = loader.steps
         self.total_steps = max_steps
-        if epochs is not None and not loader.is_iterable:  # epochs of an iterable data set may have other lengths
+        if (
+            epochs is not None and not loader.is_iterable
+        ):  # epochs of an iterable data set may have other lengths
             before = self.step.steps_done - self.position.step
             steps = before + (epochs - self.position.epoch) * len(loader)
             self.total_steps = steps if max_steps is None else min(steps, max_steps)
@@ -309,15 +369,23 @@ class Trainer:
 
     def _nothing_to_train(self) -> str:
         by_epochs = self.epochs is not None and self.position.epoch >= self.epochs
-        done, of = (self.position.epoch, self.epochs) if by_epochs else (self.step.steps_done, self.total_steps)
+        done, of = (
+            (self.position.epoch, self.epochs)
+            if by_epochs
+            else (self.step.steps_done, self.total_steps)
+        )
         unit = "epoch" if by_epochs else "step"
         return (
-            f"nothing is left to train: {done} of {of} {unit}s are done already. The number of {unit}s counts from "
-            "the beginning of the run"
+            f"nothing is left to train: {done} of {of} {unit}s are done already. The number of "
+            f"{unit}s counts from the beginning of the run"
         )
 
     def _new_steps_in_flight(self) -> StepsInFlight:
-        return StepsInFlight(self.comm.device, self.max_steps_in_flight, partial(self._callbacks.call, "on_loss", self))
+        return StepsInFlight(
+            self.comm.device,
+            self.max_steps_in_flight,
+            partial(self._callbacks.call, "on_loss", self),
+        )
 
     @property
     def done(self) -> bool:
@@ -366,7 +434,9 @@ class Trainer:
 
     @property
     def newest_checkpoint_step(self) -> int | None:
-        """The step of the newest checkpoint, including one that is being written; None without one."""
+        """The step of the newest checkpoint, including one that is being written; None without
+        one.
+        """
         return self.checkpoint_manager.newest_step
 
     def check_losses(self) -> None:
@@ -378,15 +448,17 @@ class Trainer:
         self.steps_in_flight.check()
 
     def evaluate(self, dataset: Any, model: nn.Module | None = None) -> dict[str, float]:
-        """Return loss and metrics over all samples of a data set or `Loader`, the same on every worker.
+        """Return loss and metrics over all samples of a data set or `Loader`, the same on every
+        worker.
 
         Args:
             dataset: the data set, `Loader` or `DataLoader`.
-            model: another model, with the same weights on each worker, such as an average of the trained ones; the
-                trainer's when None.
+            model: another model, with the same weights on each worker, such as an average of the
+                trained ones; the trainer's when None.
 
         Raises:
-            ConfigError: for the `Loader` that training is iterating over, or a metric that is not a mean over samples.
+            ConfigError: for the `Loader` that training is iterating over, or a metric that is not a
+                mean over samples.
             InterruptedRunError: after a signal while `fit` runs, naming the checkpoint.
             MismatchError: on every worker, if the workers' hyperparameters or weights differ.
         """
@@ -400,21 +472,29 @@ class Trainer:
         with self._evaluating("Trainer.evaluate", dataset, model) as opened:
             loader = stoppable(opened)
             if model is None:
-                return self._evaluation.run(loader, self.step.precision, self.step.strategy, self.max_steps_in_flight)
+                return self._evaluation.run(
+                    loader, self.step.precision, self.step.strategy, self.max_steps_in_flight
+                )
             other = Evaluation(model, self.loss_fn, self.metrics, self.comm.device, self._forward)
             return other.run(loader, self.step.precision, None, self.max_steps_in_flight)
 
     @contextmanager
-    def _evaluating(self, method: str, dataset: Any, model: nn.Module | None = None) -> Iterator[Loader]:
+    def _evaluating(
+        self, method: str, dataset: Any, model: nn.Module | None = None
+    ) -> Iterator[Loader]:
         with flight_recorder.in_method(method):
             self.step.sync_model()
             self.step.check_replicas(model)
             self.step.strategy.sync_buffers()
-            with self._loaders.opened(dataset, "dataset") as opened, self.step.strategy.deterministic():
+            with (
+                self._loaders.opened(dataset, "dataset") as opened,
+                self.step.strategy.deterministic(),
+            ):
                 yield opened
 
     def predict(self, dataset: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> Any:
-        """Return the model's outputs for all samples of a data set or `Loader`, in order, the same on every worker.
+        """Return the model's outputs for all samples of a data set or `Loader`, in order, the same
+        on every worker.
 
         See `lockstep.predict`, also for `forward`.
         """
@@ -425,35 +505,44 @@ class Trainer:
             return predict(self.model, opened, precision=self.step.precision, forward=forward)
 
     def loader(self, dataset: Any, shuffle: bool = True) -> Loader:
-        """Return a loader of this run's global batches over `dataset`; a `Loader` is returned unchanged."""
+        """Return a loader of this run's global batches over `dataset`; a `Loader` is returned
+        unchanged.
+        """
         return self._loaders.make(dataset, "train" if shuffle else "dataset")
 
     def stop(self, reason: str) -> None:
-        """Request that the running `fit` ends after this epoch or validation; any worker may call it."""
+        """Request that the running `fit` ends after this epoch or validation; any worker may call
+        it.
+        """
         if self._loop is not None:
             self._loop.stop_requests.reason = self._loop.stop_requests.reason or reason
 
     def save(self, best: bool = False) -> Path:
         """Write a checkpoint of this step; called by every worker.
 
-        Rank 0 writes it; with strategy="sharded" every worker writes its shards. With `async_save` this returns when
-        the state has been copied; `trainer.checkpoint_manager.wait()`, called by every worker, waits for the files.
+        Rank 0 writes it; with strategy="sharded" every worker writes its shards. With `async_save`
+        this returns when the state has been copied; `trainer.checkpoint_manager.wait()`, called by
+        every worker, waits for the files.
 
         Args:
-            best: keep this checkpoint besides the newest ones, as the one that the link ``checkpoints/best`` leads to,
-                until another is the best; it is complete when this returns.
+            best: keep this checkpoint besides the newest ones, as the one that the link
+                ``checkpoints/best`` leads to, until another is the best; it is complete when this
+                returns.
 
         Raises:
-            CheckpointError: if it cannot be written, or the run has no run directory; with `async_save` also if the
-                previous checkpoint could not be written.
-            ConfigError: if a callback's state cannot be stored, naming the callback and the entry of its state.
+            CheckpointError: if it cannot be written, or the run has no run directory; with
+                `async_save` also if the previous checkpoint could not be written.
+            ConfigError: if a callback's state cannot be stored, naming the callback and the entry
+                of its state.
             DivergedError: if a loss or a trained parameter is not finite; nothing is written.
             MismatchError: if the workers' weights or hyperparameters differ; nothing is written.
         """
         try:
             return self._save(best)
         except DivergedError as error:
-            raise error if self._loop is not None else self.checkpoint_manager.with_advice(error) from None
+            raise (
+                error if self._loop is not None else self.checkpoint_manager.with_advice(error)
+            ) from None
 
     def _save(self, best: bool) -> Path:
         recovery = self.step.recovery
@@ -471,16 +560,21 @@ class Trainer:
 
     def _write_checkpoint(self, best: bool) -> Path:
         state = self.state.state_dict(full=False)
-        return self.checkpoint_manager.save(state, lambda: {"callbacks": self._callbacks.state_dict()}, best)
+        return self.checkpoint_manager.save(
+            state, lambda: {"callbacks": self._callbacks.state_dict()}, best
+        )
 
     def resume(self, which: str | Path) -> None:
-        """Load a checkpoint, written by any number of workers, for `fit` to continue from; see `fit`."""
+        """Load a checkpoint, written by any number of workers, for `fit` to continue from; see
+        `fit`.
+        """
         checkpoint = self.checkpoint_manager.find(which)
         if checkpoint is not None:
             self._load_checkpoint(checkpoint)
 
     def _load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        # Errors are exchanged after each part: every worker reads files, and a strategy may call collectives.
+        # Errors are exchanged after each part: every worker reads files, and a strategy may call
+        # collectives.
         callbacks_state = read_tensors(checkpoint.state.get("callbacks", {}))
         call_on_all(self.comm, partial(self._callbacks.load_state_dict, callbacks_state))
         call_on_all(self.comm, partial(self._load_state, checkpoint.state, checkpoint.numerics))
@@ -493,15 +587,22 @@ class Trainer:
         self.checkpoint_manager.last = None  # belongs to the previous state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from in another process, with any number of workers; called by every worker."""
-        return {**self.state.state_dict(), "callbacks": self._callbacks.state_dict(), "numerics": NUMERICS}
+        """Return the state to resume from in another process, with any number of workers; called by
+        every worker.
+        """
+        return {
+            **self.state.state_dict(),
+            "callbacks": self._callbacks.state_dict(),
+            "numerics": NUMERICS,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state. If the Lockstep that saved it computes otherwise, a line in rank 0's log says what.
+        """Load a saved state. If the Lockstep that saved it computes otherwise, a line in rank 0's
+        log says what.
 
         Raises:
-            CheckpointError: before anything is changed, if it is of another model or optimizer; if a callback cannot
-                load its state.
+            CheckpointError: before anything is changed, if it is of another model or optimizer; if
+                a callback cannot load its state.
         """
         self._load_state(state, state.get("numerics", 0))
         self._callbacks.load_state_dict(state.get("callbacks", {}))
@@ -512,17 +613,25 @@ def _trainer_arguments() -> list[str]:
 
 
 def _instead(name: str) -> str | None:
-    """Return what to do instead of an argument that a trainer, or its `fit`, does not have; None if unknown."""
+    """Return what to do instead of an argument that a trainer, or its `fit`, does not have; None if
+    unknown.
+    """
     if name in _trainer_arguments():
         return "it belongs to Trainer(...)"
     if name in ("epochs", "validate", "resume", "max_steps", "validate_every"):
         return "it belongs to fit()"
-    in_loader = "it belongs to a DataLoader or lockstep.Loader(...), which fit() and validate= take as data"
-    return in_training(name, "Trainer") or (in_loader if name in arguments.keyword_names(Loader) else None)
+    in_loader = (
+        "it belongs to a DataLoader or lockstep.Loader(...), which fit() and validate= take as data"
+    )
+    return in_training(name, "Trainer") or (
+        in_loader if name in arguments.keyword_names(Loader) else None
+    )
 
 
 def _seek(position: Position, loader: Loader, found: Checkpoint | None) -> None:
-    """Move `loader` to `position`; an error names the checkpoint that the position is from, if any."""
+    """Move `loader` to `position`; an error names the checkpoint that the position is from, if
+    any.
+    """
     try:
         position.seek(loader)
     except CheckpointError as error:

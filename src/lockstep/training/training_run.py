@@ -1,4 +1,6 @@
-"""A complete training run from its options: model, data, optimizer, loop, and the files of its run directory."""
+"""A complete training run from its options: model, data, optimizer, loop, and the files of its run
+directory.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,15 @@ from .trainer import Trainer
 __all__ = ["RunDirectory", "build_model", "load_data", "run"]
 
 
-# --- Model and data by name -------------------------------------------------------------------------------------------
+# --- Model and data by name
+# -------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _running(argument: str, expected: str, name: str) -> Iterator[None]:
-    """Turn an exception of the user's code into an error with `argument`, what was `expected`, and the code's name."""
+    """Turn an exception of the user's code into an error with `argument`, what was `expected`, and
+    the code's name.
+    """
     try:
         yield
     except LockstepError:
@@ -72,7 +77,12 @@ def load_data(options: TrainOptions) -> tuple[Any, Any]:
         DataError: for missing or invalid files.
     """
     if options.text_file is not None:
-        return text(options.text_file, int(options.context or 0), options.tokenizer, data_dir=options.data_dir)
+        return text(
+            options.text_file,
+            int(options.context or 0),
+            options.tokenizer,
+            data_dir=options.data_dir,
+        )
     with _running("data", "a module that can be imported", options.data):
         factory = DATA.load(options.data)
     result = _call(factory, options)
@@ -90,11 +100,15 @@ _FORM = "a factory that returns (train, test), or train alone, each with len() a
 
 def _call(factory: Any, options: TrainOptions) -> Any:
     if not callable(factory):
-        raise ConfigError("data", _FORM, found=f"{options.data}, which is of type {type(factory).__name__}")
+        raise ConfigError(
+            "data", _FORM, found=f"{options.data}, which is of type {type(factory).__name__}"
+        )
     with _running("data", "a factory that can be called without arguments", options.data):
         accepts = "data_dir" in inspect.signature(factory).parameters
         if options.data_dir is not None and not accepts:
-            raise ConfigError("data_dir", f"nothing, as {options.data} reads no files", options.data_dir)
+            raise ConfigError(
+                "data_dir", f"nothing, as {options.data} reads no files", options.data_dir
+            )
         return factory(data_dir=options.data_dir) if accepts else factory()
 
 
@@ -104,7 +118,9 @@ def _check_set(dataset: Any, name: str) -> None:
         raise ConfigError("data", _FORM, found=f"one of type {type(dataset).__name__} from {name}")
     with _running("data", "data sets with len() and indexing", name):
         if len(dataset) == 0:
-            raise ConfigError("data", "at least one sample in each data set", found=f"{name}, with an empty one")
+            raise ConfigError(
+                "data", "at least one sample in each data set", found=f"{name}, with an empty one"
+            )
         sample = dataset[0]
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             got = f"one of type {type(sample).__name__} in a {type(dataset).__name__}"
@@ -112,7 +128,9 @@ def _check_set(dataset: Any, name: str) -> None:
         inputs, labels = _samples(dataset, 1)
         if not isinstance(inputs, torch.Tensor) or not isinstance(labels, torch.Tensor):
             got = f"a batch of {type(inputs).__name__} and {type(labels).__name__}"
-            raise ConfigError("data", "inputs and labels that are tensors, arrays or numbers", found=got)
+            raise ConfigError(
+                "data", "inputs and labels that are tensors, arrays or numbers", found=got
+            )
 
 
 def _samples(dataset: Any, count: int) -> Any:
@@ -145,7 +163,8 @@ def build_model(options: TrainOptions, dataset: Any) -> nn.Module:
     """Build the model that the options name, on the CPU, and try it with two samples of `dataset`.
 
     Raises:
-        ConfigError: for an unknown name, a factory or model that fails, or an output that does not fit the labels.
+        ConfigError: for an unknown name, a factory or model that fails, or an output that does not
+            fit the labels.
     """
     with _running("data", "a data set with known classes and shape", options.data):
         vocabulary = _vocabulary(dataset)
@@ -169,7 +188,9 @@ def build_model(options: TrainOptions, dataset: Any) -> nn.Module:
 
 
 def _vocabulary(dataset: Any) -> int | None:
-    """Return the number of different tokens of a data set of text, which says it; None for other data."""
+    """Return the number of different tokens of a data set of text, which says it; None for other
+    data.
+    """
     found = getattr(dataset, "vocabulary", None)
     return found if isinstance(found, int) else None
 
@@ -200,18 +221,26 @@ def _try_language_model(model: nn.Module, samples: Any, vocabulary: int, name: s
 @torch.no_grad()
 def _try_model(model: nn.Module, samples: Any, classes: int | None, name: str) -> None:
     inputs, labels = samples
-    with evaluating(model), _running("model", f"a model for inputs of shape {list(inputs.shape)}", name):
+    with (
+        evaluating(model),
+        _running("model", f"a model for inputs of shape {list(inputs.shape)}", name),
+    ):
         output = model(inputs)
     if classes is not None and isinstance(output, torch.Tensor) and output.shape[1:2] < (classes,):
         got = f"an output of shape {list(output.shape)}"
-        raise ConfigError("model", f"an output for each of the {classes} classes of the data", found=got)
+        raise ConfigError(
+            "model", f"an output for each of the {classes} classes of the data", found=got
+        )
     loss_fn = nn.CrossEntropyLoss()
     check_fit(loss_fn, output, labels)
-    with _running("model", f"an output that cross-entropy takes with labels of {labels.dtype}", name):
+    with _running(
+        "model", f"an output that cross-entropy takes with labels of {labels.dtype}", name
+    ):
         loss_fn(output, labels)
 
 
-# --- Files of the run directory ---------------------------------------------------------------------------------------
+# --- Files of the run directory
+# ---------------------------------------------------------------------------------------
 
 
 class RunDirectory(Callback):
@@ -235,12 +264,16 @@ class RunDirectory(Callback):
             atomic_files.write_text(self._run_dir / _CONFIG, text + "\n")
         except OSError as error:
             raise ConfigError(
-                "run_dir", "a folder that can be written", found=f"{self._run_dir} ({error.strerror})"
+                "run_dir",
+                "a folder that can be written",
+                found=f"{self._run_dir} ({error.strerror})",
             ) from None
 
     @contextmanager
     def removed_on_failure(self, trainer: Trainer) -> Iterator[None]:
-        """Remove the directories that were created for a run if it fails without other files than its configuration."""
+        """Remove the directories that were created for a run if it fails without other files than
+        its configuration.
+        """
         try:
             yield
         except BaseException:
@@ -255,12 +288,16 @@ class RunDirectory(Callback):
     def _has_results(self) -> bool:
         """Return whether the run directory has any file except the configuration."""
         try:
-            return any(path != self._run_dir / _CONFIG and not path.is_dir() for path in self._run_dir.rglob("*"))
+            return any(
+                path != self._run_dir / _CONFIG and not path.is_dir()
+                for path in self._run_dir.rglob("*")
+            )
         except OSError:
             return True
 
     def write_results(self, trainer: Trainer) -> dict[str, Any]:
-        """Write the trained weights and `result.json`, and return the contents of the latter; called by every worker.
+        """Write the trained weights and `result.json`, and return the contents of the latter;
+        called by every worker.
 
         Raises:
             LockstepError: on every worker, if they cannot be written.
@@ -274,7 +311,9 @@ class RunDirectory(Callback):
                 save_weights(weights, run_dir / "model.safetensors")
                 atomic_files.write_json(run_dir / "result.json", result)
             except OSError as error:
-                failed = LockstepError(f"{run_dir}: the results could not be written: {error.strerror or error}")
+                failed = LockstepError(
+                    f"{run_dir}: the results could not be written: {error.strerror or error}"
+                )
                 failed.exit_code = OUTPUT_FAILED
                 raise failed from None
 
@@ -290,7 +329,9 @@ _SPEEDS = ("samples_per_second", "tokens_per_second")
 
 def _results(trainer: Trainer, epochs_before: int) -> dict[str, Any]:
     strategy = trainer.step.strategy
-    names_by_rank = trainer.comm.allgather_object([_device_name(device) for device in strategy.devices])
+    names_by_rank = trainer.comm.allgather_object(
+        [_device_name(device) for device in strategy.devices]
+    )
     strategy.sync_buffers()
     history = trainer.history
     last = history[-1]
@@ -303,7 +344,9 @@ def _results(trainer: Trainer, epochs_before: int) -> dict[str, Any]:
         "train_loss": last["train_loss"],
         "epochs": trainer.position.epoch,
         "seconds_per_epoch": statistics.median(row["seconds"] for row in recent),
-        **{name: statistics.median(row[name] for row in recent) for name in _SPEEDS if name in last},
+        **{
+            name: statistics.median(row[name] for row in recent) for name in _SPEEDS if name in last
+        },
         "workers": trainer.comm.size,
         "devices": [name for names in names_by_rank for name in names],
         "global_batch_size": trainer.global_batch_size,
@@ -316,15 +359,16 @@ def _device_name(device: torch.device) -> str:
     return devices.name_of(device)
 
 
-# --- The training run -------------------------------------------------------------------------------------------------
+# --- The training run
+# -------------------------------------------------------------------------------------------------
 
 
 def run(options: TrainOptions) -> dict[str, Any]:
     """Run a training with `options`; called by every worker of the job.
 
     Args:
-        options: checked options; `run_dir` is the run directory, created after all other checks, and `resume` a
-            checkpoint or a run directory to resume from, or None.
+        options: checked options; `run_dir` is the run directory, created after all other checks,
+            and `resume` a checkpoint or a run directory to resume from, or None.
 
     Returns:
         The contents of `result.json`.
@@ -343,7 +387,11 @@ def run(options: TrainOptions) -> dict[str, Any]:
     trainer.directory.numbers = False  # the command has chosen the directory
     with directory.removed_on_failure(trainer), ExitStack() as stack:
         loader = stack.enter_context(closing(trainer.loader(train)))
-        held_out = None if test is None else stack.enter_context(closing(trainer.loader(test, shuffle=False)))
+        held_out = (
+            None
+            if test is None
+            else stack.enter_context(closing(trainer.loader(test, shuffle=False)))
+        )
         try:
             trainer.fit(loader, options.epochs, validate=held_out, resume=options.resume)
         except InterruptedRunError:
@@ -364,7 +412,9 @@ def _device(options: TrainOptions) -> str:
         return options.device
     kind = as_devices(listed)[0].type
     if options.device not in ("auto", kind):
-        raise ConfigError("devices", f"{options.device} as the first device, as in device", options.devices)
+        raise ConfigError(
+            "devices", f"{options.device} as the first device, as in device", options.devices
+        )
     return kind
 
 
@@ -410,7 +460,9 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
 
 
 def make_optimizer(model: nn.Module, options: TrainOptions) -> Optimizer:
-    """Create the optimizer that the options name, with the learning rate scaled to the global batch size."""
+    """Create the optimizer that the options name, with the learning rate scaled to the global batch
+    size.
+    """
     lr = scaled_lr(options.lr, options.global_batch_size, options.base_batch_size)
     groups = _param_groups(model, options)
     if not groups:
@@ -419,36 +471,55 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> Optimizer:
         by_momentum = SGD if options.optimizer == "sgd" else LARS
         return by_momentum(groups, lr, momentum=options.momentum, weight_decay=options.weight_decay)
     kind: Any = {"adam": Adam, "adamw": AdamW, "lamb": LAMB}[options.optimizer]
-    made: Optimizer = kind(groups, lr, betas=(options.beta1, options.beta2), weight_decay=options.weight_decay)
+    made: Optimizer = kind(
+        groups, lr, betas=(options.beta1, options.beta2), weight_decay=options.weight_decay
+    )
     return made
 
 
 def _param_groups(model: nn.Module, options: TrainOptions) -> list[dict[str, Any]]:
-    """Return the parameter groups that `param_groups` describes; a parameter belongs to the first pattern it matches.
+    """Return the parameter groups that `param_groups` describes; a parameter belongs to the first
+    pattern it matches.
 
     Raises:
-        ConfigError: for a hyperparameter that the optimizer does not have, or patterns that match no parameter.
+        ConfigError: for a hyperparameter that the optimizer does not have, or patterns that match
+            no parameter.
     """
-    known = ("lr", "weight_decay", *(("momentum",) if options.optimizer in ("sgd", "lars") else ("eps",)))
+    known = (
+        "lr",
+        "weight_decay",
+        *(("momentum",) if options.optimizer in ("sgd", "lars") else ("eps",)),
+    )
     rest = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups: list[dict[str, Any]] = []
     for patterns, values in parse_param_groups(options.param_groups or ""):
         for name in values:
             arguments.choice("param_groups", name, known)
-        matching = [name for name in rest if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        matching = [
+            name for name in rest if any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]
         if not matching:
             hint = f"The model has {', '.join(rest)}."
-            raise ConfigError("param_groups", "patterns of names of parameters", ",".join(patterns), hint)
+            raise ConfigError(
+                "param_groups", "patterns of names of parameters", ",".join(patterns), hint
+            )
         if "lr" in values:
-            values["lr"] = scaled_lr(values["lr"], options.global_batch_size, options.base_batch_size)
+            values["lr"] = scaled_lr(
+                values["lr"], options.global_batch_size, options.base_batch_size
+            )
         groups.append({"params": [rest.pop(name) for name in matching], **values})
     return [{"params": list(rest.values())}, *groups] if rest else groups
 
 
 def _schedule(options: TrainOptions, samples: int) -> Schedule:
     steps = steps_per_epoch(samples, options.global_batch_size)
-    # With a base batch size the warm-up starts at the unscaled learning rate (Goyal et al. 2017, §2.2).
-    start = min(1.0, options.base_batch_size / options.global_batch_size) if options.base_batch_size else 0.0
+    # With a base batch size the warm-up starts at the unscaled learning rate (Goyal et al. 2017,
+    # §2.2).
+    start = (
+        min(1.0, options.base_batch_size / options.global_batch_size)
+        if options.base_batch_size
+        else 0.0
+    )
     warmup = round(options.warmup_epochs * steps)
     return make_schedule(options.schedule, options.epochs * steps, warmup, start)
 
@@ -469,7 +540,9 @@ _PROMPT = 16
 
 
 def _language_callbacks(options: TrainOptions, train: Any, test: Any) -> list[Callback]:
-    """Create the callbacks for data that are tokens; they come before those that show and write rows."""
+    """Create the callbacks for data that are tokens; they come before those that show and write
+    rows.
+    """
     if _vocabulary(train) is None:
         return []
     chosen: list[Callback] = [TokenColumns(_shape(train)[0])]
@@ -482,5 +555,9 @@ def _samples_of_text(options: TrainOptions, blocks: TextBlocks) -> TextSamples:
     """Return a callback that continues the beginnings of some blocks."""
     count = min(_SAMPLES, len(blocks))
     length = min(_PROMPT, blocks.context)
-    prompts = [blocks[number * len(blocks) // count][0][:length].tolist() for number in range(count)]
-    return TextSamples(prompts, blocks.decode, blocks.context, seed=options.seed, show=not options.quiet)
+    prompts = [
+        blocks[number * len(blocks) // count][0][:length].tolist() for number in range(count)
+    ]
+    return TextSamples(
+        prompts, blocks.decode, blocks.context, seed=options.seed, show=not options.quiet
+    )

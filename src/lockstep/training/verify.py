@@ -1,4 +1,6 @@
-"""Verifies that a training gives the same bits at several numbers of workers: the first divergence and its cause."""
+"""Verifies that a training gives the same bits at several numbers of workers: the first divergence
+and its cause.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from .training_run import load_data, make_trainer
 __all__ = ["Divergence", "Record", "Step", "first_divergence", "likely_cause", "record"]
 
 
-# --- Recording the first steps ----------------------------------------------------------------------------------------
+# --- Recording the first steps
+# ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Step:
     Attributes:
         fingerprint: fingerprint of the model and the optimizer, see `lockstep.fingerprint`.
         loss: the exact loss, as `float.hex` writes it.
-        tensors: the SHA-256 of each parameter, buffer and tensor of the optimizer's state, by name, in order.
+        tensors: the SHA-256 of each parameter, buffer and tensor of the optimizer's state, by name,
+            in order.
     """
 
     fingerprint: str
@@ -58,7 +62,8 @@ class Record:
 
 
 def record(options: TrainOptions, steps: int) -> Record:
-    """Train for `steps` steps under `options`, without writing files, and record each step; called by every worker.
+    """Train for `steps` steps under `options`, without writing files, and record each step; called
+    by every worker.
 
     Raises:
         LockstepError: a subclass, for any problem with options, data or model.
@@ -82,11 +87,15 @@ def record(options: TrainOptions, steps: int) -> Record:
 
 
 def _record_step(trainer: Trainer, loss: float) -> Step:
-    tensors = {name: _digest(tensor) for name, tensor in _named_tensors(trainer.model, trainer.optimizer)}
+    tensors = {
+        name: _digest(tensor) for name, tensor in _named_tensors(trainer.model, trainer.optimizer)
+    }
     return Step(fingerprint(trainer.model, trainer.optimizer), loss.hex(), tensors)
 
 
-def _named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
     parameters = plain_names(dict(model.named_parameters()))
     yield from parameters.items()
     yield from plain_names(dict(model.named_buffers())).items()
@@ -105,10 +114,14 @@ def _determinism_settings(trainer: Trainer) -> dict[str, Any]:
     strategy = trainer.step.strategy
     if isinstance(strategy, Invariant):
         return strategy.determinism.describe()
-    return {"threads": torch.get_num_threads(), "instruction set": torch.backends.cpu.get_cpu_capability()}
+    return {
+        "threads": torch.get_num_threads(),
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
-# --- First divergence of two records ----------------------------------------------------------------------------------
+# --- First divergence of two records
+# ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -118,7 +131,8 @@ class Divergence:
     Attributes:
         step: the number of the step, from 0.
         loss_differs: whether the loss of that step differs; it was computed before the update.
-        tensors: the names of the tensors that differ, in the model's order; the first one is the most telling.
+        tensors: the names of the tensors that differ, in the model's order; the first one is the
+            most telling.
         of: number of all tensors.
     """
 
@@ -131,20 +145,27 @@ class Divergence:
 def first_divergence(one: Record, other: Record) -> Divergence | None:
     """Return the first step after which two records differ in a bit; None if they are equal."""
     for number, (left, right) in enumerate(zip(one.steps, other.steps, strict=True)):
-        names = tuple(name for name in left.tensors if left.tensors[name] != right.tensors.get(name))
+        names = tuple(
+            name for name in left.tensors if left.tensors[name] != right.tensors.get(name)
+        )
         if names or left.loss != right.loss or left.fingerprint != right.fingerprint:
             return Divergence(number, left.loss != right.loss, names, len(left.tensors))
     return None
 
 
-# --- Likely cause of a divergence -------------------------------------------------------------------------------------
+# --- Likely cause of a divergence
+# -------------------------------------------------------------------------------------
 
 _RANDOM_LAYERS = ("Dropout", "DropPath", "StochasticDepth", "RReLU", "GumbelSoftmax")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def likely_cause(
-    one: Record, other: Record, divergence: Divergence, has_virtual_workers: bool, repeated: Divergence | None
+    one: Record,
+    other: Record,
+    divergence: Divergence,
+    has_virtual_workers: bool,
+    repeated: Divergence | None,
 ) -> str:
     """Return one or two sentences on the likely cause of a divergence, and its remedy.
 
@@ -153,31 +174,39 @@ def likely_cause(
         other: the record that differs from it.
         divergence: their first difference.
         has_virtual_workers: whether the training used virtual workers.
-        repeated: the first difference between `one` and a second run with the same number of workers; None if there is
-            none.
+        repeated: the first difference between `one` and a second run with the same number of
+            workers; None if there is none.
     """
     if repeated is not None:
         return _not_repeatable(one, repeated)
     if not has_virtual_workers:
         return (
-            "without virtual workers, a worker computes its whole part in one pass. The size of that part depends on "
-            "the number of workers, kernels choose their order of summation by it, and gradients are added in another "
-            "order. --virtual-workers V fixes these orders."
+            "without virtual workers, a worker computes its whole part in one pass. The size of "
+            "that part depends on the number of workers, kernels choose their order of summation "
+            "by it, and gradients are added in another order. --virtual-workers V fixes these "
+            "orders."
         )
     different = [name for name, value in one.settings.items() if other.settings.get(name) != value]
     if different:
         name = different[0]
-        return f"{name}: {one.settings[name]} against {other.settings.get(name)}. Set it to the same for all runs."
-    if divergence.tensors and divergence.tensors[0].rpartition(".")[2] in _STATISTICS and not divergence.loss_differs:
         return (
-            f"a layer's running statistics ({divergence.tensors[0]}): the model changes them outside the forward pass "
-            "of a shard."
+            f"{name}: {one.settings[name]} against {other.settings.get(name)}. Set it to the same "
+            "for all runs."
+        )
+    if (
+        divergence.tensors
+        and divergence.tensors[0].rpartition(".")[2] in _STATISTICS
+        and not divergence.loss_differs
+    ):
+        return (
+            f"a layer's running statistics ({divergence.tensors[0]}): the model changes them "
+            "outside the forward pass of a shard."
         )
     if divergence.loss_differs:
         return _forward_cause(one)
     return (
-        "the losses are equal and the gradients differ: an operation of the backward pass has no fixed order on "
-        "this device, or a hook uses more than its own shard."
+        "the losses are equal and the gradients differ: an operation of the backward pass has no "
+        "fixed order on this device, or a hook uses more than its own shard."
     )
 
 
@@ -185,9 +214,9 @@ def _not_repeatable(one: Record, repeated: Divergence) -> str:
     where = repeated.tensors[0] if repeated.tensors else "the loss"
     workers = f"{one.workers} worker{'s'[: one.workers != 1]}"
     return (
-        f"not the number of workers: two runs with {workers} diverge too, at step {repeated.step}, in {where}. "
-        "Something draws random numbers that Lockstep does not seed (a separate generator, the time, os.urandom), "
-        "or an operation has no fixed order."
+        f"not the number of workers: two runs with {workers} diverge too, at step "
+        f"{repeated.step}, in {where}. Something draws random numbers that Lockstep does not seed "
+        "(a separate generator, the time, os.urandom), or an operation has no fixed order."
     )
 
 
@@ -195,7 +224,7 @@ def _forward_cause(one: Record) -> str:
     random = [layer for layer in one.layers if layer.startswith(_RANDOM_LAYERS)]
     layers = f" The model has {', '.join(random)}." if random else ""
     return (
-        "the loss differs first, so the forward pass or its data differ: random numbers from generators other than "
-        "torch's, an augmentation that is not keyed by (seed, epoch, sample), or a model that keeps state from one "
-        f"batch to the next.{layers}"
+        "the loss differs first, so the forward pass or its data differ: random numbers from "
+        "generators other than torch's, an augmentation that is not keyed by (seed, epoch, "
+        f"sample), or a model that keeps state from one batch to the next.{layers}"
     )

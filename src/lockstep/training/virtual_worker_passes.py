@@ -1,4 +1,6 @@
-"""The forward and backward passes of a step with virtual workers: separate passes for each of this worker's shards."""
+"""The forward and backward passes of a step with virtual workers: separate passes for each of this
+worker's shards.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from .totals import make_totals
 
 __all__ = ["ShardPasses"]
 
-# Alignment of torch's allocations on the CPU in bytes; libraries choose kernels by the alignment of their inputs.
+# Alignment of torch's allocations on the CPU in bytes; libraries choose kernels by the alignment of
+# their inputs.
 _ALIGN = 64
 
 Parts = list[tuple[Any, int]]
@@ -32,7 +35,9 @@ Parts = list[tuple[Any, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The arguments of one step's passes, see `ShardPasses.run`; `parts` are the shards of the batch."""
+    """The arguments of one step's passes, see `ShardPasses.run`; `parts` are the shards of the
+    batch.
+    """
 
     loss: LossModule
     precision: Precision
@@ -44,7 +49,8 @@ class _Step:
 
 
 class ShardPasses:
-    """Runs the passes of this worker's shards of a global batch, and sums their results over all workers.
+    """Runs the passes of this worker's shards of a global batch, and sums their results over all
+    workers.
 
     Args:
         strategy: the prepared strategy.
@@ -59,7 +65,13 @@ class ShardPasses:
     gives_means = False
 
     def run(
-        self, loss: LossModule, precision: Precision, batch: Batch, step: int, requests: float, marks: torch.Tensor
+        self,
+        loss: LossModule,
+        precision: Precision,
+        batch: Batch,
+        step: int,
+        requests: float,
+        marks: torch.Tensor,
     ) -> torch.Tensor:
         """Run the passes, see `lockstep.training.step.Passes`.
 
@@ -68,7 +80,9 @@ class ShardPasses:
         """
         strategy = self._strategy
         reducer = self._strategy.reducer
-        current = _Step(loss, precision, self.parts(batch), batch.global_size, step, requests, marks)
+        current = _Step(
+            loss, precision, self.parts(batch), batch.global_size, step, requests, marks
+        )
         strategy.begin()
         if strategy.joint_layers:
             self._run_jointly(current)
@@ -102,20 +116,26 @@ class ShardPasses:
             of_buffers = buffers.numbers_of_shard(first=shard == 0, last=last)
             numbers = totals.tensor(step.requests if last else None, part[1], *(of_buffers or ()))
             if of_buffers is None:
-                numbers = torch.cat([numbers, buffers.of_shard(part[1], first=shard == 0, last=last)])
+                numbers = torch.cat(
+                    [numbers, buffers.of_shard(part[1], first=shard == 0, last=last)]
+                )
             reducer.add(numbers)
             if total is not None:
                 step.precision.backward(total, scale)
 
     def _run_jointly(self, step: _Step) -> None:
-        """Run all shards with barriers at the layers that use all shards, and sum their results in order."""
+        """Run all shards with barriers at the layers that use all shards, and sum their results in
+        order.
+        """
         strategy = self._strategy
         comm = self._strategy.comm
         reducer = strategy.reducer
         buffers = strategy.buffers
         trained = strategy.trained()
         self._check_joint(step.precision, step.global_size)
-        shards = [shard for shard, (_, size) in zip(reducer.local_shards, step.parts, strict=True) if size]
+        shards = [
+            shard for shard, (_, size) in zip(reducer.local_shards, step.parts, strict=True) if size
+        ]
 
         def requests_of(shard: int) -> float | None:
             return step.requests if shard == reducer.local_shards[-1] else None
@@ -130,7 +150,9 @@ class ShardPasses:
             numbers = torch.cat([totals.tensor(requests_of(shard), part[1]), of_buffers])
             # In this thread, which waits at the barriers; not into .grad, which all shards share.
             with torch.autograd.set_multithreading_enabled(False):
-                gradients = torch.autograd.grad(total * (1 / step.global_size), trained, allow_unused=True)
+                gradients = torch.autograd.grad(
+                    total * (1 / step.global_size), trained, allow_unused=True
+                )
             return numbers, separate_gradients(trained, gradients)
 
         joint_passes = JointPasses(comm, strategy.virtual_workers, shards)
@@ -138,7 +160,10 @@ class ShardPasses:
         results = run_joint_passes(joint_passes, strategy.joint_layers, bodies, strategy.threads)
         if buffers.others_changed():
             hint = "Leave sync_batchnorm out, or the layer."
-            expected = "no layer but batch norm that changes buffers, with sync_batchnorm and virtual workers"
+            expected = (
+                "no layer but batch norm that changes buffers, with sync_batchnorm and virtual "
+                "workers"
+            )
             raise ConfigError("model", expected, found="another one", hint=hint)
         by_shard = dict(zip(shards, results, strict=True))
         no_buffers = torch.zeros_like(buffers.of_shard(0, first=False, last=False))
@@ -159,11 +184,14 @@ class ShardPasses:
         virtual_workers = self._strategy.virtual_workers
         size = self._strategy.comm.size
         if precision.name == "fp16":
-            raise ConfigError("precision", "fp32 or bf16, with sync_batchnorm and virtual workers", precision.name)
+            raise ConfigError(
+                "precision", "fp32 or bf16, with sync_batchnorm and virtual workers", precision.name
+            )
         if (least := bounds(virtual_workers, size, size - 1)[0] + 1) > global_size:
             hint = "Use fewer workers, or drop_last=True of the Loader."
             expected = (
-                f"at least {least} samples in each batch, one for each worker, with sync_batchnorm and virtual workers"
+                f"at least {least} samples in each batch, one for each worker, with "
+                "sync_batchnorm and virtual workers"
             )
             raise ConfigError("global_batch_size", expected, global_size, hint)
 
@@ -171,7 +199,9 @@ class ShardPasses:
         """Return (data, samples) of each of this worker's shards."""
         reducer = self._strategy.reducer
         comm = self._strategy.comm
-        if batch.virtual_workers != reducer.virtual_workers and (batch.virtual_workers is not None or comm.size > 1):
+        if batch.virtual_workers != reducer.virtual_workers and (
+            batch.virtual_workers is not None or comm.size > 1
+        ):
             hint = "Make the Loader with the same virtual_workers= as the training."
             raise ConfigError(
                 "batch",

@@ -1,4 +1,6 @@
-"""Outputs of the whole global batch on each worker, for losses in which samples are compared with each other."""
+"""Outputs of the whole global batch on each worker, for losses in which samples are compared with
+each other.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +18,42 @@ __all__ = ["whole_batch"]
 
 
 def whole_batch(output: torch.Tensor) -> torch.Tensor:
-    """Return the rows of `output` for all samples of the global batch, in a loop prepared with `lockstep.prepare`.
+    """Return the rows of `output` for all samples of the global batch, in a loop prepared with
+    `lockstep.prepare`.
 
-    A loss that compares the samples of a batch, such as one with in-batch negatives, is computed from them on every
-    worker, and has the value that it has on one worker::
+    A loss that compares the samples of a batch, such as one with in-batch negatives, is computed
+    from them on every worker, and has the value that it has on one worker::
 
         for images, texts in loader:
-            optimizer.zero_grad()
-            left, right = lockstep.whole_batch(image_model(images)), lockstep.whole_batch(text_model(texts))
-            loss = F.cross_entropy(left @ right.T, torch.arange(len(left), device=left.device))
-            loss.backward()
-            optimizer.step(loss=loss)
+            optimizer.zero_grad() left, right = lockstep.whole_batch(image_model(images)),
+            lockstep.whole_batch(text_model(texts)) loss = F.cross_entropy(left @ right.T,
+            torch.arange(len(left), device=left.device)) loss.backward() optimizer.step(loss=loss)
 
-    Gradients go back through it to the worker that has computed the rows. Each worker calls it equally often in each
-    body. It is not for loops with virtual workers, in which a worker computes its shards one after another.
+    Gradients go back through it to the worker that has computed the rows. Each worker calls it
+    equally often in each body. It is not for loops with virtual workers, in which a worker computes
+    its shards one after another.
 
     Args:
-        output: a tensor with one row for each sample of this worker's part of the batch, (n, …). For several views
-            call it for each: ``first, second = output.chunk(2)``.
+        output: a tensor with one row for each sample of this worker's part of the batch, (n, …).
+            For several views call it for each: ``first, second = output.chunk(2)``.
 
     Returns:
         The rows of all workers in the order of the samples in the global batch, (global n, …).
 
     Raises:
-        ConfigError: outside of the body of a loop over a prepared loader or `shards`, with virtual workers, or for
-            another number of rows than there are samples.
+        ConfigError: outside of the body of a loop over a prepared loader or `shards`, with virtual
+            workers, or for another number of rows than there are samples.
     """
     loop = bodies.running()
     if loop is None or loop.parts.current is None:
-        hint = "In an evaluation workers have different numbers of batches: use a metric with lockstep.whole_set."
+        hint = (
+            "In an evaluation workers have different numbers of batches: use a metric with "
+            "lockstep.whole_set."
+        )
         expected = "a call in the body of a loop over a prepared loader or optimizer.shards(batch)"
-        raise ConfigError("whole_batch", expected, found="one outside, or where gradients are disabled", hint=hint)
+        raise ConfigError(
+            "whole_batch", expected, found="one outside, or where gradients are disabled", hint=hint
+        )
     parts = loop.parts
     shard = loop.parts.current
     comm = parts.comm
@@ -55,32 +62,41 @@ def whole_batch(output: torch.Tensor) -> torch.Tensor:
             "virtual_workers",
             "none in a loop that uses the whole batch at once",
             parts.virtual_workers,
-            "A worker computes its shards one after another, so that the outputs of all are never there at once.",
+            "A worker computes its shards one after another, so that the outputs of all are never "
+            "there at once.",
         )
     loop.repeats.do_not_repeat("lockstep.whole_batch()")
     rows = len(output) if output.dim() else 0
     if shard.samples and rows != shard.samples:
         hint = "Call it for each view of the samples: first, second = output.chunk(2)."
-        raise ConfigError("output", f"{shard.samples} rows, one for each sample of this part", rows, hint)
+        raise ConfigError(
+            "output", f"{shard.samples} rows, one for each sample of this part", rows, hint
+        )
     shard.whole_batch = True
     if comm.size == 1:
         return output
     row_counts = (
-        shards.sizes(shard.total, comm.size) if shard.left_out is None else comm.allgather_object(shard.samples)
+        shards.sizes(shard.total, comm.size)
+        if shard.left_out is None
+        else comm.allgather_object(shard.samples)
     )
     gathered: torch.Tensor = _GatherRows.apply(output, row_counts, comm)  # type: ignore[no-untyped-call]
     return gathered
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gathers rows; in the backward pass sums the gradients of all workers' losses, by their weights in the step.
+    """Gathers rows; in the backward pass sums the gradients of all workers' losses, by their
+    weights in the step.
 
-    With weights w and losses L of the workers, the gradient of a step is that of the sum of w·L, and each worker adds
-    w times its own ``.grad``. So its rows get the sum of w·dL/drows over all workers, divided by its own w.
+    With weights w and losses L of the workers, the gradient of a step is that of the sum of w·L,
+    and each worker adds w times its own ``.grad``. So its rows get the sum of w·dL/drows over all
+    workers, divided by its own w.
     """
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, sizes: list[int], comm: Communicator) -> torch.Tensor:
+    def forward(
+        ctx: Any, output: torch.Tensor, sizes: list[int], comm: Communicator
+    ) -> torch.Tensor:
         ctx.sizes = sizes
         ctx.comm = comm
         ctx.shape = output.shape

@@ -1,4 +1,6 @@
-"""Registers Lockstep's backends with torch.distributed, as soon as it is imported, without importing it."""
+"""Registers Lockstep's backends with torch.distributed, as soon as it is imported, without
+importing it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 def register() -> None:
-    """Register "shm" and "mpi4py" for `init_process_group` and `new_group`, now or when torch is imported."""
+    """Register "shm" and "mpi4py" for `init_process_group` and `new_group`, now or when torch is
+    imported.
+    """
     if hasattr(sys.modules.get(_C10D), "Backend"):
         _register_with(sys.modules[_C10D])
     elif not any(isinstance(finder, _ImportHook) for finder in sys.meta_path):
@@ -26,14 +30,17 @@ def register() -> None:
 def _register_with(c10d: ModuleType) -> None:
     if hasattr(c10d, "Backend") and not hasattr(c10d.Backend, "SHM"):
         c10d.Backend.register_backend("shm", _make_shm, extended_api=True, devices=["cpu"])
-        # not "mpi": torch reserves that name for an MPI that it is built with, and never looks for a plug-in
+        # not "mpi": torch reserves that name for an MPI that it is built with, and never looks for
+        # a plug-in
         c10d.Backend.register_backend("mpi4py", _make_mpi, extended_api=True, devices=["cpu"])
         c10d.register_rendezvous_handler("mpi4py", _mpi_rendezvous)
         _replace(c10d, "batch_isend_irecv", _coalescing)
 
 
 def _replace(c10d: ModuleType, name: str, make: Callable[[ModuleType, Any], Any]) -> None:
-    """Replace a function by what `make` returns for it, also where it was imported from `c10d` by its name."""
+    """Replace a function by what `make` returns for it, also where it was imported from `c10d` by
+    its name.
+    """
     old = getattr(c10d, name, None)
     if old is None:
         return
@@ -46,9 +53,9 @@ def _replace(c10d: ModuleType, name: str, make: Callable[[ModuleType, Any], Any]
 def _coalescing(c10d: Any, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return `batch_isend_irecv` for groups that are written in Python as well.
 
-    torch passes messages to the backend as one batch only where the group is of c10d's own class. NCCL runs one
-    message after the other otherwise, so that two ranks that send to each other wait for ever. A group whose method
-    `coalesces(device)` returns True gets them as one batch here.
+    torch passes messages to the backend as one batch only where the group is of c10d's own class.
+    NCCL runs one message after the other otherwise, so that two ranks that send to each other wait
+    for ever. A group whose method `coalesces(device)` returns True gets them as one batch here.
     """
 
     @functools.wraps(original)
@@ -87,9 +94,11 @@ def _mpi_rendezvous(url: str, **options: Any) -> Any:
 
 
 class _ImportHook(MetaPathFinder):
-    """Lets other finders find `torch.distributed`, and registers the backends once it has been imported.
+    """Lets other finders find `torch.distributed`, and registers the backends once it has been
+    imported.
 
-    `import lockstep` must not import torch: `lockstep --help` is there long before torch would be imported.
+    `import lockstep` must not import torch: `lockstep --help` is there long before torch would be
+    imported.
     """
 
     def find_spec(

@@ -1,4 +1,6 @@
-"""Creates the group of the backend "shm": shared memory on one host, or hierarchical where ranks span hosts."""
+"""Creates the group of the backend "shm": shared memory on one host, or hierarchical where ranks
+span hosts.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -24,30 +26,36 @@ from .shm.segment import Layout, default_size, plan
 __all__ = ["ShmOptions", "make_shm_group"]
 
 
-# --- Options ----------------------------------------------------------------------------------------------------------
+# --- Options
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ShmOptions:
-    """Options of one group, for ``init_process_group("shm", pg_options=ShmOptions(...))`` and `new_group`.
+    """Options of one group, for ``init_process_group("shm", pg_options=ShmOptions(...))`` and
+    `new_group`.
 
     Attributes:
-        size: the most bytes of shared memory that the group takes on a host; None for LOCKSTEP_SHM_SIZE, or else
-            64 MiB, or 4 MiB per rank if that is more. Pages that are never written take no memory.
+        size: the most bytes of shared memory that the group takes on a host; None for
+            LOCKSTEP_SHM_SIZE, or else 64 MiB, or 4 MiB per rank if that is more. Pages that are
+            never written take no memory.
     """
 
     size: int | None = None
 
 
-# --- Creation ---------------------------------------------------------------------------------------------------------
+# --- Creation
+# --------------------------------------------------------------------------------------------------
 
-# A group on several hosts of up to so many ranks connects every pair when it is made. A larger one connects pairs on
-# demand, as the sockets, and the requests to the store for them, grow with the square of the number of ranks.
+# A group on several hosts of up to so many ranks connects every pair when it is made. A larger one
+# connects pairs on demand, as the sockets, and the requests to the store for them, grow with the
+# square of the number of ranks.
 MAX_FULL_MESH = 64
 
 
 def make_shm_group(given: Any, options: Any) -> dist.ProcessGroup:
-    """Return the process group for what c10d hands to an extended backend, and for the user's options.
+    """Return the process group for what c10d hands to an extended backend, and for the user's
+    options.
 
     Raises:
         ConfigError: for options of another backend, or too small a size.
@@ -55,7 +63,11 @@ def make_shm_group(given: Any, options: Any) -> dist.ProcessGroup:
         StallError: when some ranks do not call it in time.
     """
     shm_options = options if isinstance(options, ShmOptions) else ShmOptions()
-    options_of_device = None if shm_options is options else device_options(options, "lockstep.transports.ShmOptions")
+    options_of_device = (
+        None
+        if shm_options is options
+        else device_options(options, "lockstep.transports.ShmOptions")
+    )
     group = _make(given, shm_options.size)
     group.device_options = options_of_device
     return group
@@ -66,14 +78,19 @@ def _make(given: Any, size: int | None) -> TransportGroup:
         size = environment.shm_size() or None
     else:
         size = arguments.whole("ShmOptions size", size, expected="a number of bytes")
-    # a store may outlive the groups that were made with it, and c10d gives a group that is made again the same name
+    # a store may outlive the groups that were made with it, and c10d gives a group that is made
+    # again the same name
     given.store = PrefixStore(str(given.store.add(f"round/{given.group_rank}", 1)), given.store)
     hosts = find_hosts(given.store, given.group_rank, given.group_size, size)
     own = next(i for i, host in enumerate(hosts) if given.group_rank in host.ranks)
-    layouts = [_layout_of(host) for host in hosts]  # of all hosts, so that all ranks refuse what one refuses
+    layouts = [
+        _layout_of(host) for host in hosts
+    ]  # of all hosts, so that all ranks refuse what one refuses
     ranks = hosts[own].ranks
     store = PrefixStore(f"on-host/{own}", given.store)
-    context = ShmContext(store, ranks.index(given.group_rank), layouts[own], given.timeout.total_seconds(), ranks)
+    context = ShmContext(
+        store, ranks.index(given.group_rank), layouts[own], given.timeout.total_seconds(), ranks
+    )
     if len(hosts) == 1:
         return ShmGroup(context, given.store)
     return _make_hierarchical(given, context, [list(host.ranks) for host in hosts], own)
@@ -84,11 +101,17 @@ def _layout_of(host: Host) -> Layout:
     return plan(count, default_size(count) if host.size is None else host.size)
 
 
-def _make_hierarchical(given: Any, context: ShmContext, hosts: list[list[int]], own: int) -> TransportGroup:
+def _make_hierarchical(
+    given: Any, context: ShmContext, hosts: list[list[int]], own: int
+) -> TransportGroup:
     leaders = None
     if context.rank == 0:
-        leaders = Leaders(GlooConnection(PrefixStore("leaders", given.store), own, len(hosts), given.timeout))
+        leaders = Leaders(
+            GlooConnection(PrefixStore("leaders", given.store), own, len(hosts), given.timeout)
+        )
     rank_and_size = given.group_rank, given.group_size
     lazy = given.group_size > MAX_FULL_MESH
-    everyone = GlooConnection(PrefixStore("gloo", given.store), *rank_and_size, given.timeout, lazy=lazy)
+    everyone = GlooConnection(
+        PrefixStore("gloo", given.store), *rank_and_size, given.timeout, lazy=lazy
+    )
     return HierarchicalGroup(context, given.store, leaders, everyone, hosts)

@@ -1,4 +1,6 @@
-"""Groups such as "cpu:shm,cuda:nccl": calls with tensors on another device go to the backend for that device."""
+"""Groups such as "cpu:shm,cuda:nccl": calls with tensors on another device go to the backend for
+that device.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -22,7 +24,17 @@ Group = TypeVar("Group", bound=type[dist.ProcessGroup])
 
 # c10d's names for the operations of a group; some have two, as torch renamed them
 OPERATIONS = (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "send", "recv", "recv_anysource"),
+    *(
+        "allreduce",
+        "allreduce_coalesced",
+        "reduce",
+        "broadcast",
+        "gather",
+        "scatter",
+        "send",
+        "recv",
+        "recv_anysource",
+    ),
     *("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"),
     *("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
     *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
@@ -32,10 +44,12 @@ OPERATIONS = (
 
 
 def dispatch_by_device(group: Group) -> Group:
-    """Make the methods of `group`, a class for the CPU, pass calls with tensors on another device to its backend.
+    """Make the methods of `group`, a class for the CPU, pass calls with tensors on another device
+    to its backend.
 
-    torch.distributed does not use its own table of backends for a group that is written in Python, so the group keeps
-    one: a backend is made for its first tensor, which is at the same call on every rank.
+    torch.distributed does not use its own table of backends for a group that is written in Python,
+    so the group keeps one: a backend is made for its first tensor, which is at the same call on
+    every rank.
     """
     for name in OPERATIONS:
         setattr(group, name, _or_device_backend(name, getattr(group, name)))
@@ -82,29 +96,39 @@ def _at_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., A
 
 
 def _known_backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
-    """Return the backend for `device`; None where there is none, or it has not been made and `device` has no index.
+    """Return the backend for `device`; None where there is none, or it has not been made and
+    `device` has no index.
 
-    A call that asks for a type of device, without an index, may be about to destroy the group; none is made for that.
+    A call that asks for a type of device, without an index, may be about to destroy the group; none
+    is made for that.
     """
     made: dict[str, dist.ProcessGroup] = group.__dict__.get("_device_backends", {})
-    known = device.type in made or (device.index is not None and _name_of_backend(group, device) is not None)
+    known = device.type in made or (
+        device.index is not None and _name_of_backend(group, device) is not None
+    )
     return _backend(group, device) if known else None
 
 
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether messages on `device` that are to run concurrently have to be passed to the group as one batch."""
+    """Return whether messages on `device` that are to run concurrently have to be passed to the
+    group as one batch.
+    """
     if device.type == "cpu":
         return bool(group.supports_coalescing)
     return bool(getattr(_inner(_backend(group, device), device), "supports_coalescing", False))
 
 
 def _inner(backend: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend inside a group made by `backend_as_group`; a group written in Python is its own backend."""
+    """Return the backend inside a group made by `backend_as_group`; a group written in Python is
+    its own backend.
+    """
     return backend._get_backend(device) if type(backend) is dist.ProcessGroup else backend
 
 
 def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return the name of the backend for `device` that the group was made with, if it is not the group's own."""
+    """Return the name of the backend for `device` that the group was made with, if it is not the
+    group's own.
+    """
     try:
         config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
     except (RuntimeError, ValueError, TypeError):  # not among c10d's groups yet, or no longer
@@ -130,7 +154,8 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
 
 
 def device_options(options: Any, own: str) -> Any:
-    """Return a group's `pg_options` if they are those of the backend for another device, and not its `own`.
+    """Return a group's `pg_options` if they are those of the backend for another device, and not
+    its `own`.
 
     Raises:
         ConfigError: they are of no backend that takes options.
@@ -138,7 +163,11 @@ def device_options(options: Any, own: str) -> Any:
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     if options is None or (nccl is not None and isinstance(options, nccl.Options)):
         return options
-    raise ConfigError("pg_options", f"{own}, or those of NCCL for the GPUs beside it", found=type(options).__name__)
+    raise ConfigError(
+        "pg_options",
+        f"{own}, or those of NCCL for the GPUs beside it",
+        found=type(options).__name__,
+    )
 
 
 def _make(group: Any, name: str, device: torch.device) -> dist.ProcessGroup:
@@ -158,5 +187,7 @@ def _make(group: Any, name: str, device: torch.device) -> dist.ProcessGroup:
     elif plugin is not None and not plugin.extended_api:
         backend = plugin.creator_fn(store, *rank_and_size, group.timeout)
     else:
-        raise ConfigError("backend", "nccl, gloo or a plain plug-in beside the one for the CPU", name)
+        raise ConfigError(
+            "backend", "nccl, gloo or a plain plug-in beside the one for the CPU", name
+        )
     return backend_as_group(backend, store, device.type)

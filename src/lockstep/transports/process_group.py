@@ -1,6 +1,9 @@
-"""The process group of every transport: c10d's method table, checks of arguments, and `Work`, over a few operations."""
+"""The process group of every transport: c10d's method table, checks of arguments, and `Work`, over
+a few operations.
+"""
 
-# torch's stubs lack some of the names of torch.distributed, and give its methods other signatures than their calls
+# torch's stubs lack some of the names of torch.distributed, and give its methods other signatures
+# than their calls
 # mypy: disable-error-code="attr-defined,override,misc,assignment,call-arg,arg-type"
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ class TransportContext(Protocol):
     timeout: float
 
     def run(
-        self, what: str, steps: Steps, asynchronous: bool, timeout: float | None, result: list[torch.Tensor]
+        self,
+        what: str,
+        steps: Steps,
+        asynchronous: bool,
+        timeout: float | None,
+        result: list[torch.Tensor],
     ) -> CPUWork:
         """Run a collective, synchronously or in the background."""
 
@@ -55,13 +63,14 @@ class TransportContext(Protocol):
 class TransportGroup(dist.ProcessGroup):
     """A process group for tensors on the CPU.
 
-    The public methods are those that `torch.distributed` calls, with its own arguments. All raise ConfigError for
-    arguments that cannot be right, before anything is sent, and RankLostError, StallError or TransportError when an
-    operation fails.
+    The public methods are those that `torch.distributed` calls, with its own arguments. All raise
+    ConfigError for arguments that cannot be right, before anything is sent, and RankLostError,
+    StallError or TransportError when an operation fails.
 
-    A transport is a subclass that defines the operations: `_reduction` prepares a reduce operation for a dtype, and
-    `_all_reduce_steps` and its kin return one collective of one tensor as steps. A transport with a faster path for
-    synchronous collectives of plain tensors sets `_is_native` and defines `_try_native`.
+    A transport is a subclass that defines the operations: `_reduction` prepares a reduce operation
+    for a dtype, and `_all_reduce_steps` and its kin return one collective of one tensor as steps. A
+    transport with a faster path for synchronous collectives of plain tensors sets `_is_native` and
+    defines `_try_native`.
 
     Args:
         rank: this rank.
@@ -71,10 +80,14 @@ class TransportGroup(dist.ProcessGroup):
     """
 
     backend = "shm"
-    carries_any_dtype = False  # whether collectives without reduction work for every dtype of plain numbers
+    carries_any_dtype = (
+        False  # whether collectives without reduction work for every dtype of plain numbers
+    )
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
     is_on_one_host = False  # whether all ranks are known to be on this host
-    device_options: Any = None  # the user's options for the backend of another device, see `dispatch_by_device`
+    device_options: Any = (
+        None  # the user's options for the backend of another device, see `dispatch_by_device`
+    )
     _is_native = False
     _name = _description = ""
     _batch: list[CPUWork] | None = None
@@ -86,10 +99,13 @@ class TransportGroup(dist.ProcessGroup):
         self._context = context
         self.store = store
 
-    # --- What a transport defines -------------------------------------------------------------------------------------
+    # --- What a transport defines
+    # -------------------------------------------------------------------------------------
 
     def _reduction(self, op: Any, dtype: torch.dtype) -> Any:
-        """Return `op` (c10d's ReduceOp) for `dtype` in the form that the steps below take, or raise ConfigError."""
+        """Return `op` (c10d's ReduceOp) for `dtype` in the form that the steps below take, or raise
+        ConfigError.
+        """
         raise NotImplementedError
 
     def _all_reduce_steps(self, tensor: torch.Tensor, reduction: Any) -> Steps:
@@ -135,7 +151,8 @@ class TransportGroup(dist.ProcessGroup):
     def _try_native(
         self, kind: str, opts: Any, inputs: Tensors, outputs: Tensors, root: int = 0, op: Any = None
     ) -> CPUWork | None:
-        """Run a synchronous collective at once; None where that is not possible. Called only with `_is_native`.
+        """Run a synchronous collective at once; None where that is not possible. Called only with
+        `_is_native`.
 
         Args:
             kind: the collective, such as "all_reduce".
@@ -147,10 +164,13 @@ class TransportGroup(dist.ProcessGroup):
         """
         raise NotImplementedError
 
-    # --- Reductions ---------------------------------------------------------------------------------------------------
+    # --- Reductions
+    # ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> CPUWork | dist.Work:
-        """Reduce each tensor over all ranks, in place; also sparse ones, and half types in float32."""
+        """Reduce each tensor over all ranks, in place; also sparse ones, and half types in
+        float32.
+        """
         opts = opts or dist.AllreduceOptions()
         op = opts.reduceOp
         first = tensors[0]
@@ -163,19 +183,29 @@ class TransportGroup(dist.ProcessGroup):
         if first.layout is not torch.strided:
             return self._sparse_allreduce(tensors, opts)
         reductions = [self._reduction(op, tensor.dtype) for tensor in tensors]
-        steps = [self._all_reduce_steps(*each) for each in zip(dense(tensors), reductions, strict=True)]
+        steps = [
+            self._all_reduce_steps(*each) for each in zip(dense(tensors), reductions, strict=True)
+        ]
         return self._run("all_reduce", steps, opts, tensors)
 
     allreduce_coalesced = allreduce
 
     def allreduce_unwatched(self, tensors: Tensors, opts: Any) -> CPUWork:
-        """Do the same as `allreduce` of tensors on the CPU, for a call that is not the program's own."""
+        """Do the same as `allreduce` of tensors on the CPU, for a call that is not the program's
+        own.
+        """
         reductions = [self._reduction(opts.reduceOp, tensor.dtype) for tensor in tensors]
-        steps = chain(self._all_reduce_steps(*each) for each in zip(tensors, reductions, strict=True))
+        steps = chain(
+            self._all_reduce_steps(*each) for each in zip(tensors, reductions, strict=True)
+        )
         return self._context.run("all_reduce", steps, opts.asyncOp, None, list(tensors))
 
-    def allreduce_beside(self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]) -> Callable[[Any], Any]:
-        """Start an all-reduce before the call that comes next, see `GroupProxy.allreduce_beside`."""
+    def allreduce_beside(
+        self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]
+    ) -> Callable[[Any], Any]:
+        """Start an all-reduce before the call that comes next, see
+        `GroupProxy.allreduce_beside`.
+        """
         work = self.allreduce_unwatched([tensor], opts)
         return lambda _: work
 
@@ -194,10 +224,14 @@ class TransportGroup(dist.ProcessGroup):
             if done is not None:
                 return done
         reductions = [self._reduction(op, tensor.dtype) for tensor in tensors]
-        steps = [self._reduce_steps(t, root, r) for t, r in zip(dense(tensors), reductions, strict=True)]
+        steps = [
+            self._reduce_steps(t, root, r) for t, r in zip(dense(tensors), reductions, strict=True)
+        ]
         return self._run("reduce", steps, opts, tensors)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> CPUWork:
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None
+    ) -> CPUWork:
         """Reduce `inputs[t][i]` over all ranks into `outputs[t]` of rank i."""
         opts = opts or dist.ReduceScatterOptions()
         op = opts.reduceOp
@@ -213,7 +247,9 @@ class TransportGroup(dist.ProcessGroup):
             steps.append(self._reduce_scatter_steps(output, dense(parts), reduction))
         return self._run("reduce_scatter", steps, opts, outputs)
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> CPUWork:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> CPUWork:
         """Reduce `tensor` over all ranks; each gets its part of it in `output`."""
         if self._is_native and opts is not None and self._consists_of(tensor, output):
             done = self._try_native("reduce_scatter", opts, (tensor,), (output,), op=opts.reduceOp)
@@ -223,13 +259,18 @@ class TransportGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CPUWork:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> CPUWork:
         """Do `reduce_scatter_single` for several tensors."""
-        return self.reduce_scatter(outputs, [split_per_rank(tensor, self._size, "input") for tensor in inputs], opts)
+        return self.reduce_scatter(
+            outputs, [split_per_rank(tensor, self._size, "input") for tensor in inputs], opts
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # --- Collectives without reduction --------------------------------------------------------------------------------
+    # --- Collectives without reduction
+    # --------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> CPUWork:
         """Copy the root's tensors to every rank."""
@@ -242,7 +283,9 @@ class TransportGroup(dist.ProcessGroup):
         return self._run("broadcast", steps, opts, tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CPUWork:
-        """Copy rank i's `inputs[t]` to every rank's `outputs[t][i]`; sizes may differ between ranks."""
+        """Copy rank i's `inputs[t]` to every rank's `outputs[t][i]`; sizes may differ between
+        ranks.
+        """
         for parts, tensor in zip(outputs, inputs, strict=True):
             self._check_parts("outputs", parts, "input", tensor)
         if self._is_native and len(inputs) == 1:
@@ -253,12 +296,16 @@ class TransportGroup(dist.ProcessGroup):
         steps = [self._all_gather_steps(dense(parts), tensor) for parts, tensor in pairs]
         return self._run("all_gather", steps, opts, [part for parts in outputs for part in parts])
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> CPUWork:
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> CPUWork:
         """Copy rank i's `inputs[t]` to every rank's `outputs[i][t]`."""
         self._check_count("outputs", outputs)
         return self.allgather(list(zip(*outputs, strict=True)), dense(inputs), opts)
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> CPUWork:
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> CPUWork:
         """Copy every rank's `tensor` into its part of `output`."""
         if self._is_native and self._consists_of(output, tensor):
             done = self._try_native("all_gather", opts, (tensor,), (output,))
@@ -268,7 +315,9 @@ class TransportGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CPUWork:
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> CPUWork:
         """Do `all_gather_single` for several tensors."""
         steps = []
         for output, tensor in zip(dense(outputs), dense(inputs), strict=True):
@@ -291,7 +340,9 @@ class TransportGroup(dist.ProcessGroup):
             done = self._try_native("gather", opts, inputs, parts, root)
             if done is not None:
                 return done
-        return self._run("gather", [self._gather_steps(dense(parts), dense(inputs)[0], root)], opts, parts)
+        return self._run(
+            "gather", [self._gather_steps(dense(parts), dense(inputs)[0], root)], opts, parts
+        )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> CPUWork:
         """Copy `inputs[0][i]` of the root to rank i's tensor."""
@@ -304,7 +355,9 @@ class TransportGroup(dist.ProcessGroup):
             done = self._try_native("scatter", opts, parts, outputs, root)
             if done is not None:
                 return done
-        return self._run("scatter", [self._scatter_steps(dense(outputs)[0], dense(parts), root)], opts, outputs)
+        return self._run(
+            "scatter", [self._scatter_steps(dense(outputs)[0], dense(parts), root)], opts, outputs
+        )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CPUWork:
         """Copy rank i's `inputs[j]` to rank j's `outputs[i]`; sizes may differ everywhere."""
@@ -315,7 +368,9 @@ class TransportGroup(dist.ProcessGroup):
             done = self._try_native("all_to_all", opts, inputs, outputs)
             if done is not None:
                 return done
-        return self._run("all_to_all", [self._all_to_all_steps(dense(outputs), dense(inputs))], opts, outputs)
+        return self._run(
+            "all_to_all", [self._all_to_all_steps(dense(outputs), dense(inputs))], opts, outputs
+        )
 
     def all_to_all_single(
         self,
@@ -325,8 +380,15 @@ class TransportGroup(dist.ProcessGroup):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> CPUWork:
-        """Do `alltoall` with the parts of two tensors, split along the first dimension, evenly without splits."""
-        if self._is_native and not output_splits and not input_splits and self._has_equal_parts(output, tensor):
+        """Do `alltoall` with the parts of two tensors, split along the first dimension, evenly
+        without splits.
+        """
+        if (
+            self._is_native
+            and not output_splits
+            and not input_splits
+            and self._has_equal_parts(output, tensor)
+        ):
             done = self._try_native("all_to_all", opts, (tensor,), (output,))
             if done is not None:
                 return done
@@ -351,21 +413,29 @@ class TransportGroup(dist.ProcessGroup):
                 return done
         return self._run("barrier", [self._barrier_steps()], opts, [])
 
-    # --- Point to point -----------------------------------------------------------------------------------------------
+    # --- Point to point
+    # ----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> CPUWork | dist.Work:
-        """Send a tensor to `dst`; completed when the tensor may be written to again, received or not."""
-        return self._coalesce(self._context.send(dense(tensors)[0], self._check_peer("dst", dst), tag))
+        """Send a tensor to `dst`; completed when the tensor may be written to again, received or
+        not.
+        """
+        return self._coalesce(
+            self._context.send(dense(tensors)[0], self._check_peer("dst", dst), tag)
+        )
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> CPUWork | dist.Work:
         """Receive the next message from `src` with `tag`."""
-        return self._coalesce(self._context.receive(dense(tensors)[0], self._check_peer("src", src), tag))
+        return self._coalesce(
+            self._context.receive(dense(tensors)[0], self._check_peer("src", src), tag)
+        )
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> CPUWork | dist.Work:
         """Receive the next message with `tag` from any rank."""
         return self._coalesce(self._context.receive(dense(tensors)[0], None, tag))
 
-    # --- The group itself ---------------------------------------------------------------------------------------------
+    # --- The group itself
+    # ---------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name
         """Return the name that `init_process_group` knows."""
@@ -392,9 +462,11 @@ class TransportGroup(dist.ProcessGroup):
         return self.store
 
     def sums_in_rank_order(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether sums over all ranks are ((x0 + x1) + x2) + …, each addition rounded to `dtype`: no.
+        """Return whether sums over all ranks are ((x0 + x1) + x2) + …, each addition rounded to
+        `dtype`: no.
 
-        Only a group that does the additions itself returns True; code that needs one order of additions relies on it.
+        Only a group that does the additions itself returns True; code that needs one order of
+        additions relies on it.
         """
         return False
 
@@ -412,11 +484,15 @@ class TransportGroup(dist.ProcessGroup):
         return timedelta(seconds=self._context.timeout)
 
     def shutdown(self) -> None:
-        """Leave the group; operations that wait for this rank end with an error where the transport can see it."""
+        """Leave the group; operations that wait for this rank end with an error where the transport
+        can see it.
+        """
         self._context.close()
 
     def abort(self) -> None:
-        """Give up the group: waits end with an error, on the other ranks too where the transport can signal it."""
+        """Give up the group: waits end with an error, on the other ranks too where the transport
+        can signal it.
+        """
         self._context.fail("the group has been aborted")
 
     @property
@@ -424,8 +500,9 @@ class TransportGroup(dist.ProcessGroup):
         try:
             config = dist.BackendConfig(dist.Backend(dist.get_backend_config(self)))
         except (RuntimeError, ValueError, TypeError):
-            # Not among c10d's groups, or no longer. Since 2.15 torch attaches its flight recorder to a group that it
-            # makes if that has devices, and looks for their backends, which c10d keeps only for its own class.
+            # Not among c10d's groups, or no longer. Since 2.15 torch attaches its flight recorder
+            # to a group that it makes if that has devices, and looks for their backends, which c10d
+            # keeps only for its own class.
             return []
         kinds = config.get_device_backend_map()
         return [torch.device(kind) for kind in kinds if _is_available(kind)]
@@ -433,7 +510,8 @@ class TransportGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
-    # --- Coalescing ---------------------------------------------------------------------------------------------------
+    # --- Coalescing
+    # ----------------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
         self._batch = []
@@ -450,19 +528,26 @@ class TransportGroup(dist.ProcessGroup):
         return work
 
     def replace_in_batch(self, inner: CPUWork | None, work: CPUWork) -> None:
-        """Put `work` into the batch, if coalescing has started, in the place of `inner`, which it waits for."""
+        """Put `work` into the batch, if coalescing has started, in the place of `inner`, which it
+        waits for.
+        """
         if self._batch is not None:
             self._batch = [each for each in self._batch if each is not inner] + [work]
 
-    # --- Shared by the methods above ----------------------------------------------------------------------------------
+    # --- Shared by the methods above
+    # ----------------------------------------------------------------------------------
 
     def _run(self, what: str, steps: Iterable[Steps], opts: Any, result: Tensors) -> CPUWork:
         asynchronous = True if opts is None else opts.asyncOp
         whole = chain(self._all_steps(steps))
-        return self._coalesce(self._context.run(what, whole, asynchronous, timeout_of(opts), list(result)))
+        return self._coalesce(
+            self._context.run(what, whole, asynchronous, timeout_of(opts), list(result))
+        )
 
     def _all_steps(self, steps: Iterable[Steps]) -> Iterable[Steps]:
-        """Return the steps of an operation, with those of what goes on beside it, if there is anything."""
+        """Return the steps of an operation, with those of what goes on beside it, if there is
+        anything.
+        """
         return steps
 
     def _consists_of(self, whole: torch.Tensor, part: torch.Tensor) -> bool:
@@ -491,14 +576,23 @@ class TransportGroup(dist.ProcessGroup):
             raise ConfigError(argument, f"{self._size} tensors, one for each rank", len(parts))
 
     def _check_parts(
-        self, argument: str, parts: Tensors, other: str, tensor: torch.Tensor, all_equal: bool = False
+        self,
+        argument: str,
+        parts: Tensors,
+        other: str,
+        tensor: torch.Tensor,
+        all_equal: bool = False,
     ) -> None:
-        """Raise ConfigError unless there is a part for each rank, and this rank's (or `all_equal`) is like `tensor`."""
+        """Raise ConfigError unless there is a part for each rank, and this rank's (or `all_equal`)
+        is like `tensor`.
+        """
         self._check_count(argument, parts)
         check_same_dtype([tensor, *parts])
         for part in parts if all_equal else [parts[self._rank]]:
             if part.numel() != tensor.numel():
-                raise ConfigError(argument, f"{tensor.numel()} elements, as in this rank's {other}", part.numel())
+                raise ConfigError(
+                    argument, f"{tensor.numel()} elements, as in this rank's {other}", part.numel()
+                )
 
 
 def _is_available(kind: str) -> bool:

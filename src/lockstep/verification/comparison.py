@@ -1,4 +1,6 @@
-"""What differs first between the steps of one script at two numbers of workers, and the likely cause (pure)."""
+"""What differs first between the steps of one script at two numbers of workers, and the likely
+cause (pure).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ __all__ = [
 ]
 
 
-# --- Records ----------------------------------------------------------------------------------------------------------
+# --- Records
+# --------------------------------------------------------------------------------------------------
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
@@ -41,7 +44,8 @@ class TensorRecord(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """An optimizer and its tensors when its ``step()`` is called; clipping and reduction are done by then.
+    """An optimizer and its tensors when its ``step()`` is called; clipping and reduction are done
+    by then.
 
     Attributes:
         optimizer: the number of the optimizer, in the order of their first steps.
@@ -68,7 +72,8 @@ class RunRecord(msgspec.Struct, frozen=True):
         workers: number of workers of the run.
         steps: of all optimizers, in order.
         layers: the classes of the models' layers.
-        low_precision: whether some pass ran with autocast, or some gradient has a format of 16 bits.
+        low_precision: whether some pass ran with autocast, or some gradient has a format of 16
+            bits.
     """
 
     rank: int
@@ -78,14 +83,16 @@ class RunRecord(msgspec.Struct, frozen=True):
     low_precision: bool = False
 
 
-# --- Comparison -------------------------------------------------------------------------------------------------------
+# --- Comparison
+# --------------------------------------------------------------------------------------------------
 
 _GRADIENT = "gradient"
 _PARAMETER = "parameter"
 _BUFFER = "buffer"
 
-# Rounding in float32 moves the gradient of a first step by some 1e-7 to 1e-5 of its norm (convolutions, normalisation
-# in small batches), and each update about doubles the distance of two runs, at usual learning rates.
+# Rounding in float32 moves the gradient of a first step by some 1e-7 to 1e-5 of its norm
+# (convolutions, normalisation in small batches), and each update about doubles the distance of two
+# runs, at usual learning rates.
 _FIRST_TOLERANCE = 1e-4
 _GROWTH = 3.0
 _LARGEST_TOLERANCE = 0.03
@@ -109,7 +116,8 @@ class Difference:
         kind: "steps", "parameter", "hyperparameter", "gradient" or "buffer".
         name: of the tensor or hyperparameter; "" for steps.
         values: texts of both values, for hyperparameters and steps.
-        distance: the norm of the difference over the norm of the first; NaN where it has no meaning.
+        distance: the norm of the difference over the norm of the first; NaN where it has no
+            meaning.
         ratio: the norm of the second over that of the first.
     """
 
@@ -155,7 +163,9 @@ def compare(one: RunRecord, other: RunRecord) -> Comparison:
 
 
 def diverging_ranks(ranks: Sequence[RunRecord]) -> tuple[int, int, str] | None:
-    """Return (rank, step, parameter) of the first parameter that differs among the workers of one run, if one does."""
+    """Return (rank, step, parameter) of the first parameter that differs among the workers of one
+    run, if one does.
+    """
     for first, *others in zip(*(record.steps for record in ranks), strict=False):
         for record, step in zip(ranks[1:], others, strict=True):
             for name, tensor in first.parameters.items():
@@ -164,8 +174,12 @@ def diverging_ranks(ranks: Sequence[RunRecord]) -> tuple[int, int, str] | None:
     return None
 
 
-def _compare_step(first: StepRecord, second: StepRecord, low_precision: bool) -> tuple[Difference | None, float]:
-    """Return the first difference of a step that rounding does not explain, and the distance of its gradients."""
+def _compare_step(
+    first: StepRecord, second: StepRecord, low_precision: bool
+) -> tuple[Difference | None, float]:
+    """Return the first difference of a step that rounding does not explain, and the distance of its
+    gradients.
+    """
     number = first.step
     optimizer = first.optimizer
     limit = tolerance(first.step, low_precision)
@@ -173,7 +187,9 @@ def _compare_step(first: StepRecord, second: StepRecord, low_precision: bool) ->
     for name, left, right in _pairs(first.parameters, second.parameters) if at_first else ():
         if _distance(left, right) > 1e-6:
             return Difference(0, optimizer, _PARAMETER, name, ("", ""), _distance(left, right)), 0.0
-    for group, (left_group, right_group) in enumerate(zip(first.hyperparameters, second.hyperparameters, strict=False)):
+    for group, (left_group, right_group) in enumerate(
+        zip(first.hyperparameters, second.hyperparameters, strict=False)
+    ):
         for name, value in left_group.items():
             if not _same_value(value, right_group.get(name, "missing")):
                 values = (value, right_group.get(name, "missing"))
@@ -185,20 +201,27 @@ def _compare_step(first: StepRecord, second: StepRecord, low_precision: bool) ->
         return Difference(number, optimizer, _GRADIENT, name, ("", ""), distance, ratio), whole
     for name, left, right in _pairs(first.buffers, second.buffers):
         if _distance(left, right) > max(limit, 1e-3):
-            return Difference(number, optimizer, _BUFFER, name, ("", ""), _distance(left, right)), whole
+            return Difference(
+                number, optimizer, _BUFFER, name, ("", ""), _distance(left, right)
+            ), whole
     return None, whole
 
 
 def _worst_first(
     first: Mapping[str, TensorRecord], second: Mapping[str, TensorRecord], limit: float
 ) -> tuple[str, float, float]:
-    """Return (name, distance, ratio of norms) of the first gradient, in the model's order, that differs by `limit`."""
+    """Return (name, distance, ratio of norms) of the first gradient, in the model's order, that
+    differs by `limit`.
+    """
     total = math.sqrt(sum(tensor.norm**2 for tensor in first.values()))
     for name in first.keys() ^ second.keys():
         return name, math.inf, math.nan
-    distances = {name: (left, right, _gap(left, right)) for name, left, right in _pairs(first, second)}
+    distances = {
+        name: (left, right, _gap(left, right)) for name, left, right in _pairs(first, second)
+    }
     for name, (left, right, gap) in distances.items():
-        # a gradient that is nothing but rounding, such as that of a bias before batch norm, tells nothing
+        # a gradient that is nothing but rounding, such as that of a bias before batch norm, tells
+        # nothing
         if gap > limit * max(left.norm, 0.01 * total):
             return name, gap / (left.norm or 1.0), right.norm / (left.norm or 1.0)
     name, (left, right, gap) = max(distances.items(), key=lambda each: each[1][2])
@@ -222,7 +245,11 @@ def _gap(left: TensorRecord, right: TensorRecord) -> float:
         return 0.0
     if left.numel != right.numel:
         return math.inf
-    squares = sum((a - b) ** 2 for a, b in zip(left.sample, right.sample, strict=True) if not _same_number(a, b))
+    squares = sum(
+        (a - b) ** 2
+        for a, b in zip(left.sample, right.sample, strict=True)
+        if not _same_number(a, b)
+    )
     of_sample = math.sqrt(squares * left.numel / max(len(left.sample), 1))
     of_norm = 0.0 if _same_number(left.norm, right.norm) else abs(left.norm - right.norm)
     largest = max(of_sample, of_norm)
@@ -267,73 +294,98 @@ def _digests(step: StepRecord) -> list[tuple[str, str]]:
     return [(name, tensor.digest) for each in tensors for name, tensor in each.items()]
 
 
-# --- Likely cause -----------------------------------------------------------------------------------------------------
+# --- Likely cause
+# --------------------------------------------------------------------------------------------------
 
-_RANDOM_LAYERS = ("Dropout", "AlphaDropout", "FeatureAlphaDropout", "DropPath", "StochasticDepth", "RReLU")
+_RANDOM_LAYERS = (
+    "Dropout",
+    "AlphaDropout",
+    "FeatureAlphaDropout",
+    "DropPath",
+    "StochasticDepth",
+    "RReLU",
+)
 _NORMS = ("BatchNorm", "SyncBatchNorm")
 
 
-def likely_cause(one: RunRecord, other: RunRecord, found: Difference, repeated: Difference | None) -> str:
+def likely_cause(
+    one: RunRecord, other: RunRecord, found: Difference, repeated: Difference | None
+) -> str:
     """Return one or two sentences on the likely cause of a difference, and its remedy.
 
     Args:
         one: the run with the first number of workers.
         other: that with another one.
         found: their first difference.
-        repeated: the first difference between `one` and a second run with as many workers; None if there is none.
+        repeated: the first difference between `one` and a second run with as many workers; None if
+            there is none.
     """
     if repeated is not None:
         return (
-            "not the number of workers: two runs with the same number differ too. Seed what the script draws "
-            "(torch.manual_seed, numpy.random.seed, random.seed, random_state of scikit-learn) before it is drawn."
+            "not the number of workers: two runs with the same number differ too. Seed what the "
+            "script draws (torch.manual_seed, numpy.random.seed, random.seed, random_state of "
+            "scikit-learn) before it is drawn."
         )
     if found.kind == "steps":
         return (
-            "the runs make different numbers of steps. The batch size is that of each worker, not the global batch, or "
-            "the loop ends by another rule at another number of workers."
+            "the runs make different numbers of steps. The batch size is that of each worker, not "
+            "the global batch, or the loop ends by another rule at another number of workers."
         )
     if found.kind == _PARAMETER:
-        return "the models begin with other weights: seed each rank alike, with torch.manual_seed, before the model."
+        return (
+            "the models begin with other weights: seed each rank alike, with torch.manual_seed, "
+            "before the model."
+        )
     if found.kind == "hyperparameter":
         return (
-            f"{found.name} is changed once for each call on a worker, so its value follows from the number of workers. "
-            "Step schedulers once a global batch: give them to lockstep.prepare or to the Trainer."
+            f"{found.name} is changed once for each call on a worker, so its value follows from "
+            "the number of workers. Step schedulers once a global batch: give them to "
+            "lockstep.prepare or to the Trainer."
         )
     if found.kind == _BUFFER and found.name.endswith("n_averaged"):
         return (
-            "the average is updated once for each call on a worker. Update it once a global batch: give it to "
-            "lockstep.prepare, or use lockstep.callbacks.AveragedWeights with the Trainer."
+            "the average is updated once for each call on a worker. Update it once a global "
+            "batch: give it to lockstep.prepare, or use lockstep.callbacks.AveragedWeights with "
+            "the Trainer."
         )
     if found.kind == _BUFFER:
         return (
-            f"the buffer {found.name} is computed from a worker's own part of the batch. Statistics over the whole "
-            "batch need synchronised batch norm: sync_batchnorm=True of the Trainer, or torch.nn.SyncBatchNorm."
+            f"the buffer {found.name} is computed from a worker's own part of the batch. "
+            "Statistics over the whole batch need synchronised batch norm: sync_batchnorm=True of "
+            "the Trainer, or torch.nn.SyncBatchNorm."
         )
     return _gradient_cause(one, other, found)
 
 
 def _gradient_cause(one: RunRecord, other: RunRecord, found: Difference) -> str:
-    for factor, text in ((other.workers / one.workers, "sum"), (one.workers / other.workers, "mean")):
+    for factor, text in (
+        (other.workers / one.workers, "sum"),
+        (one.workers / other.workers, "mean"),
+    ):
         if factor != 1 and math.isclose(found.ratio, factor, rel_tol=0.02) and found.distance > 0.3:
             return (
-                f"the gradient is {found.ratio:.2g} times as large: a {text} over the workers where there should be "
-                "the mean over the global batch. A loss with reduction='sum' needs its count, and an own loop the "
-                "mean over all workers' samples."
+                f"the gradient is {found.ratio:.2g} times as large: a {text} over the workers "
+                "where there should be the mean over the global batch. A loss with "
+                "reduction='sum' needs its count, and an own loop the mean over all workers' "
+                "samples."
             )
-    random = [layer for layer in one.layers if layer in _RANDOM_LAYERS or layer.startswith("Dropout")]
+    random = [
+        layer for layer in one.layers if layer in _RANDOM_LAYERS or layer.startswith("Dropout")
+    ]
     if random:
         return (
-            f"the model has {', '.join(random)}: each worker draws masks of its own. virtual_workers=V makes them "
-            "independent of the number of workers."
+            f"the model has {', '.join(random)}: each worker draws masks of its own. "
+            "virtual_workers=V makes them independent of the number of workers."
         )
     norms = [layer for layer in one.layers if layer.startswith(_NORMS)]
     if norms and not any(layer.startswith("SyncBatchNorm") for layer in norms):
         return (
-            f"the model has {', '.join(norms)}: its statistics are those of each worker's part of the batch. "
-            "sync_batchnorm=True of the Trainer, or virtual_workers=V, makes them independent of the number of workers."
+            f"the model has {', '.join(norms)}: its statistics are those of each worker's part of "
+            "the batch. sync_batchnorm=True of the Trainer, or virtual_workers=V, makes them "
+            "independent of the number of workers."
         )
     return (
-        "the workers' data or loss: samples that differ among ranks, another global batch at another number of "
-        "workers, a loss over the whole batch (in-batch negatives, a batch F1), or gradients that are changed by hand "
-        "before they are summed."
+        "the workers' data or loss: samples that differ among ranks, another global batch at "
+        "another number of workers, a loss over the whole batch (in-batch negatives, a batch F1), "
+        "or gradients that are changed by hand before they are summed."
     )

@@ -1,4 +1,6 @@
-"""Records the first steps of all optimizers in a process, with hooks of torch that every optimizer calls."""
+"""Records the first steps of all optimizers in a process, with hooks of torch that every optimizer
+calls.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ from .comparison import RunRecord, StepRecord, TensorRecord
 
 __all__ = ["StepRecorder", "StepsRecorded", "record_file"]
 
-_SAMPLE = 512  # elements of a tensor that are kept; their number decides how small a part that differs is still found
+# elements of a tensor that are kept; their number decides how small a part that differs is still
+# found
+_SAMPLE = 512
 _MOST_IGNORED = 3  # times that a script may catch the exception that ends it
 
 
 class StepsRecorded(SystemExit):
-    """All steps are recorded: the script ends, as by `sys.exit`, on every rank before the same step."""
+    """All steps are recorded: the script ends, as by `sys.exit`, on every rank before the same
+    step.
+    """
 
 
 def record_file(folder: Path, rank: int) -> Path:
@@ -36,7 +42,8 @@ def record_file(folder: Path, rank: int) -> Path:
 
 
 class StepRecorder:
-    """Records what each optimizer of this process is about to do, and ends the program after some steps.
+    """Records what each optimizer of this process is about to do, and ends the program after some
+    steps.
 
     Args:
         folder: for the record.
@@ -69,7 +76,9 @@ class StepRecorder:
             undo()
         self._undo = []
         world = environment.find_world()
-        record = RunRecord(world.rank, world.world_size, tuple(self._records), self._layers, self._low_precision)
+        record = RunRecord(
+            world.rank, world.world_size, tuple(self._records), self._layers, self._low_precision
+        )
         record_file(self._folder, world.rank).write_bytes(msgspec.msgpack.encode(record))
 
     def _note_autocast(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,12 +116,20 @@ class StepRecorder:
         models = list(_models())
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         names = _names(models, parameters)
-        self._layers = tuple(sorted({type(layer).__name__ for model in models for layer in model.modules()}))
+        self._layers = tuple(
+            sorted({type(layer).__name__ for model in models for layer in model.modules()})
+        )
         gradients = {names[id(p)]: p.grad for p in parameters if p.grad is not None}
-        self._low_precision = self._low_precision or any(each.dtype.itemsize < 4 for each in gradients.values())
+        self._low_precision = self._low_precision or any(
+            each.dtype.itemsize < 4 for each in gradients.values()
+        )
         own = {id(p) for p in parameters}
         others = [p for model in models for p in model.parameters() if id(p) not in own]
-        buffers = {name: buffer for model in models for name, buffer in _named(models, model.named_buffers(), model)}
+        buffers = {
+            name: buffer
+            for model in models
+            for name, buffer in _named(models, model.named_buffers(), model)
+        }
         buffers |= {names[id(p)]: p for p in others if id(p) in names}
         return StepRecord(
             self._optimizers.index(optimizer),
@@ -128,7 +145,11 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, str]:
     kinds = (bool, int, float, str, tuple, list, type(None))
     values = {name: value.item() if _is_scalar(value) else value for name, value in group.items()}
     left_out = ("params", "param_names")
-    return {name: str(value) for name, value in values.items() if name not in left_out and isinstance(value, kinds)}
+    return {
+        name: str(value)
+        for name, value in values.items()
+        if name not in left_out and isinstance(value, kinds)
+    }
 
 
 def _is_scalar(value: Any) -> bool:
@@ -145,22 +166,29 @@ def _summary(tensor: torch.Tensor) -> TensorRecord:
     digest = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]
     numbers = flat.abs().double() if flat.is_complex() else flat.double()
     stride = max(1, math.ceil(flat.numel() / _SAMPLE))
-    return TensorRecord(digest, flat.numel(), float(numbers.norm()), tuple(numbers[::stride].tolist()))
+    return TensorRecord(
+        digest, flat.numel(), float(numbers.norm()), tuple(numbers[::stride].tolist())
+    )
 
 
-# --- Names of parameters ----------------------------------------------------------------------------------------------
+# --- Names of parameters
+# ----------------------------------------------------------------------------------------------
 
 _WRAPPERS = ("lockstep.", "torch.nn.parallel.", "torch._dynamo.", "accelerate.", "lightning")
 
 
 def _models() -> Iterator[nn.Module]:
-    """Yield the modules of this process that are in no other one, except those of libraries that wrap models."""
+    """Yield the modules of this process that are in no other one, except those of libraries that
+    wrap models.
+    """
     found = [each for each in gc.get_objects() if _is_users_module(each)]
     inner = {id(child) for module in found for child in module.modules() if child is not module}
     seen: set[int] = set()
     for module in found:
         own = {id(p) for p in module.parameters()} | {id(buffer) for buffer in module.buffers()}
-        if id(module) not in inner and own and not own <= seen:  # an average or a copy has tensors of its own
+        if (
+            id(module) not in inner and own and not own <= seen
+        ):  # an average or a copy has tensors of its own
             seen |= own
             yield module
 
@@ -175,7 +203,9 @@ def _is_users_module(value: object) -> bool:
 def _named(
     models: Sequence[nn.Module], tensors: Iterable[tuple[str, torch.Tensor]], model: nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of one of the models; the names begin with its class where there are several models."""
+    """Yield the tensors of one of the models; the names begin with its class where there are
+    several models.
+    """
     prefix = f"{type(model).__name__}: " if len(models) > 1 else ""
     for name, tensor in tensors:
         yield prefix + name, tensor

@@ -1,4 +1,6 @@
-"""Runs a user's script for some steps on a number of workers of this host, and returns the records of its ranks."""
+"""Runs a user's script for some steps on a number of workers of this host, and returns the records
+of its ranks.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ class _RecordedScript(Script):
 def record_run(script: Script, workers: int, steps: int, most_workers: int) -> list[RunRecord]:
     """Run `script` on `workers` processes of this host, and return the record of each rank.
 
-    The script ends before the step after the last recorded one, by an exception that is no Exception. What it prints is
-    shown only if it fails.
+    The script ends before the step after the last recorded one, by an exception that is no
+    Exception. What it prints is shown only if it fails.
 
     Args:
         script: the script.
@@ -54,7 +56,8 @@ def record_run(script: Script, workers: int, steps: int, most_workers: int) -> l
 
     Raises:
         ConfigError: if there is no such script.
-        LockstepError: if the script fails, in one line with the place; its exit code is that of the script.
+        LockstepError: if the script fails, in one line with the place; its exit code is that of the
+            script.
         DataError: if it ends without a step.
     """
     script.check()
@@ -64,7 +67,11 @@ def record_run(script: Script, workers: int, steps: int, most_workers: int) -> l
         recorded = _RecordedScript(script.name, script.arguments, script.is_module, "", name, steps)
         failure = run_quietly(recorded, workers, threads, folder)
         paths = [record_file(folder, rank) for rank in range(workers)]
-        records = [msgspec.msgpack.decode(path.read_bytes(), type=RunRecord) for path in paths if path.exists()]
+        records = [
+            msgspec.msgpack.decode(path.read_bytes(), type=RunRecord)
+            for path in paths
+            if path.exists()
+        ]
         if failure is not None:
             raise in_one_line(script, failure, workers)
         if len(records) < workers or not all(record.steps for record in records):
@@ -76,6 +83,6 @@ def record_run(script: Script, workers: int, steps: int, most_workers: int) -> l
 
 def _no_step(script: Script, folder: Path) -> DataError:
     return DataError(
-        f"{script.name} ended without a step: expected a script that trains, with an optimizer of torch whose step() "
-        f"is called, got {last_line(folder)}"
+        f"{script.name} ended without a step: expected a script that trains, with an optimizer of "
+        f"torch whose step() is called, got {last_line(folder)}"
     )

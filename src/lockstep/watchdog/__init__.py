@@ -1,6 +1,7 @@
 """The watchdog: finds ranks that wait for each other in vain, and reports which rank is at fault.
 
-These functions do nothing in a process in which the watchdog is not installed. They do not import torch.
+These functions do nothing in a process in which the watchdog is not installed. They do not import
+torch.
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..errors import TransportError
 
-__all__ = ["exclude_group", "install", "interrupt", "report_exception", "report_exit", "uninstall", "watch_wait"]
+__all__ = [
+    "exclude_group",
+    "install",
+    "interrupt",
+    "report_exception",
+    "report_exit",
+    "uninstall",
+    "watch_wait",
+]
 
 
 def install(host_key: Callable[[], str], lasting: bool = False) -> None:
     """Watch every process group that is made from now on, unless LOCKSTEP_WATCHDOG=off.
 
     Args:
-        host_key: returns a text that is the same for two processes if they can open each other's files.
+        host_key: returns a text that is the same for two processes if they can open each other's
+            files.
         lasting: also watch groups that are made after the default group has been destroyed.
 
     Raises:
@@ -54,7 +64,8 @@ def report_exit() -> None:
 
 
 def interrupt(error: TransportError) -> None:
-    """End all waits of this rank in its process groups with `error`, from any thread; nothing else is interrupted.
+    """End all waits of this rank in its process groups with `error`, from any thread; nothing else
+    is interrupted.
 
     For an elastic job, whose other ranks do the same. The groups are of no use afterwards.
     """
@@ -64,7 +75,9 @@ def interrupt(error: TransportError) -> None:
 
 
 def unfinished_works() -> list[Any]:
-    """Return the works of an elastic job's Gloo groups that have not ended, though the program's waits may have."""
+    """Return the works of an elastic job's Gloo groups that have not ended, though the program's
+    waits may have.
+    """
     patches = _loaded_patches()
     return [] if patches is None else patches.unfinished_works()
 
@@ -83,10 +96,11 @@ def exclude_group(group: Any) -> None:
 
 
 def watch_wait(group: Any, operation: str) -> AbstractContextManager[Callable[[], None]]:
-    """Return a context in which the ranks of `group` wait for each other by other means than torch's collectives.
+    """Return a context in which the ranks of `group` wait for each other by other means than
+    torch's collectives.
 
-    The watchdog treats it as one more collective, which every rank of the group must enter. The context's value is a
-    function to be called repeatedly, which raises what has gone wrong.
+    The watchdog treats it as one more collective, which every rank of the group must enter. The
+    context's value is a function to be called repeatedly, which raises what has gone wrong.
 
     Args:
         group: a process group of torch.distributed.

@@ -1,8 +1,9 @@
-"""The order in which a group's calls start: one that waits for its pre-flight check holds up those behind it.
+"""The order in which a group's calls start: one that waits for its pre-flight check holds up those
+behind it.
 
-All ranks have to start the operations of a group, and the checks between them, in the same order. An asynchronous call
-that is not to start before its check has ended must not hold up the program either: it starts later, in the thread in
-which the check has ended, and so do the calls behind it.
+All ranks have to start the operations of a group, and the checks between them, in the same order.
+An asynchronous call that is not to start before its check has ended must not hold up the program
+either: it starts later, in the thread in which the check has ended, and so do the calls behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 __all__ = ["CallOrder", "DeferredWork"]
 
-# --- The work of a call that starts later -----------------------------------------------------------------------------
+# --- The work of a call that starts later
+# -----------------------------------------------------------------------------
 
 
 class DeferredWork(dist.Work):
@@ -37,7 +39,9 @@ class DeferredWork(dist.Work):
         self._guarded: torch.futures.Future[Any] | None = None  # of the operation
 
     def begin(self, inner: Any, check: Any) -> None:
-        """Take over the work of the call, which has started, and its check; None if that has ended well."""
+        """Take over the work of the call, which has started, and its check; None if that has ended
+        well.
+        """
         self._inner = inner
         self._check = check
         self._has_begun.set()
@@ -48,7 +52,8 @@ class DeferredWork(dist.Work):
         self._has_begun.set()
 
     def complete_future(self) -> None:
-        """Complete the future that was asked for before the call had started, if any, when the operation completes.
+        """Complete the future that was asked for before the call had started, if any, when the
+        operation completes.
 
         What waits for it may run here.
         """
@@ -116,7 +121,8 @@ class DeferredWork(dist.Work):
         with self._lock:
             if self._future is None:
                 self._ended = torch.futures.Future()
-                # an error that is raised in a callback reaches C++ as an error; one that is set does not
+                # an error that is raised in a callback reaches C++ as an error; one that is set
+                # does not
                 self._future = self._ended.then(lambda _: self._result_or_error())
         self.complete_future()
         return self._future
@@ -129,7 +135,8 @@ class DeferredWork(dist.Work):
         return value
 
 
-# --- The calls of a group ---------------------------------------------------------------------------------------------
+# --- The calls of a group
+# ---------------------------------------------------------------------------------------------
 
 _POLL_S = 0.05
 
@@ -175,13 +182,15 @@ class CallOrder:
                 self._interrupt()
 
     def add(
-        self, check: Callable[[], torch.futures.Future[Any]] | None, start: Callable[[], tuple[Any, Any]]
+        self,
+        check: Callable[[], torch.futures.Future[Any]] | None,
+        start: Callable[[], tuple[Any, Any]],
     ) -> DeferredWork:
         """Start a call after those before it.
 
         Args:
-            check: starts the check that the call is to wait for, and returns the future of its end, which has an error
-                if the call must not start. None where it need not wait.
+            check: starts the check that the call is to wait for, and returns the future of its end,
+                which has an error if the call must not start. None where it need not wait.
             start: starts the call; returns its work, and the check that goes on beside it or None.
         """
         call = _Call(check, start)
@@ -194,7 +203,9 @@ class CallOrder:
         return call.work
 
     def _go_on_after(self, awaited: torch.futures.Future[Any] | None) -> None:
-        """Go on when the check of the first call has ended; without the lock, as what waits for a call may run here."""
+        """Go on when the check of the first call has ended; without the lock, as what waits for a
+        call may run here.
+        """
         begun = self._begun
         self._begun = []
         for work in begun:
@@ -216,7 +227,9 @@ class CallOrder:
         self._go_on_after(awaited)
 
     def _start_calls(self) -> torch.futures.Future[Any] | None:
-        """Start calls up to the first that waits for its check, and return the future of that; with the lock held."""
+        """Start calls up to the first that waits for its check, and return the future of that; with
+        the lock held.
+        """
         while self._calls:
             begin_check = self._calls[0].check
             if begin_check is None:

@@ -1,4 +1,6 @@
-"""Call sites: the user's own line in a stack, which is the first frame outside torch and Lockstep."""
+"""Call sites: the user's own line in a stack, which is the first frame outside torch and
+Lockstep.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,14 @@ _MAX_CODE = 4096  # functions that are remembered
 _MAX_CHARACTERS = 140  # characters of a path, and of a line
 _PASS_THROUGH = tuple(
     _STANDARD_LIBRARY + name
-    for name in ("contextlib.py", "functools.py", "runpy.py", "threading.py", "multiprocessing", "concurrent")
+    for name in (
+        "contextlib.py",
+        "functools.py",
+        "runpy.py",
+        "threading.py",
+        "multiprocessing",
+        "concurrent",
+    )
 )
 _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _STARTERS = ("multiprocessing.forkserver", "multiprocessing.spawn")
@@ -58,17 +67,30 @@ class CallSite:
 
 def digest(text: str) -> int:
     """Return a 64-bit digest of `text`, the same in every process; never 0."""
-    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little") or 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little"
+        )
+        or 1
+    )
 
 
 def is_internal(file: str) -> bool:
-    """Return whether `file` belongs to torch, Lockstep, or a part of the standard library that only passes calls on."""
+    """Return whether `file` belongs to torch, Lockstep, or a part of the standard library that only
+    passes calls on.
+    """
     return file.startswith((_torch_folder(), _OWN, "<frozen", *_PASS_THROUGH))
 
 
 def user_call_site(error: BaseException) -> str:
-    """Return where the user's program was when `error` was raised, as ``train.py:31 in main``; "" without one."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_internal(frame.filename)]
+    """Return where the user's program was when `error` was raised, as ``train.py:31 in main``; ""
+    without one.
+    """
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not is_internal(frame.filename)
+    ]
     if not frames:
         return ""
     last = frames[-1]
@@ -98,7 +120,9 @@ class CallSites:
         self._kept: list[CodeType] = []  # so that no identity is reused
 
     def lookup(self, frame: FrameType | None) -> CallSite:
-        """Return the call site of the first user frame, outwards from `frame`; else that of the main thread."""
+        """Return the call site of the first user frame, outwards from `frame`; else that of the
+        main thread.
+        """
         internal = self._internal
         start = frame
         while frame is not None:
@@ -125,9 +149,9 @@ class CallSites:
         if len(self._kept) >= _MAX_CODE:  # code that is compiled again and again, as by `exec`
             self.clear()
         self._kept.append(frame.f_code)
-        inside = self._internal[id(frame.f_code)] = is_internal(frame.f_code.co_filename) or _is_multiprocessing_main(
-            frame
-        )
+        inside = self._internal[id(frame.f_code)] = is_internal(
+            frame.f_code.co_filename
+        ) or _is_multiprocessing_main(frame)
         return inside
 
     def _new(self, frame: FrameType) -> CallSite:
@@ -140,21 +164,29 @@ class CallSites:
 
 
 def _first_user_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and (is_internal(frame.f_code.co_filename) or _is_multiprocessing_main(frame)):
+    while frame is not None and (
+        is_internal(frame.f_code.co_filename) or _is_multiprocessing_main(frame)
+    ):
         frame = frame.f_back
     return frame
 
 
 def _is_multiprocessing_main(frame: FrameType) -> bool:
-    """Return whether this is the program with which multiprocessing starts a process (``python -c "from …"``)."""
+    """Return whether this is the program with which multiprocessing starts a process (``python -c
+    "from …"``).
+    """
     if frame.f_code.co_filename != "<string>" or frame.f_back is not None:
         return False
     names = frame.f_globals
-    return any(getattr(names.get(name), "__module__", "") in _STARTERS for name in ("main", "spawn_main"))
+    return any(
+        getattr(names.get(name), "__module__", "") in _STARTERS for name in ("main", "spawn_main")
+    )
 
 
 def _first_own_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the first frame of Lockstep's own program, as its commands may run without a line of the user's."""
+    """Return the first frame of Lockstep's own program, as its commands may run without a line of
+    the user's.
+    """
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_OWN) and not file.startswith(_INTERNAL_PACKAGES):
@@ -183,7 +215,9 @@ def describe(file: str, line: int, function: str) -> tuple[str, str]:
 
 
 def _shown_source(line: str) -> str:
-    """Return a line of source, with "…" where the statement begins before it or ends after it, or is too long."""
+    """Return a line of source, with "…" where the statement begins before it or ends after it, or
+    is too long.
+    """
     if len(line) > _MAX_CHARACTERS:
         return f"{line[:_MAX_CHARACTERS]} …"
     depth = lowest = 0
@@ -209,7 +243,8 @@ def current_folder() -> str:
 
 
 def stack_of(frames: list[tuple[str, int, str]], max_frames: int = 4) -> tuple[str, ...]:
-    """Return a stack as text: the user's own frames, the first with the innermost one of all if that is a library's.
+    """Return a stack as text: the user's own frames, the first with the innermost one of all if
+    that is a library's.
 
     Where there is none of the user's, those of Lockstep, or else of libraries, take their place.
 
@@ -225,7 +260,11 @@ def stack_of(frames: list[tuple[str, int, str]], max_frames: int = 4) -> tuple[s
         frames = frames[:-1]  # the program with which multiprocessing has started the process
     while frames and frames[0][0].startswith(_INTERNAL_PACKAGES):
         frames = frames[1:]  # the watchdog itself
-    outside = [frame for frame in frames if not is_internal(frame[0]) and not frame[0].startswith(_STANDARD_LIBRARY)]
+    outside = [
+        frame
+        for frame in frames
+        if not is_internal(frame[0]) and not frame[0].startswith(_STANDARD_LIBRARY)
+    ]
     own = [frame for frame in outside if not is_library(frame[0])]
     own = own or [frame for frame in frames if frame[0].startswith(_OWN)] or outside or frames[:1]
     texts = [": ".join(filter(None, describe(*frame))) for frame in own[:max_frames]]

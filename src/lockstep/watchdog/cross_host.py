@@ -1,8 +1,9 @@
-"""Cross-host state: one rank of each host publishes how its host's ranks do and polls the states of other hosts.
+"""Cross-host state: one rank of each host publishes how its host's ranks do and polls the states of
+other hosts.
 
-Every host publishes the state of its ranks twice a second, and polls two values: the state of the first host, and the
-report. Only the first host polls the states of all and compares them. With h hosts these are 2 h + 2 messages a period
-at the job's store, whatever the number of ranks.
+Every host publishes the state of its ranks twice a second, and polls two values: the state of the
+first host, and the report. Only the first host polls the states of all and compares them. With h
+hosts these are 2 h + 2 messages a period at the job's store, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ __all__ = [
 ]
 
 
-# --- The exchange through the job's store -----------------------------------------------------------------------------
+# --- The exchange through the job's store
+# -----------------------------------------------------------------------------
 
 PERIOD_S = 0.5
 _REPORT = "report"
@@ -66,7 +68,9 @@ class Store(Protocol):
         """Return the values of `keys`, all of which exist."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` if it has the value `expected`; return the value that it has then."""
+        """Set `key` to `desired` if it has the value `expected`; return the value that it has
+        then.
+        """
 
 
 class StateExchange:
@@ -83,7 +87,9 @@ class StateExchange:
         self._host = host
         self._hosts = hosts
         self._count = 0
-        self._polled: dict[int, tuple[int, float]] = {}  # the last count of each host, and when it was new
+        self._polled: dict[
+            int, tuple[int, float]
+        ] = {}  # the last count of each host, and when it was new
 
     def initialize(self) -> None:
         """Publish an empty state; every host must have done so before any host polls."""
@@ -99,10 +105,15 @@ class StateExchange:
         self._store.set(f"state/{self._host}", messages.encode(state))
 
     def poll(self) -> tuple[str, dict[int, HostState]]:
-        """Return the report, "" without one, and states: of all hosts on the first one, else of the first host."""
+        """Return the report, "" without one, and states: of all hosts on the first one, else of the
+        first host.
+        """
         hosts = range(self._hosts) if self._host == 0 else (0,)
         report, *values = self._store.multi_get([_REPORT, *(f"state/{host}" for host in hosts)])
-        states = {host: messages.decode(value, HostState) for host, value in zip(hosts, values, strict=True)}
+        states = {
+            host: messages.decode(value, HostState)
+            for host, value in zip(hosts, values, strict=True)
+        }
         now = time.monotonic()
         for host, state in states.items():
             if host not in self._polled or self._polled[host][0] != state.count:
@@ -124,7 +135,8 @@ class StateExchange:
         return self._store.compare_set(_REPORT, "", text).decode()
 
 
-# --- What is wrong between hosts (pure) -------------------------------------------------------------------------------
+# --- What is wrong between hosts (pure)
+# -------------------------------------------------------------------------------
 
 
 def find_fault(job: JobStates, uneven: bool = False) -> Finding | None:
@@ -141,7 +153,9 @@ def find_fault(job: JobStates, uneven: bool = False) -> Finding | None:
     return None
 
 
-def find_divergence(job: JobStates, uneven: bool = False, keys: Collection[int] | None = None) -> Finding | None:
+def find_divergence(
+    job: JobStates, uneven: bool = False, keys: Collection[int] | None = None
+) -> Finding | None:
     """Return the first collective at which hosts diverge.
 
     Args:
@@ -150,7 +164,9 @@ def find_divergence(job: JobStates, uneven: bool = False, keys: Collection[int] 
         keys: of the groups to look at; None for all.
     """
     for key in job.groups if keys is None else keys:
-        first: dict[int, tuple[GroupState, RecordRow]] = {}  # by sequence number; the others are compared with it
+        first: dict[
+            int, tuple[GroupState, RecordRow]
+        ] = {}  # by sequence number; the others are compared with it
         parts = job.groups.get(key, [])
         for part in parts:
             if part is not parts[0] and part.records == parts[0].records:
@@ -169,7 +185,9 @@ def find_divergence(job: JobStates, uneven: bool = False, keys: Collection[int] 
 
 
 def _as_record(state: GroupState, row: RecordRow) -> Record:
-    """Return a record with what is published of it: its texts if it is the last one of its group."""
+    """Return a record with what is published of it: its texts if it is the last one of its
+    group.
+    """
     what = "something else"
     call_site = ""
     source = ""
@@ -177,21 +195,39 @@ def _as_record(state: GroupState, row: RecordRow) -> Record:
         what = state.what
         call_site, _, source = state.call_site.partition("\n")
     batch, finished = decode_batch(row.batch)
-    return Record(0, what, call_site, source, state.title, row.sequence, batch, finished, 0.0, None, loop=row.loop)
+    return Record(
+        0,
+        what,
+        call_site,
+        source,
+        state.title,
+        row.sequence,
+        batch,
+        finished,
+        0.0,
+        None,
+        loop=row.loop,
+    )
 
 
 def _find_missing(job: JobStates, key: int) -> Finding | None:
-    """Return the finding for a rank that others wait for and that will never call the collective."""
+    """Return the finding for a rank that others wait for and that will never call the
+    collective.
+    """
     for part in job.groups[key]:
         for rank in job.missing(key, part.pending):
-            finding = missing_finding(job.rows[rank], part.last_call()) if rank in job.rows else None
+            finding = (
+                missing_finding(job.rows[rank], part.last_call()) if rank in job.rows else None
+            )
             if finding is not None:
                 return finding.at(key, part.pending)
     return None
 
 
 def find_stragglers(job: JobStates) -> Iterator[tuple[int, GroupState, list[int]]]:
-    """Yield groups in which ranks wait for others: key, state of ranks that wait, the ranks that are missing."""
+    """Yield groups in which ranks wait for others: key, state of ranks that wait, the ranks that
+    are missing.
+    """
     for key, parts in job.groups.items():
         for part in parts:
             missing = job.missing(key, part.pending)
@@ -205,29 +241,45 @@ def find_deadlock(cycles: CycleSearch, job: JobStates, counts: Mapping[int, int]
     if not cycle:
         return None
     calls = {rank: job.rows[rank].call or Call("a collective", "an unknown line") for rank in cycle}
-    texts = {rank: f"{describe(call.name, call.batch, call.what)} at {call.call_site}" for rank, call in calls.items()}
-    return deadlock_finding(cycle, job.waits, texts, {rank: _other_tag(job.waits, rank) for rank in cycle})
+    texts = {
+        rank: f"{describe(call.name, call.batch, call.what)} at {call.call_site}"
+        for rank, call in calls.items()
+    }
+    return deadlock_finding(
+        cycle, job.waits, texts, {rank: _other_tag(job.waits, rank) for rank in cycle}
+    )
 
 
 def _other_tag(waits: Mapping[int, Wait], rank: int) -> int | None:
-    """Return the tag of the message in which the other rank waits, if it fits that of `rank` but for its tag."""
+    """Return the tag of the message in which the other rank waits, if it fits that of `rank` but
+    for its tag.
+    """
     wait = waits[rank]
     other = waits.get(waits[rank].peer)
-    if other is None or other.peer != rank or other.is_send == wait.is_send or other.tag == wait.tag:
+    if (
+        other is None
+        or other.peer != rank
+        or other.is_send == wait.is_send
+        or other.tag == wait.tag
+    ):
         return None
     return other.tag
 
 
-# --- The cross-host part of one rank's watchdog -----------------------------------------------------------------------
+# --- The cross-host part of one rank's watchdog
+# -----------------------------------------------------------------------
 
 _STORE_TIMEOUT = timedelta(seconds=5)
-_WAIT_S = 3.0  # ranks that have waited for so long may report that the store or the first host is lost
+_WAIT_S = (
+    3.0  # ranks that have waited for so long may report that the store or the first host is lost
+)
 _EXIT_TIMEOUT_S = 1.0  # in which the other hosts may also reach the end of the program
 _ABSENT_S = 1.0  # a monitor thread that has not run for so long has missed what others published
 
 
 class CrossHost:
-    """Publishes this host's state, polls those of other hosts, and finds what is wrong between hosts.
+    """Publishes this host's state, polls those of other hosts, and finds what is wrong between
+    hosts.
 
     Does nothing if all ranks are on one host.
 
@@ -267,11 +319,14 @@ class CrossHost:
         now = time.monotonic()
         if exchange is None:
             return
-        if passed_s > _ABSENT_S:  # this process was stopped or got no processor: others may have been, too
+        if (
+            passed_s > _ABSENT_S
+        ):  # this process was stopped or got no processor: others may have been, too
             exchange.reset_silence()
             self._failing_since = 0.0
         if self._heartbeat is not None:
-            self._heartbeat.poll()  # before the states are polled: ranks publish how they exit, and then exit
+            # before the states are polled: ranks publish how they exit, and then exit
+            self._heartbeat.poll()
         if now < self._next_period or not self._represents_host():
             return
         self._next_period = now + PERIOD_S
@@ -292,15 +347,26 @@ class CrossHost:
                 self._adopt_report(report)
                 return
             lost = self._lost_hosts()
-            finding = self._check_all_hosts(lost) if self._host == 0 else self._check_first_host(lost.get(0), own)
+            finding = (
+                self._check_all_hosts(lost)
+                if self._host == 0
+                else self._check_first_host(lost.get(0), own)
+            )
             if finding is not None:
                 self._state.fail(finding)
 
     def compare_at_exit(self) -> None:
-        """Compare the last collectives at the end of a program; they may not have been published yet."""
+        """Compare the last collectives at the end of a program; they may not have been published
+        yet.
+        """
         exchange = self._exchange
         state = self._state
-        if exchange is None or state.error is not None or state.has_failed or not self._represents_host():
+        if (
+            exchange is None
+            or state.error is not None
+            or state.has_failed
+            or not self._represents_host()
+        ):
             return
         self._is_final = True
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
@@ -308,10 +374,14 @@ class CrossHost:
         with suppress(RuntimeError, OSError, ValueError):  # the store is gone, and its host
             exchange.publish(own)
             report, states = exchange.poll()
-            while not (report or all(each.final for each in states.values())) and time.monotonic() < deadline:
+            while (
+                not (report or all(each.final for each in states.values()))
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)
                 report, states = exchange.poll()
-            # no report is adopted: it may be about this very exit, for which others have waited in vain
+            # no report is adopted: it may be about this very exit, for which others have waited in
+            # vain
             job = self._joined({**states, self._host: own})
             finding = find_divergence(job, self._may_be_uneven())
             if finding is not None:
@@ -324,10 +394,13 @@ class CrossHost:
     def publish_report(self, report: Report) -> Report:
         """Publish a report; return the first one that any host has published, which may be another.
 
-        What a host finds after that may only be a consequence: ranks exit, and their peers' connections with them.
+        What a host finds after that may only be a consequence: ranks exit, and their peers'
+        connections with them.
         """
         if self._exchange is not None:
-            with suppress(RuntimeError, ValueError):  # the others find that this host does not respond
+            with suppress(
+                RuntimeError, ValueError
+            ):  # the others find that this host does not respond
                 return reports.from_json(self._exchange.publish_report(report.to_json()))
         return report
 
@@ -353,9 +426,16 @@ class CrossHost:
             if rank == state.rank:
                 return True
             peer = state.peers.get(rank)
-            able = peer is not None and peer.phase not in ("ended", "left") and rank not in state.health.gone
-            # a rank that holds the interpreter for long cannot publish; that two ranks do is harmless
-            silent_s = time.monotonic() - peer.floats[StateWords().heartbeat] if peer is not None else 0.0
+            able = (
+                peer is not None
+                and peer.phase not in ("ended", "left")
+                and rank not in state.health.gone
+            )
+            # a rank that holds the interpreter for long cannot publish; that two ranks do is
+            # harmless
+            silent_s = (
+                time.monotonic() - peer.floats[StateWords().heartbeat] if peer is not None else 0.0
+            )
             if able and silent_s < _ABSENT_S and not state.health.is_stopped(rank):
                 return False
         return False
@@ -371,10 +451,16 @@ class CrossHost:
         return found
 
     def _has_long_wait(self) -> bool:
-        """Return whether ranks of this host have long waited for others; if not, nobody need be there any more."""
+        """Return whether ranks of this host have long waited for others; if not, nobody need be
+        there any more.
+        """
         state = self._state
         before = time.monotonic() - _WAIT_S
-        firsts = {monitor.key: monitor.first_pending() for monitor in self._monitors if monitor.remote_ranks}
+        firsts = {
+            monitor.key: monitor.first_pending()
+            for monitor in self._monitors
+            if monitor.remote_ranks
+        }
         if any(first is not None and first.entered < before for first in firsts.values()):
             return True
         waiting = [each for each in state.peers.values() if each.phase == "waits"]
@@ -383,7 +469,9 @@ class CrossHost:
 
     # --- diagnosis
 
-    def _joined(self, states: Mapping[int, HostState], lost: Mapping[int, tuple[str, str]] | None = None) -> JobStates:
+    def _joined(
+        self, states: Mapping[int, HostState], lost: Mapping[int, tuple[str, str]] | None = None
+    ) -> JobStates:
         groups = {monitor.key: monitor.ranks for monitor in self._monitors if monitor.remote_ranks}
         return JobStates(self._job.hosts, states, groups, lost)
 
@@ -415,27 +503,39 @@ class CrossHost:
         return bool(self._state.uneven_batches) or not self._state.limits.strict
 
     def _warn_of_batches(self, job: JobStates) -> None:
-        """Warn once for each group that ranks are on different batches, unless its pre-flight check does."""
+        """Warn once for each group that ranks are on different batches, unless its pre-flight check
+        does.
+        """
         state = self._state
         if state.uneven_batches or state.limits.strict:
             return
-        unchecked = {each.key for each in self._monitors if each.remote_ranks and each.preflight is None}
+        unchecked = {
+            each.key for each in self._monitors if each.remote_ranks and each.preflight is None
+        }
         finding = find_divergence(job, keys=unchecked - self._warned_groups)
         if finding is not None and finding.kind == "batches":
             self._warned_groups.add(finding.key)
             state.write_message(finding.as_warning())
 
     def _find_exception(self, job: JobStates) -> Finding | None:
-        """Return the finding for a rank that has raised: at once if others wait; else they may raise the same."""
+        """Return the finding for a rank that has raised: at once if others wait; else they may
+        raise the same.
+        """
         finding = exception_finding(job.rows.values())
         if finding is None:
             return None
         self._raised_since = self._raised_since or time.monotonic()
         is_waited_for = any(True for _ in find_stragglers(job))
-        return finding if is_waited_for or time.monotonic() - self._raised_since >= SIMULTANEOUS_S else None
+        return (
+            finding
+            if is_waited_for or time.monotonic() - self._raised_since >= SIMULTANEOUS_S
+            else None
+        )
 
     def _lost_hosts(self) -> dict[int, tuple[str, str]]:
-        """Return the hosts whose ranks do not respond, of those that this rank polls; see `JobStates`."""
+        """Return the hosts whose ranks do not respond, of those that this rank polls; see
+        `JobStates`.
+        """
         found = {}
         for host, ranks in enumerate(self._job.hosts):
             state = None if host == self._host else self._liveness(host, ranks)
@@ -471,10 +571,14 @@ class CrossHost:
             # ranks of one host warn of each other themselves
             hosts = {job.host_of[rank] for rank in (*missing, *waiting.ranks)}
             known = (key, waiting.pending) in self._warned
-            warning_s = limits.warning_s * (OWN_WORK_FACTOR if own_work.issuperset(missing) else 1.0)
+            warning_s = limits.warning_s * (
+                OWN_WORK_FACTOR if own_work.issuperset(missing) else 1.0
+            )
             if seconds > warning_s and len(hosts) > 1 and not known:
                 self._warned = {(key, waiting.pending)}
-                places = {rank: f"in {activities[rank]}" for rank in missing[:3] if rank in activities}
+                places = {
+                    rank: f"in {activities[rank]}" for rank in missing[:3] if rank in activities
+                }
                 text = straggler_warning(missing, call, seconds, "other ranks wait", 0.0, places)
                 self._state.write_message(text)
         return None
@@ -486,7 +590,9 @@ class CrossHost:
 
 
 def _clone_store(store: Any, limit_s: float) -> Any:
-    """Return the store with a connection of its own, which does not wait for ever for a lost host."""
+    """Return the store with a connection of its own, which does not wait for ever for a lost
+    host.
+    """
     innermost = store
     while isinstance(innermost, PrefixStore):
         innermost = innermost.underlying_store

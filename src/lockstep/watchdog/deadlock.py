@@ -1,7 +1,8 @@
 """Deadlocks: cycles of ranks that wait for each other, on one host and across hosts.
 
-A rank in a collective waits for the ranks that have not called it; `new_group` and `monitored_barrier` are recorded as
-collectives, too. A receive waits for its sender and a send for its receiver, by group and tag.
+A rank in a collective waits for the ranks that have not called it; `new_group` and
+`monitored_barrier` are recorded as collectives, too. A receive waits for its sender and a send for
+its receiver, by group and tag.
 """
 
 from __future__ import annotations
@@ -17,27 +18,32 @@ from .states import JobStates, Wait, channel_key, is_recv
 __all__ = ["CycleSearch", "deadlock_finding", "explained", "find_other_tag"]
 
 _STABLE_S = 0.4  # ranks must have waited for each other for this long
-_STABLE_SEND_S = 2.0  # the same where one of them sends: some transports move a message before it is received
+_STABLE_SEND_S = (
+    2.0  # the same where one of them sends: some transports move a message before it is received
+)
 _CAUSE = "Ranks communicate in different orders, or a message is received that no rank sends."
 _ADVICE = "Issue matching calls in the same order on both sides, and match each recv with a send."
 _TAGS_ADVICE = "Give a send and its recv the same tag."
 _SENDS = (
-    "Each of these ranks sends first: a send returns when its message has been received, unless the transport has room "
-    "to keep it, so that it works with small messages and not with large ones.",
-    "Let one side receive first, or use isend and irecv, or batch_isend_irecv, and wait for them afterwards.",
+    "Each of these ranks sends first: a send returns when its message has been received, unless "
+    "the transport has room to keep it, so that it works with small messages and not with large "
+    "ones.",
+    "Let one side receive first, or use isend and irecv, or batch_isend_irecv, and wait for them "
+    "afterwards.",
 )
 _GROUPS = (
-    "new_group is called on some of the ranks only, or ranks make their groups in different orders.",
-    "Call new_group on every rank, in the same order and with the same ranks; with use_local_synchronization=True, on "
-    "all ranks of the group.",
+    "new_group is called on some of the ranks only, or ranks make their groups in different "
+    "orders.",
+    "Call new_group on every rank, in the same order and with the same ranks; with "
+    "use_local_synchronization=True, on all ranks of the group.",
 )
 
 
 class CycleSearch:
     """Finds cycles that last.
 
-    The states of ranks are not of one moment: a cycle counts only when it has existed for a while, and in the case of
-    other hosts when all of them have published it again.
+    The states of ranks are not of one moment: a cycle counts only when it has existed for a while,
+    and in the case of other hosts when all of them have published it again.
     """
 
     def __init__(self) -> None:
@@ -45,8 +51,11 @@ class CycleSearch:
         self._since = 0.0
         self._counts: Mapping[int, int] = {}
 
-    def find(self, job: JobStates, starts: Iterable[int], counts: Mapping[int, int]) -> tuple[int, ...]:
-        """Return the ranks of a cycle that has been found before and still exists; each waits for the one before it.
+    def find(
+        self, job: JobStates, starts: Iterable[int], counts: Mapping[int, int]
+    ) -> tuple[int, ...]:
+        """Return the ranks of a cycle that has been found before and still exists; each waits for
+        the one before it.
 
         Args:
             job: the states of the ranks.
@@ -62,7 +71,9 @@ class CycleSearch:
             self._since = now
             self._counts = counts
         stable_s = _STABLE_SEND_S if any(wait.is_send for wait in waits) else _STABLE_S
-        if now - self._since < stable_s or any(self._counts.get(host) == count for host, count in counts.items()):
+        if now - self._since < stable_s or any(
+            self._counts.get(host) == count for host, count in counts.items()
+        ):
             return ()
         return cycle
 
@@ -85,12 +96,19 @@ def _waited_for(job: JobStates, rank: int) -> list[int]:
     """Return those of the waiting ranks that `rank` waits for."""
     wait = job.waits[rank]
     if wait.peer < 0:
-        return [other for other in job.missing(wait.key, wait.sequence) if other != rank and other in job.waits]
+        return [
+            other
+            for other in job.missing(wait.key, wait.sequence)
+            if other != rank and other in job.waits
+        ]
     return [wait.peer] if wait.peer in job.waits and not job.is_matched(rank) else []
 
 
 def deadlock_finding(
-    cycle: tuple[int, ...], waits: Mapping[int, Wait], calls: Mapping[int, str], tags: Mapping[int, int | None]
+    cycle: tuple[int, ...],
+    waits: Mapping[int, Wait],
+    calls: Mapping[int, str],
+    tags: Mapping[int, int | None],
 ) -> Finding:
     """Return the finding for a cycle of ranks, each of which waits for the one before it.
 
@@ -100,7 +118,10 @@ def deadlock_finding(
         calls: the same as text.
         tags: see `explained`, for each of them.
     """
-    lines = [f"rank {rank} waits in {calls[rank]} for rank {cycle[index - 1]}" for index, rank in enumerate(cycle)]
+    lines = [
+        f"rank {rank} waits in {calls[rank]} for rank {cycle[index - 1]}"
+        for index, rank in enumerate(cycle)
+    ]
     cause = _CAUSE
     advice = _ADVICE
     if any(calls[rank].startswith("new_group(") for rank in cycle):
@@ -113,7 +134,8 @@ def deadlock_finding(
 
 
 def explained(finding: Finding, rank: int, wait: Wait, tag: int | None) -> Finding:
-    """Return the finding on the message in which `rank` waits, with the tags as its cause if they differ.
+    """Return the finding on the message in which `rank` waits, with the tags as its cause if they
+    differ.
 
     Args:
         finding: what is wrong.
@@ -124,12 +146,18 @@ def explained(finding: Finding, rank: int, wait: Wait, tag: int | None) -> Findi
     if tag is None:
         return finding
     here, there = ("sends", "receives") if wait.is_send else ("receives", "sends")
-    cause = f"The tags differ: rank {rank} {here} with tag {wait.tag}, rank {wait.peer} {there} with tag {tag}."
+    cause = (
+        f"The tags differ: rank {rank} {here} with tag {wait.tag}, rank {wait.peer} {there} with "
+        f"tag {tag}."
+    )
     return replace(finding, cause=cause, advice=_TAGS_ADVICE)
 
 
-def find_other_tag(own: RecorderReader, wait: Wait, readers: Mapping[int, RecorderReader]) -> int | None:
-    """Return the tag of a message that would fit that in which the rank of `own` waits, but for its tag.
+def find_other_tag(
+    own: RecorderReader, wait: Wait, readers: Mapping[int, RecorderReader]
+) -> int | None:
+    """Return the tag of a message that would fit that in which the rank of `own` waits, but for its
+    tag.
 
     Returns:
         None if the other rank, of this host, has no such message without a counterpart.
@@ -141,8 +169,15 @@ def find_other_tag(own: RecorderReader, wait: Wait, readers: Mapping[int, Record
     sent = not wait.is_send  # by the peer
     source, target = (peer.rank, own.rank) if sent else (own.rank, peer.rank)
     for each in reversed(list(peer.raws())):
-        if each.peer == own.rank and each.key == raw.key and is_recv(peer, each) != sent and each.tag != raw.tag:
-            theirs, ours = (channel_key(side, raw.key, source, target, each.tag) for side in (sent, not sent))
+        if (
+            each.peer == own.rank
+            and each.key == raw.key
+            and is_recv(peer, each) != sent
+            and each.tag != raw.tag
+        ):
+            theirs, ours = (
+                channel_key(side, raw.key, source, target, each.tag) for side in (sent, not sent)
+            )
             if peer.channel_messages(theirs) > own.channel_messages(ours):
                 return each.tag
     return None

@@ -1,4 +1,5 @@
-"""Raises the report in the program's thread wherever that is: in Python, in C code, or in a wait inside Gloo.
+"""Raises the report in the program's thread wherever that is: in Python, in C code, or in a wait
+inside Gloo.
 
 It also collects the stacks of other ranks, which become part of the report.
 """
@@ -47,7 +48,8 @@ __all__ = [
 ]
 
 
-# --- Stacks of other ranks' main threads, also while they are in C code or hold the interpreter -----------------------
+# --- Stacks of other ranks' main threads, also while they are in C code or hold the interpreter
+# -----------------------
 
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 3  # programs use SIGUSR1 and 2 themselves
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -55,13 +57,17 @@ _LONGEST = 64 << 10
 
 
 class StackFile:
-    """Lets other ranks read this rank's stack: at a signal, faulthandler writes it into a file of the job's folder."""
+    """Lets other ranks read this rank's stack: at a signal, faulthandler writes it into a file of
+    the job's folder.
+    """
 
     def __init__(self, folder: Path, recorder: FlightRecorder) -> None:
         self._recorder = recorder
         self._file: IO[str] = _path(folder, recorder.rank).open("w")
         if threading.current_thread() is threading.main_thread():
-            signal.signal(_STACK_SIGNAL, signal.SIG_IGN)  # takes effect after `close`: a signal may still arrive
+            signal.signal(
+                _STACK_SIGNAL, signal.SIG_IGN
+            )  # takes effect after `close`: a signal may still arrive
         faulthandler.register(_STACK_SIGNAL, file=self._file, all_threads=False, chain=False)
         recorder.set_word(StateWords().stack_signal, _STACK_SIGNAL)
 
@@ -123,7 +129,8 @@ def _path(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}"
 
 
-# --- Delivery to the program's thread, and the end of a process that cannot raise the error ---------------------------
+# --- Delivery to the program's thread, and the end of a process that cannot raise the error
+# ---------------------------
 
 _DELIVERY_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 4  # programs use SIGUSR1 and 2 themselves
 _IN_COLLECTIVE_S = 1.0  # a collective that waits ends with an error within this time
@@ -157,7 +164,8 @@ class ErrorDelivery:
 
 
 def deliver_error(state: WatchdogState, delivery: ErrorDelivery, stop: threading.Event) -> None:
-    """Make the program's thread raise the watchdog's error, and make sure that the process ends after it.
+    """Make the program's thread raise the watchdog's error, and make sure that the process ends
+    after it.
 
     A thread that is not the main thread cannot be interrupted: it gets the error in a collective.
 
@@ -168,15 +176,25 @@ def deliver_error(state: WatchdogState, delivery: ErrorDelivery, stop: threading
     """
     thread = state.program_thread
     begin = time.monotonic()
-    while not state.delivered.is_set() and thread.is_alive() and not state.is_exiting and not stop.is_set():
+    while (
+        not state.delivered.is_set()
+        and thread.is_alive()
+        and not state.is_exiting
+        and not stop.is_set()
+    ):
         waited = time.monotonic() - begin
         if waited > _GRACE_S:
-            _exit_process(state, f"{thread.name} does not return from {' < '.join(own_stack()) or 'a call'}")
-        if delivery.is_installed and (waited > _IN_COLLECTIVE_S or thread.ident not in state.waiting_threads):
+            _exit_process(
+                state, f"{thread.name} does not return from {' < '.join(own_stack()) or 'a call'}"
+            )
+        if delivery.is_installed and (
+            waited > _IN_COLLECTIVE_S or thread.ident not in state.waiting_threads
+        ):
             with suppress(OSError, ValueError):  # the thread has ended
                 signal.pthread_kill(thread.ident or 0, _DELIVERY_SIGNAL)
         stop.wait(0.1)
-    # the program may handle the error as it likes, but threads must not keep a program alive that is over
+    # the program may handle the error as it likes, but threads must not keep a program alive that
+    # is over
     over = 0.0
     while not stop.wait(0.2):
         state.recorder.record_heartbeat()
@@ -184,27 +202,46 @@ def deliver_error(state: WatchdogState, delivery: ErrorDelivery, stop: threading
             continue
         over = over or time.monotonic()
         if time.monotonic() - over > _GRACE_S:
-            names = [each.name for each in threading.enumerate() if not each.daemon and each is not thread]
+            names = [
+                each.name
+                for each in threading.enumerate()
+                if not each.daemon and each is not thread
+            ]
             _exit_process(state, f"threads keep the process alive ({', '.join(names)})")
 
 
 def _exit_process(state: WatchdogState, why: str) -> None:
     with suppress(Exception):
-        sys.stderr.write(f"lockstep: rank {state.rank}: {why}; the process is ended\n{state.error}\n")
+        sys.stderr.write(
+            f"lockstep: rank {state.rank}: {why}; the process is ended\n{state.error}\n"
+        )
         sys.stderr.flush()
     os._exit(_EXIT_STATUS)
 
 
-# --- The root cause of a transport's error: the report that some monitor thread makes a moment later ------------------
+# --- The root cause of a transport's error: the report that some monitor thread makes a moment
+# later ------------------
 
 _TIMEOUT_S = 3.0  # in which the monitor threads find out why other ranks do not respond
-_ELASTIC_TIMEOUT_S = 0.25  # the same in an elastic job, whose membership hears of a loss within milliseconds
+_ELASTIC_TIMEOUT_S = (
+    0.25  # the same in an elastic job, whose membership hears of a loss within milliseconds
+)
 _CROSS_HOST_TIMEOUT_S = 8.0  # the same if there are ranks on other hosts, which may be unreachable
 _RECENT = 8  # records among which this rank's last collective is searched
 _REJECTIONS = (ValueError, TypeError, NotImplementedError)
 _REJECTED = re.compile(r"ProcessGroup\w+::\w+: |Cannot use ReduceOp|Invalid scalar type")
 _TRANSPORT_WORDS = (
-    *("gloo/", "pair closure", "connection", "connect ", "peer", "socket", "timed out", "nccl", "shm:"),
+    *(
+        "gloo/",
+        "pair closure",
+        "connection",
+        "connect ",
+        "peer",
+        "socket",
+        "timed out",
+        "nccl",
+        "shm:",
+    ),
     "lockstep.errors",
 )
 
@@ -215,7 +252,8 @@ def await_root_cause(
     error: BaseException,
     ranks: Collection[int] | None = None,
 ) -> None:
-    """Raise the watchdog's error instead of `error` if that is only a symptom of it; otherwise return.
+    """Raise the watchdog's error instead of `error` if that is only a symptom of it; otherwise
+    return.
 
     Args:
         state: of the watchdog.
@@ -233,7 +271,9 @@ def await_root_cause(
 
 @contextmanager
 def _waiting_in_last(state: WatchdogState, monitors: Sequence[GroupMonitor]) -> Iterator[None]:
-    """Let other ranks see this rank wait in its last collective during the body, though the wait itself has failed."""
+    """Let other ranks see this rank wait in its last collective during the body, though the wait
+    itself has failed.
+    """
     waits = state.current_wait()
     last = last_collective(state, monitors)
     if last is None or (waits is not None and waits.peer >= 0):  # it still is in a message
@@ -254,7 +294,9 @@ def _waiting_in_last(state: WatchdogState, monitors: Sequence[GroupMonitor]) -> 
             monitor.finish(pending, state.recorder.end_wait())
 
 
-def _await_report(state: WatchdogState, monitors: Sequence[GroupMonitor], ranks: Collection[int] | None) -> None:
+def _await_report(
+    state: WatchdogState, monitors: Sequence[GroupMonitor], ranks: Collection[int] | None
+) -> None:
     timeout_s = _TIMEOUT_S if len(state.rendezvous.hosts) == 1 else _CROSS_HOST_TIMEOUT_S
     if state.limits.expects_losses:
         timeout_s = _ELASTIC_TIMEOUT_S
@@ -275,7 +317,8 @@ def find_gone_rank(
     Args:
         state: of the watchdog.
         monitors: of the groups of this rank.
-        ranks: those whose communication has failed, if that is known: other ranks may have exited in good order.
+        ranks: those whose communication has failed, if that is known: other ranks may have exited
+            in good order.
     """
     gone = state.health.poll()
     finding = local_exception(state)
@@ -288,8 +331,12 @@ def find_gone_rank(
     return None if culprit is None else _in_last_call(state, monitors, culprit)
 
 
-def _in_last_call(state: WatchdogState, monitors: Sequence[GroupMonitor], rank: int) -> Finding | None:
-    """Return the finding for a rank without which this rank's last message or collective has failed."""
+def _in_last_call(
+    state: WatchdogState, monitors: Sequence[GroupMonitor], rank: int
+) -> Finding | None:
+    """Return the finding for a rank without which this rank's last message or collective has
+    failed.
+    """
     raw = state.current_wait()
     if raw is not None and raw.peer == rank:
         wait = wait_in(state.own, raw)
@@ -304,7 +351,9 @@ def _in_last_call(state: WatchdogState, monitors: Sequence[GroupMonitor], rank: 
     return None if finding is None else finding.at(monitor.key, last.sequence)
 
 
-def last_collective(state: WatchdogState, monitors: Iterable[GroupMonitor]) -> tuple[GroupMonitor, RawRecord] | None:
+def last_collective(
+    state: WatchdogState, monitors: Iterable[GroupMonitor]
+) -> tuple[GroupMonitor, RawRecord] | None:
     """Return this rank's last collective, and its group, if the rank is still in that group."""
     last = next((raw for raw in reversed(list(state.own.raws(_RECENT))) if raw.sequence), None)
     monitor = next((each for each in monitors if last is not None and each.key == last.key), None)
@@ -312,22 +361,32 @@ def last_collective(state: WatchdogState, monitors: Iterable[GroupMonitor]) -> t
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Return whether an exception says that other ranks cannot be reached, not that something is wrong on this one."""
+    """Return whether an exception says that other ranks cannot be reached, not that something is
+    wrong on this one.
+    """
     if isinstance(error, TransportError):
         return True
-    if not isinstance(error, RuntimeError) or isinstance(error, LockstepError) or is_rejection(error):
+    if (
+        not isinstance(error, RuntimeError)
+        or isinstance(error, LockstepError)
+        or is_rejection(error)
+    ):
         return False
     text = str(error).lower()
     return "Dist" in type(error).__name__ or any(word in text for word in _TRANSPORT_WORDS)
 
 
 def is_rejection(error: BaseException) -> bool:
-    """Return whether the backend has rejected a call for its arguments, before anything was sent."""
+    """Return whether the backend has rejected a call for its arguments, before anything was
+    sent.
+    """
     return isinstance(error, _REJECTIONS) or _REJECTED.match(str(error)) is not None
 
 
 def make_error(report: Report) -> TransportError:
-    """Return the exception that every rank raises; under a launcher, which shows the whole report once, a short one."""
+    """Return the exception that every rank raises; under a launcher, which shows the whole report
+    once, a short one.
+    """
     data = report.to_json()
     text = report.sentence if environment.under_launcher() else as_text(report)
     if report.kind == "lost":

@@ -1,4 +1,6 @@
-"""Diagnosis: why a collective does not complete: a rank died, exited, raised an exception, is stopped, or is slow."""
+"""Diagnosis: why a collective does not complete: a rank died, exited, raised an exception, is
+stopped, or is slow.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ __all__ = [
     "straggler_warning",
 ]
 
-OWN_WORK_FACTOR = 6.0  # the first warning about work of Lockstep's own, such as a first plot, comes so much later
+OWN_WORK_FACTOR = (
+    6.0  # the first warning about work of Lockstep's own, such as a first plot, comes so much later
+)
 
-# Ranks that get the same bad input all raise the same error, which is then worth more than a report on the first one.
+# Ranks that get the same bad input all raise the same error, which is then worth more than a report
+# on the first one.
 SIMULTANEOUS_S = 2.0
 
 
-# --- Durations, by a clock that stands still while this process itself does not run -----------------------------------
+# --- Durations, by a clock that stands still while this process itself does not run
+# -----------------------------------
 
 _LONGEST_TICK_S = 0.5
 
@@ -42,15 +48,18 @@ _LONGEST_TICK_S = 0.5
 class ObservationClock:
     """Measures for how long a condition has been observed in every tick of the monitor thread.
 
-    A whole job may be stopped for an hour and continue, or starve on an overloaded host: the time between two ticks of
-    this process tells nothing about the other ranks, and counts for `_LONGEST_TICK_S` at most.
+    A whole job may be stopped for an hour and continue, or starve on an overloaded host: the time
+    between two ticks of this process tells nothing about the other ranks, and counts for
+    `_LONGEST_TICK_S` at most.
     """
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self._now = 0.0
         self._ticks = 0
-        self._seen: dict[Hashable, tuple[float, int]] = {}  # since when, and in which tick it was observed last
+        self._seen: dict[
+            Hashable, tuple[float, int]
+        ] = {}  # since when, and in which tick it was observed last
 
     def tick(self) -> float:
         """Begin another tick; return the seconds since the last one, by the monotonic clock."""
@@ -64,13 +73,16 @@ class ObservationClock:
         return passed
 
     def observed_s(self, condition: Hashable) -> float:
-        """Return for how many seconds `condition` has been observed in every tick, this one included."""
+        """Return for how many seconds `condition` has been observed in every tick, this one
+        included.
+        """
         since, _ = self._seen.get(condition, (self._now, 0))
         self._seen[condition] = since, self._ticks
         return self._now - since
 
 
-# --- Exceptions -------------------------------------------------------------------------------------------------------
+# --- Exceptions
+# --------------------------------------------------------------------------------------------------
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
@@ -87,11 +99,14 @@ def exception_finding(rows: Iterable[RankStatus]) -> Finding | None:
     if row.note.startswith("bdb.BdbQuit") and environment.debug_rank() is None:
         cause = "breakpoint() has no terminal to read from."
         advice = (
-            f"Start the job with `lockstep run --debug-rank {row.rank} ...`, which gives rank {row.rank} the terminal."
+            f"Start the job with `lockstep run --debug-rank {row.rank} ...`, which gives rank "
+            f"{row.rank} the terminal."
         )
         return Finding("raised", f"{sentence}.", (row.rank,), cause, advice)
     advice = "Its traceback is below; the other ranks were ended because of it."
-    return Finding("raised", sentence if sentence.endswith(".") else f"{sentence}.", (row.rank,), "", advice)
+    return Finding(
+        "raised", sentence if sentence.endswith(".") else f"{sentence}.", (row.rank,), "", advice
+    )
 
 
 def _unused_parameters(row: RankStatus) -> Finding:
@@ -99,18 +114,22 @@ def _unused_parameters(row: RankStatus) -> Finding:
     which = f" (indices {', '.join(found[1].split())} of model.parameters())" if found else ""
     return Finding(
         "parameters",
-        f"Rank {row.rank} has parameters without gradients{which}, for which the other ranks wait in the backward "
-        "pass.",
+        f"Rank {row.rank} has parameters without gradients{which}, for which the other ranks wait "
+        "in the backward pass.",
         (row.rank,),
         "Its forward pass takes another path through the model than that of the other ranks.",
-        "Use the same layers on every rank, or pass DistributedDataParallel(..., find_unused_parameters=True).",
+        "Use the same layers on every rank, or pass DistributedDataParallel(..., "
+        "find_unused_parameters=True).",
     )
 
 
-# --- Ranks that others wait for, and that will never come -------------------------------------------------------------
+# --- Ranks that others wait for, and that will never come
+# -------------------------------------------------------------
 
 
-def missing_finding(row: RankStatus, where: str, process: str = "", batches: int | None = None) -> Finding | None:
+def missing_finding(
+    row: RankStatus, where: str, process: str = "", batches: int | None = None
+) -> Finding | None:
     """Return why a rank will never call that in which others wait for it; None if it still may.
 
     Args:
@@ -123,18 +142,21 @@ def missing_finding(row: RankStatus, where: str, process: str = "", batches: int
     if row.state == "died":
         return Finding(
             "lost",
-            f"{name} died while other ranks waited for it in {where}{process and f': its {process} is gone'}.",
+            f"{name} died while other ranks waited for it in "
+            f"{where}{process and f': its {process} is gone'}.",
             (row.rank,),
-            "It was killed (SIGKILL; the kernel does that when memory runs out), crashed in C code, or called "
-            "os._exit.",
-            "See the exit status that the launcher shows, and the kernel's log (dmesg) for out-of-memory kills.",
+            "It was killed (SIGKILL; the kernel does that when memory runs out), crashed in C "
+            "code, or called os._exit.",
+            "See the exit status that the launcher shows, and the kernel's log (dmesg) for "
+            "out-of-memory kills.",
         )
     if row.state == "ended":
         return _exit_finding(row, name, where, batches)
     if row.state == "frozen":
         return Finding(
             "frozen",
-            f"{name}{process and f' ({process})'} is stopped while other ranks wait for it in {where}.",
+            f"{name}{process and f' ({process})'} is stopped while other ranks wait for it in "
+            f"{where}.",
             (row.rank,),
             "It has received SIGSTOP, or Ctrl-Z was pressed.",
             "To stop one rank in a debugger, start the job with --debug-rank.",
@@ -153,10 +175,19 @@ def missing_finding(row: RankStatus, where: str, process: str = "", batches: int
 def _exit_finding(row: RankStatus, name: str, where: str, batches: int | None) -> Finding:
     how = "destroyed its process group" if row.note == DESTROYED_GROUPS else "exited"
     after = f" after {batches} batch{'es'[: 2 * (batches != 1)]}" if batches is not None else ""
-    cause = "It left its loop, or the program, earlier than the others; or only some ranks call this collective."
-    advice = "Let all ranks do the same number of steps, and call every collective on every rank of its group."
+    cause = (
+        "It left its loop, or the program, earlier than the others; or only some ranks call this "
+        "collective."
+    )
+    advice = (
+        "Let all ranks do the same number of steps, and call every collective on every rank of "
+        "its group."
+    )
     if method := method_in(where):
-        cause = f"It did not call {method}, which the other ranks are in: the call is in a branch that some ranks take."
+        cause = (
+            f"It did not call {method}, which the other ranks are in: the call is in a branch "
+            "that some ranks take."
+        )
         advice = advice_on_method(method)
     elif batches is not None:
         cause = "It had fewer batches than the others, or skipped one."
@@ -164,7 +195,8 @@ def _exit_finding(row: RankStatus, name: str, where: str, batches: int | None) -
     return Finding("left", sentence, (row.rank,), cause, advice)
 
 
-# --- Stragglers: ranks that others wait for, and that may come --------------------------------------------------------
+# --- Stragglers: ranks that others wait for, and that may come
+# --------------------------------------------------------
 
 
 def stall_finding(ranks: Collection[int], where: str, limit_s: float, stacks: str = "") -> Finding:
@@ -180,15 +212,20 @@ def stall_finding(ranks: Collection[int], where: str, limit_s: float, stacks: st
         "stall",
         f"{ranks_in_words(ranks).capitalize()} did not reach {where} within {limit_s:.0f} s.",
         tuple(ranks),
-        f"{'It is' if len(ranks) == 1 else 'They are'} slow or in an endless loop{stacks}, or only some ranks call "
-        "this collective.",
-        "Speed up the slow part, or let all ranks do it, and call every collective on every rank of its group. "
-        "--stall-timeout (LOCKSTEP_STALL_TIMEOUT) sets this limit.",
+        f"{'It is' if len(ranks) == 1 else 'They are'} slow or in an endless loop{stacks}, or "
+        "only some ranks call this collective.",
+        "Speed up the slow part, or let all ranks do it, and call every collective on every rank "
+        "of its group. --stall-timeout (LOCKSTEP_STALL_TIMEOUT) sets this limit.",
     )
 
 
 def straggler_warning(
-    ranks: Collection[int], where: str, waited_s: float, waiting: str, limit_s: float, places: Mapping[int, str]
+    ranks: Collection[int],
+    where: str,
+    waited_s: float,
+    waiting: str,
+    limit_s: float,
+    places: Mapping[int, str],
 ) -> str:
     """Return the warning of ranks that have not reached the call `where` yet.
 
@@ -201,7 +238,10 @@ def straggler_warning(
         places: what ranks are doing, as far as that is known.
     """
     verb = "has" if len(ranks) == 1 else "have"
-    text = f"straggler: {ranks_in_words(ranks)} {verb} not reached {where} for {waited_s:.1f} s; {waiting}."
+    text = (
+        f"straggler: {ranks_in_words(ranks)} {verb} not reached {where} for {waited_s:.1f} s; "
+        f"{waiting}."
+    )
     if limit_s:
         text += f" This becomes an error after {limit_s:.0f} s."
     for rank, place in places.items():  # on a line of its own: a source line ends with no full stop
@@ -209,14 +249,18 @@ def straggler_warning(
     return text
 
 
-# --- The other ranks of this host -------------------------------------------------------------------------------------
+# --- The other ranks of this host
+# -------------------------------------------------------------------------------------
 
 _WORDS = StateWords()
 _FROZEN_S = 1.0  # a process that is stopped for a shorter time may only pass through that state
 
 
-def local_finding(state: WatchdogState, rank: int, where: str, clock: ObservationClock | None = None) -> Finding | None:
-    """Return why a rank of this host will never call that in which this rank waits; None if it still may.
+def local_finding(
+    state: WatchdogState, rank: int, where: str, clock: ObservationClock | None = None
+) -> Finding | None:
+    """Return why a rank of this host will never call that in which this rank waits; None if it
+    still may.
 
     Args:
         state: of the watchdog.
@@ -238,18 +282,24 @@ def local_finding(state: WatchdogState, rank: int, where: str, clock: Observatio
     own = state.own.state()
     other = reader.state()
     in_same_loop = reader.state_word(_WORDS.loop) == state.own.state_word(_WORDS.loop)
-    ran_out = other.finished and in_same_loop and (own.finished, own.batch) != (other.finished, other.batch)
+    ran_out = (
+        other.finished
+        and in_same_loop
+        and (own.finished, own.batch) != (other.finished, other.batch)
+    )
     status = rank_status(other, False, is_gone, is_frozen)
     process = f"process {reader.pid} on {reader.host}"
     return missing_finding(status, where, process, other.batch if ran_out else None)
 
 
 def local_exception(state: WatchdogState, waits: bool = True) -> Finding | None:
-    """Return the finding for the first other rank of this host that has raised an exception, if any.
+    """Return the finding for the first other rank of this host that has raised an exception, if
+    any.
 
     Args:
         state: of the watchdog.
-        waits: whether this rank waits for others. If not, it may be about to raise the same, and gets time to.
+        waits: whether this rank waits for others. If not, it may be about to raise the same, and
+            gets time to.
     """
     raised = [reader for reader in state.peers.values() if reader.phase == "raised"]
     if not raised:

@@ -1,6 +1,7 @@
 """A note on what keeps the last rank of a host running when all the others have ended.
 
-Work after the last collective, such as writing a model, is no error however long it takes: nothing is ended.
+Work after the last collective, such as writing a model, is no error however long it takes: nothing
+is ended.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _REPEAT_FACTOR = 6.0  # a note is repeated when the time is this many times as l
 _MAX_NOTES = 3
 _SHOWN = 3  # threads, and frames of each
 _WORDS = StateWords()
-# where the main thread waits for the others at the end of a program: in the interpreter, and in a worker of a launcher
+# where the main thread waits for the others at the end of a program: in the interpreter, and in a
+# worker of a launcher
 _ENDS = (
     (threading.__file__, "_shutdown"),
     (str(Path(__file__).parent.parent / "launcher" / "script.py"), "_finish"),
@@ -37,8 +39,9 @@ _ENDS = (
 class LastRankWatch:
     """Writes a note when this rank has outlived all others of its host for a while.
 
-    It goes on after the process groups have been destroyed, until the process ends or `stop` is called: what keeps a
-    process running may be a function of `atexit`, or a thread that is not a daemon.
+    It goes on after the process groups have been destroyed, until the process ends or `stop` is
+    called: what keeps a process running may be a function of `atexit`, or a thread that is not a
+    daemon.
 
     Args:
         folder: of the job.
@@ -97,14 +100,21 @@ class LastRankWatch:
         self._peers = []
 
     def note_end(self) -> None:
-        """Record that this rank's program has ended, which its session does not where the groups are destroyed."""
+        """Record that this rank's program has ended, which its session does not where the groups
+        are destroyed.
+        """
         self._is_over = True
-        with suppress(OSError), rank_file(self._folder, self._rank).open("r+b", buffering=0) as file:
+        with (
+            suppress(OSError),
+            rank_file(self._folder, self._rank).open("r+b", buffering=0) as file,
+        ):
             file.seek(8 * _WORDS.phase)
             file.write(PHASES.index("ended").to_bytes(8, sys.byteorder))
 
     def _run(self) -> None:
-        while not self._stop.wait(_TICK_S) and os.getpid() == self._pid and self._notes < _MAX_NOTES:
+        while (
+            not self._stop.wait(_TICK_S) and os.getpid() == self._pid and self._notes < _MAX_NOTES
+        ):
             self.tick()
 
     def tick(self) -> None:
@@ -123,8 +133,8 @@ class LastRankWatch:
         self._next_s = self._alone_s * _REPEAT_FACTOR
         self._notes += 1
         self._write(
-            f"note: rank {self._rank} still runs, {self._alone_s:.0f} s after {self._others} have ended:\n"
-            f"  {describe_activity()}"
+            f"note: rank {self._rank} still runs, {self._alone_s:.0f} s after {self._others} have "
+            f"ended:\n  {describe_activity()}"
         )
 
     def _is_any_alive(self) -> bool:
@@ -141,7 +151,9 @@ class LastRankWatch:
 
 
 def describe_activity() -> str:
-    """Return what the program does: where its main thread is, or at the end of it, which threads keep it running."""
+    """Return what the program does: where its main thread is, or at the end of it, which threads
+    keep it running.
+    """
     main = threading.main_thread()
     frame = main_frame()
     threads = [each for each in threading.enumerate() if not each.daemon and each is not main]
@@ -149,7 +161,10 @@ def describe_activity() -> str:
         frames = sys._current_frames()
         places = [_place(frames.get(each.ident or 0)) for each in threads]
         names = [f"the thread {each.name} keeps it running" for each in threads]
-        lines = [f"{name}, at {place}" if place else name for name, place in zip(names, places, strict=True)]
+        lines = [
+            f"{name}, at {place}" if place else name
+            for name, place in zip(names, places, strict=True)
+        ]
         more = [f"and {len(lines) - _SHOWN} more threads"] * (len(lines) > _SHOWN)
         return "\n  ".join([*lines[:_SHOWN], *more])
     place = _place(frame)
@@ -168,7 +183,10 @@ def _joins_threads(frame: FrameType | None) -> bool:
 def _place(frame: FrameType | None) -> str:
     if frame is None:
         return ""
-    frames = [(each.filename, each.lineno or 0, each.name) for each in reversed(traceback.extract_stack(frame))]
+    frames = [
+        (each.filename, each.lineno or 0, each.name)
+        for each in reversed(traceback.extract_stack(frame))
+    ]
     stack = stack_of(frames)
     return " < ".join(stack[:_SHOWN])
 

@@ -1,7 +1,9 @@
-"""Differences between ranks' records of one collective, and collectives that one rank calls in another order.
+"""Differences between ranks' records of one collective, and collectives that one rank calls in
+another order.
 
-Only the call sites of swapped collectives differ between ranks, as they do in programs that branch on purpose. A swap
-is told from a branch by the stack: on one of the ranks a for loop has called both, one turn after the other.
+Only the call sites of swapped collectives differ between ranks, as they do in programs that branch
+on purpose. A swap is told from a branch by the stack: on one of the ranks a for loop has called
+both, one turn after the other.
 """
 
 from __future__ import annotations
@@ -36,23 +38,30 @@ __all__ = [
 ]
 
 
-# --- Differences between two ranks' records of one collective ---------------------------------------------------------
+# --- Differences between two ranks' records of one collective
+# ---------------------------------------------------------
 
 KINDS = ("desync", "ended", "swap", "batches", "lines")
 """How two records of one collective can differ, the gravest first.
 
-"desync": the calls themselves differ; "ended": one rank has run out of batches and the other has not; "swap": one rank
-makes two like calls in another order; "batches": different batches of one loop; "lines": different lines.
+"desync": the calls themselves differ; "ended": one rank has run out of batches and the other has
+not; "swap": one rank makes two like calls in another order; "batches": different batches of one
+loop; "lines": different lines.
 """
 
 
 def is_error(kind: str, strict: bool) -> bool:
-    """Return whether a difference is an error, not a warning: programs branch, and skip a bad batch, on purpose."""
+    """Return whether a difference is an error, not a warning: programs branch, and skip a bad
+    batch, on purpose.
+    """
     return strict or kind not in ("batches", "lines")
 
 
-def compare_records(mine: RawRecord | RecordRow, theirs: RawRecord | RecordRow, uneven: bool = False) -> Iterator[str]:
-    """Yield how two records of one collective differ, the gravest first; a "swap" does not show in one collective.
+def compare_records(
+    mine: RawRecord | RecordRow, theirs: RawRecord | RecordRow, uneven: bool = False
+) -> Iterator[str]:
+    """Yield how two records of one collective differ, the gravest first; a "swap" does not show in
+    one collective.
 
     Args:
         mine: one record.
@@ -61,7 +70,8 @@ def compare_records(mine: RawRecord | RecordRow, theirs: RawRecord | RecordRow, 
     """
     if mine.fingerprint != theirs.fingerprint:
         yield "desync"
-    # under `Join` a rank that has run out of batches makes the collectives of the others, on a line of torch's
+    # under `Join` a rank that has run out of batches makes the collectives of the others, on a line
+    # of torch's
     lines = mine.line != theirs.line and not mine.name and not uneven
     if mine.loop == theirs.loop and mine.loop and mine.batch != theirs.batch and not uneven:
         if mine.batch >= 0 and theirs.batch >= 0:
@@ -83,14 +93,22 @@ def describe_difference(kind: str, ranks: tuple[int, int], calls: tuple[Record, 
     where = describe_collective(calls[0].sequence, calls[0].group)
     if kind in ("batches", "ended"):
         found = [f"rank {rank} {_batch(call)}" for rank, call in zip(ranks, calls, strict=True)]
-        return Finding("batches", f"Batch mismatch at {where}: {', '.join(found)}.", (), *_BATCH_ADVICE)
+        return Finding(
+            "batches", f"Batch mismatch at {where}: {', '.join(found)}.", (), *_BATCH_ADVICE
+        )
     if kind in ("lines", "swap"):
-        sites = [f"rank {rank} at {call.call_site}: {call.source}" for rank, call in zip(ranks, calls, strict=True)]
+        sites = [
+            f"rank {rank} at {call.call_site}: {call.source}"
+            for rank, call in zip(ranks, calls, strict=True)
+        ]
         title = "Call site mismatch" if kind == "lines" else "Swapped collectives"
         sentence = f"{title} at {where}: {calls[0].what} was called by {sites[0]}; by {sites[1]}."
         return Finding("desync", sentence, (), *(_LINE_ADVICE if kind == "lines" else _SWAP_ADVICE))
     if all(call.what.startswith("model(") for call in calls):
-        models = [f"rank {rank} has {call.what.removeprefix('model')}" for rank, call in zip(ranks, calls, strict=True)]
+        models = [
+            f"rank {rank} has {call.what.removeprefix('model')}"
+            for rank, call in zip(ranks, calls, strict=True)
+        ]
         sentence = f"The models differ in their parameters: {', '.join(models)}."
         return Finding("parameters", sentence, (), *_MODEL_ADVICE)
     is_named = len({call.name for call in calls}) > 1
@@ -99,7 +117,9 @@ def describe_difference(kind: str, ranks: tuple[int, int], calls: tuple[Record, 
         name = f" named {call.name!r}" if is_named and call.name else ""
         site = f" at {call.call_site}" if call.call_site else ""
         called.append(f"rank {rank} called {call.what}{name}{site}")
-    return Finding("desync", f"Desync at {where}: {', '.join(called)}.", (), *_cause_and_advice(ranks, calls))
+    return Finding(
+        "desync", f"Desync at {where}: {', '.join(called)}.", (), *_cause_and_advice(ranks, calls)
+    )
 
 
 def describe_collective(sequence: int, group: str) -> str:
@@ -119,29 +139,33 @@ def size_finding(ranks: tuple[int, int], sizes: tuple[int, int], tag: int, call:
     of_tag = f" (tag {tag})" if tag else ""
     return Finding(
         "desync",
-        f"Rank {ranks[0]} sends {sizes[0]:,} bytes to rank {ranks[1]}{of_tag}, which receives into {sizes[1]:,} bytes, "
-        f"in {call}.",
+        f"Rank {ranks[0]} sends {sizes[0]:,} bytes to rank {ranks[1]}{of_tag}, which receives "
+        f"into {sizes[1]:,} bytes, in {call}.",
         (),
-        "The tensors of this send and recv have other shapes or dtypes, or messages are received in another order than "
-        "they were sent.",
-        "Receive into a tensor of the shape and dtype that is sent, in the order of the sends; give messages that may "
-        "overtake each other tags.",
+        "The tensors of this send and recv have other shapes or dtypes, or messages are received "
+        "in another order than they were sent.",
+        "Receive into a tensor of the shape and dtype that is sent, in the order of the sends; "
+        "give messages that may overtake each other tags.",
     )
 
 
 # Likely cause, and what to do.
 
 _LINE_ADVICE = (
-    "Two collectives are called in another order on one rank, or a collective that only one rank calls was matched "
-    "with another one.",
-    "Call the same collectives in the same order on every rank. If ranks branch here on purpose, nothing is wrong: "
-    'lockstep.flight_recorder.named("...") names a collective, and LOCKSTEP_WATCHDOG=strict makes this an error.',
+    "Two collectives are called in another order on one rank, or a collective that only one rank "
+    "calls was matched with another one.",
+    "Call the same collectives in the same order on every rank. If ranks branch here on purpose, "
+    "nothing is wrong: "
+    'lockstep.flight_recorder.named("...") names a collective, and LOCKSTEP_WATCHDOG=strict '
+    "makes this an error.",
 )
 
 _SWAP_ADVICE = (
-    "Each rank has just called what the other one calls now: a loop calls the same items in another order on one rank, "
-    "as over a set, or over a dictionary that was filled in another order.",
-    "Iterate in the same order on every rank, for example over sorted items. If nothing is wrong, give both "
+    "Each rank has just called what the other one calls now: a loop calls the same items in "
+    "another order on one rank, as over a set, or over a dictionary that was filled in another "
+    "order.",
+    "Iterate in the same order on every rank, for example over sorted items. If nothing is "
+    "wrong, give both "
     'collectives the same name: with lockstep.flight_recorder.named("...").',
 )
 
@@ -153,7 +177,8 @@ _BATCH_ADVICE = (
 
 _MODEL_ADVICE = (
     "The model has other layers, other sizes, or another order of layers on one rank.",
-    "Build the same model on every rank: the class, its options and its layers must not depend on the rank.",
+    "Build the same model on every rank: the class, its options and its layers must not depend on "
+    "the rank.",
 )
 
 
@@ -170,12 +195,14 @@ def _cause_and_advice(ranks: tuple[int, int], calls: tuple[Record, Record]) -> t
     first, second = calls
     methods = [method_in(call.name) for call in calls]
     if methods[0] != methods[1]:
-        at = max((0, 1), key=lambda number: (methods[number] != "Trainer.fit") * len(methods[number]))
+        at = max(
+            (0, 1), key=lambda number: (methods[number] != "Trainer.fit") * len(methods[number])
+        )
         at = at if methods[at] else 1 - at
         others = f"in {methods[1 - at]}" if methods[1 - at] else "not"
         return (
-            f"Rank {ranks[at]} is in {methods[at]}, rank {ranks[1 - at]} is {others}: it is called in a branch that "
-            "only some ranks take.",
+            f"Rank {ranks[at]} is in {methods[at]}, rank {ranks[1 - at]} is {others}: it is "
+            "called in a branch that only some ranks take.",
             advice_on_method(methods[at]),
         )
     if not (first.call_site and second.call_site):
@@ -186,23 +213,26 @@ def _cause_and_advice(ranks: tuple[int, int], calls: tuple[Record, Record]) -> t
     same_operation = first.what.partition("(")[0] == second.what.partition("(")[0]
     if first.loop == second.loop and first.finished != second.finished and not same_operation:
         return (
-            "One rank has fewer batches than another, and has continued with what follows the loop.",
-            "Give every rank the same number of batches, e.g. with a DistributedSampler, drop_last=True or "
-            "lockstep.Loader.",
+            "One rank has fewer batches than another, and has continued with what follows the "
+            "loop.",
+            "Give every rank the same number of batches, e.g. with a DistributedSampler, "
+            "drop_last=True or lockstep.Loader.",
         )
     if not same_operation or first.call_site != second.call_site or first.name != second.name:
         return (
-            "A collective is in a branch that only some ranks take, or ranks call collectives in different orders.",
+            "A collective is in a branch that only some ranks take, or ranks call collectives in "
+            "different orders.",
             _SAME_ORDER,
         )
     return (
-        "Tensors have different shapes or dtypes on some ranks: a smaller last batch, another model, or mixed "
-        "precision on some ranks only.",
+        "Tensors have different shapes or dtypes on some ranks: a smaller last batch, another "
+        "model, or mixed precision on some ranks only.",
         "Give the tensors the same shape and dtype on every rank before the collective.",
     )
 
 
-# --- Swapped collectives ----------------------------------------------------------------------------------------------
+# --- Swapped collectives
+# ----------------------------------------------------------------------------------------------
 
 _WORDS = StateWords()
 
@@ -256,14 +286,20 @@ class SwapDetector:
         self.last_mismatch: LineMismatch | None = None
 
     def note_lines(self, own: RawRecord, lines: set[int]) -> None:
-        """Remember the stack of the collective `own` if other ranks called it from other `lines`."""
+        """Remember the stack of the collective `own` if other ranks called it from other
+        `lines`.
+        """
         theirs = frozenset(lines - {own.line})
         if theirs:
             stack = capture_stack(sys._getframe(1))
-            self.last_mismatch = LineMismatch(own.sequence, own.line, theirs, own.batch, own.loop, stack)
+            self.last_mismatch = LineMismatch(
+                own.sequence, own.line, theirs, own.batch, own.loop, stack
+            )
 
     def announce(self, last: LineMismatch, sequence: int, line: int, frame: FrameType) -> None:
-        """Announce the collective `sequence` if a loop now calls what another rank called instead of the last one."""
+        """Announce the collective `sequence` if a loop now calls what another rank called instead
+        of the last one.
+        """
         self.last_mismatch = None
         recorder = self._recorder
         same_batch = (last.batch, last.loop) == (recorder.batch, recorder.loop)
@@ -273,12 +309,18 @@ class SwapDetector:
             recorder.set_word(_WORDS.swap, sequence)
 
     def has_announced(self, reader: RecorderReader, sequence: int) -> bool:
-        """Return whether the rank of that flight recorder has announced the collective `sequence`."""
-        return reader.state_word(_WORDS.swap_group) == self._key and reader.state_word(_WORDS.swap) == sequence
+        """Return whether the rank of that flight recorder has announced the collective
+        `sequence`.
+        """
+        return (
+            reader.state_word(_WORDS.swap_group) == self._key
+            and reader.state_word(_WORDS.swap) == sequence
+        )
 
 
 def are_swapped(before: tuple[RawRecord, RawRecord], now: tuple[RawRecord, RawRecord]) -> bool:
-    """Return whether two ranks have swapped two like collectives: each now calls what the other called just before.
+    """Return whether two ranks have swapped two like collectives: each now calls what the other
+    called just before.
 
     Args:
         before: a collective, as each of the two ranks has recorded it.
@@ -290,20 +332,24 @@ def are_swapped(before: tuple[RawRecord, RawRecord], now: tuple[RawRecord, RawRe
     return len(fingerprints) == 1 and lines and not named and now[0].line != now[1].line
 
 
-# --- Stacks and loops -------------------------------------------------------------------------------------------------
+# --- Stacks and loops
+# -------------------------------------------------------------------------------------------------
 
 
 def capture_stack(frame: FrameType | None) -> tuple[StackEntry, ...]:
     """Return the stack that ends at `frame`, outermost frame first."""
-    return tuple(StackEntry(each.f_code, each.f_lasti, id(each)) for each in reversed(list(_outwards(frame))))
+    return tuple(
+        StackEntry(each.f_code, each.f_lasti, id(each)) for each in reversed(list(_outwards(frame)))
+    )
 
 
 def is_next_iteration(before: tuple[StackEntry, ...], frame: FrameType | None) -> bool:
-    """Return whether one for loop makes both calls, by calling one item after the other of what it iterates over.
+    """Return whether one for loop makes both calls, by calling one item after the other of what it
+    iterates over.
 
-    ``for metric in metrics: metric.sync()`` does, and so does a loop over functions. Where both calls begin in one
-    function (``if first: f() else: g()``), or what is called is not what the loop iterates over
-    (``roles[step % 2]()``), ranks may take turns on purpose.
+    ``for metric in metrics: metric.sync()`` does, and so does a loop over functions. Where both
+    calls begin in one function (``if first: f() else: g()``), or what is called is not what the
+    loop iterates over (``roles[step % 2]()``), ranks may take turns on purpose.
 
     Args:
         before: the stack of the first call.
@@ -333,10 +379,14 @@ def _is_at(entry: StackEntry, frame: FrameType) -> bool:
 
 
 def _iterates_over(frame: FrameType, callee: FrameType) -> bool:
-    """Return whether `frame` is in a for loop over what it has called, or over the objects whose method that is."""
+    """Return whether `frame` is in a for loop over what it has called, or over the objects whose
+    method that is.
+    """
     names = _loop_variables(frame.f_code, frame.f_lasti)
     # read only where ranks differ: before Python 3.13 a frame keeps the dictionary that this makes
-    return any(_is_callee(frame.f_locals.get(name, frame.f_globals.get(name)), callee) for name in names)
+    return any(
+        _is_callee(frame.f_locals.get(name, frame.f_globals.get(name)), callee) for name in names
+    )
 
 
 def _loop_variables(code: CodeType, at: int) -> list[str]:

@@ -1,4 +1,6 @@
-"""Records this rank's collectives in one process group, compares them with the other ranks', and says why one hangs."""
+"""Records this rank's collectives in one process group, compares them with the other ranks', and
+says why one hangs.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,14 @@ if TYPE_CHECKING:
 __all__ = ["GroupMonitor", "Peer"]
 
 _STOPPED_S = 1.0  # a process that was stopped for longer may have been given up by the others
-_FIRST = struct.Struct("<QQQ")  # number, group key and sequence number: the first fields of a record
-_REJECTION_S = 5.0  # a call that the backend has not rejected after this time is not going to be rejected
-_REREAD_S = 2e-3  # a difference is read again after this time, as the record may have been read while it was written
+_FIRST = struct.Struct(
+    "<QQQ"
+)  # number, group key and sequence number: the first fields of a record
+_REJECTION_S = (
+    5.0  # a call that the backend has not rejected after this time is not going to be rejected
+)
+# a difference is read again after this time, as the record may have been read while it was written
+_REREAD_S = 2e-3
 
 
 @dataclass
@@ -47,14 +54,18 @@ class Peer:
     slot: int = -1
 
     def find_slot(self, key: int) -> int:
-        """Return the slot of the group `key` in its flight recorder; -1 if it has not made the group (yet)."""
+        """Return the slot of the group `key` in its flight recorder; -1 if it has not made the
+        group (yet).
+        """
         if self.slot < 0 or not self.reader.has_group(self.slot, key):
             self.slot = self.reader.group_slot(key)
         return self.slot
 
 
 class _StreamEvent:
-    """An event of a device stream with the method of c10d's `Work` that tells whether it has completed."""
+    """An event of a device stream with the method of c10d's `Work` that tells whether it has
+    completed.
+    """
 
     def __init__(self, event: torch.Event) -> None:
         self._event = event
@@ -66,7 +77,8 @@ class _StreamEvent:
 def record_event(device: torch.device) -> _StreamEvent | None:
     """Record an event in the device's current stream; None if the device has no streams.
 
-    c10d's work would tell the same, and keep the tensors of the operation alive for as long as it is kept.
+    c10d's work would tell the same, and keep the tensors of the operation alive for as long as it
+    is kept.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
@@ -95,18 +107,30 @@ class GroupMonitor:
         coalesced: by thread, the calls that are to be started as one.
         peers: the other members on this host.
         remote_ranks: the other members, on other hosts.
-        preflight: compares calls across hosts; None if all members are on one host, or calls cannot be compared.
-        sizes_must_fit: whether a message that is larger than its receive ends the receiver's process, as over Gloo.
-        completes_on_host: whether an operation has completed when its future has, and was not merely enqueued.
+        preflight: compares calls across hosts; None if all members are on one host, or calls cannot
+            be compared.
+        sizes_must_fit: whether a message that is larger than its receive ends the receiver's
+            process, as over Gloo.
+        completes_on_host: whether an operation has completed when its future has, and was not
+            merely enqueued.
         used_by_ddp: whether a DistributedDataParallel reduces over the group.
-        waits_in_slices: whether waits look again and again whether they have been interrupted, as in an elastic job.
+        waits_in_slices: whether waits look again and again whether they have been interrupted, as
+            in an elastic job.
         awaited_messages: messages for which the program waits, in such a group.
-        moved: counts the parts of messages that have moved, where a transport moves them without a posted receive.
-        abandoned: works of the group for which the program waited when it was interrupted, and which have not ended.
+        moved: counts the parts of messages that have moved, where a transport moves them without a
+            posted receive.
+        abandoned: works of the group for which the program waited when it was interrupted, and
+            which have not ended.
     """
 
     def __init__(
-        self, state: WatchdogState, name: str, title: str, ranks: Sequence[int], uses: int, limit_s: float = 0.0
+        self,
+        state: WatchdogState,
+        name: str,
+        title: str,
+        ranks: Sequence[int],
+        uses: int,
+        limit_s: float = 0.0,
     ) -> None:
         self.state = state
         self.title = title
@@ -133,11 +157,15 @@ class GroupMonitor:
         self.peers = [Peer(rank, state.peers[rank]) for rank in others if rank in state.peers]
         self.remote_ranks = tuple(rank for rank in others if rank not in state.peers)
         self._channels: dict[tuple[bool, int, int], int] = {}  # keys, by direction, peer and tag
-        self._warned: set[tuple[str, int]] = set()  # differences that are no errors and have been warned about
+        self._warned: set[tuple[str, int]] = (
+            set()
+        )  # differences that are no errors and have been warned about
 
     # --- recording calls
 
-    def enter(self, operation: str, key: tuple[Any, ...], peer: int = -1, tag: int = 0) -> PendingCall:
+    def enter(
+        self, operation: str, key: tuple[Any, ...], peer: int = -1, tag: int = 0
+    ) -> PendingCall:
         """Record that this rank calls a collective, and compare it with what others have called.
 
         Args:
@@ -157,7 +185,9 @@ class GroupMonitor:
         call = state.signatures.lookup(operation, key, name)
         site = state.call_sites.lookup(sys._getframe(1))
         if self.swaps.last_mismatch is not None and peer < 0:
-            self.swaps.announce(self.swaps.last_mismatch, self.sequence + 1, site.line, sys._getframe(1))
+            self.swaps.announce(
+                self.swaps.last_mismatch, self.sequence + 1, site.line, sys._getframe(1)
+            )
         name_number = recorder.texts.intern(name) if name else 0
         now = time.monotonic()
         with state.lock:
@@ -169,7 +199,9 @@ class GroupMonitor:
             number = recorder.enter(*place, call, site.line, *texts, peer, self.rejected, now, tag)
             pending = PendingCall(number, sequence, now)
             if sequence:
-                if self.pending and self.completes_on_host:  # else the monitor thread does: a step queries no device
+                if (
+                    self.pending and self.completes_on_host
+                ):  # else the monitor thread does: a step queries no device
                     self.reap_completed()
                 self.pending.append(pending)
         if now - state.last_poll > _STOPPED_S and state.poll_report():
@@ -178,7 +210,9 @@ class GroupMonitor:
             self._compare(number, sequence)
         return pending
 
-    def send_or_receive(self, operation: str, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> PendingCall:
+    def send_or_receive(
+        self, operation: str, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0
+    ) -> PendingCall:
         """Record a message to or from the global rank `peer`; -1 for a receive from any rank.
 
         Raises:
@@ -192,17 +226,26 @@ class GroupMonitor:
             ("to" if sent else "from", peer if peer >= 0 else "any rank"),
             *((("tag", tag),) if tag else ()),
         )
-        pending = self.enter("send" if sent else "recv", key, peer if peer >= 0 else self.state.rank, tag)
+        pending = self.enter(
+            "send" if sent else "recv", key, peer if peer >= 0 else self.state.rank, tag
+        )
         channel = self._channel(sent, peer, tag)
         size = sum(tensor.nbytes for tensor in tensors)
         pending.message = peer, sent, channel
         number = self.state.recorder.count_message(peer, sent, channel, size)
-        if self.sizes_must_fit and number and peer in self.state.peers and tensors[0].device.type == "cpu":
+        if (
+            self.sizes_must_fit
+            and number
+            and peer in self.state.peers
+            and tensors[0].device.type == "cpu"
+        ):
             self._compare_sizes(pending, tag, number, size)
         return pending
 
     def _channel(self, sent: bool, peer: int, tag: int) -> int:
-        """Return the key of a channel of this rank, see `flight_recorder.layout.Layout.channels`."""
+        """Return the key of a channel of this rank, see
+        `flight_recorder.layout.Layout.channels`.
+        """
         known = sent, peer, tag
         if known not in self._channels:
             own = self.state.rank
@@ -213,8 +256,8 @@ class GroupMonitor:
     def _compare_sizes(self, pending: PendingCall, tag: int, number: int, size: int) -> None:
         """Report that message `number` of its channel is larger than the receive that matches it.
 
-        Messages of a channel are received in the order in which they were sent. The side that comes second finds it,
-        before data moves.
+        Messages of a channel are received in the order in which they were sent. The side that comes
+        second finds it, before data moves.
         """
         state = self.state
         (peer, sent, _) = pending.message
@@ -236,7 +279,9 @@ class GroupMonitor:
         state.check()
 
     def extend_limit(self, seconds: float) -> None:
-        """Take over the timeout of one wait of this group, if it is longer than that of the group."""
+        """Take over the timeout of one wait of this group, if it is longer than that of the
+        group.
+        """
         if seconds > self.limit_s:
             self.limit_s = seconds
             self.state.recorder.set_limit(self.slot, seconds)
@@ -248,9 +293,11 @@ class GroupMonitor:
             self.remove_pending(pending)
 
     def finish_wait(self, pending: PendingCall, work: Any, device: torch.device | None) -> None:
-        """Record that the program's wait for a call has returned, which on a device only makes its stream wait.
+        """Record that the program's wait for a call has returned, which on a device only makes its
+        stream wait.
 
-        The call stays in the record until the device has completed it: what waits for that stream waits for the call.
+        The call stays in the record until the device has completed it: what waits for that stream
+        waits for the call.
 
         Args:
             pending: the call.
@@ -292,7 +339,9 @@ class GroupMonitor:
     # --- completion
 
     def unfinished_works(self) -> list[Any]:
-        """Return the works of Gloo, in an elastic job, that have been started and have not ended."""
+        """Return the works of Gloo, in an elastic job, that have been started and have not
+        ended.
+        """
         if not self.waits_in_slices:
             return []
         with self.state.lock:
@@ -300,7 +349,9 @@ class GroupMonitor:
         return [work for work in works if work is not None and not work.is_completed()]
 
     def abandon(self, work: Any) -> None:
-        """Note that nobody waits any more for a collective that has started, see `unfinished_works`."""
+        """Note that nobody waits any more for a collective that has started, see
+        `unfinished_works`.
+        """
         if self.waits_in_slices and work is not None and not work.is_completed():
             self.abandoned.append(work)
 
@@ -348,14 +399,17 @@ class GroupMonitor:
         return missing
 
     def peer_record(self, peer: Peer, sequence: int) -> RawRecord | None:
-        """Return a peer's record of that collective; None if it has not called it, or the record is overwritten."""
+        """Return a peer's record of that collective; None if it has not called it, or the record is
+        overwritten.
+        """
         slot = peer.find_slot(self.key)
         number = peer.reader.record_number(slot, sequence) if slot >= 0 else 0
         raw = peer.reader.raw(number) if number else None
         return raw if raw is not None and raw.key == self.key and raw.sequence == sequence else None
 
     def _compare(self, number: int, sequence: int) -> None:
-        # one rank that has called it is enough: those that called it before were compared with each other
+        # one rank that has called it is enough: those that called it before were compared with each
+        # other
         mine = self.state.recorder.compared_bytes(number)
         key = self.key
         for peer in self.peers:
@@ -386,7 +440,9 @@ class GroupMonitor:
         if theirs is None or not self._difference(own, peer, theirs):
             return
         if own.rejected != theirs.rejected and time.monotonic() - own.entered < _REJECTION_S:
-            return  # the backend may still reject the call of one of them, which is then no part of that collective
+            # the backend may still reject the call of one of them, which is then no part of that
+            # collective
+            return
         time.sleep(_REREAD_S)
         theirs = self.peer_record(peer, own.sequence)
         kind = self._difference(own, peer, theirs) if theirs is not None else ""
@@ -401,19 +457,29 @@ class GroupMonitor:
         return next((kind for kind in kinds if not self._has_warned(kind, own, theirs)), "")
 
     def _is_swap(self, own: RawRecord, peer: Peer, theirs: RawRecord) -> bool:
-        announced = (self.swaps.has_announced(reader, own.sequence) for reader in (self.state.own, peer.reader))
+        announced = (
+            self.swaps.has_announced(reader, own.sequence)
+            for reader in (self.state.own, peer.reader)
+        )
         if not any(announced):
             return False
         before = self.state.own.raw(self.state.own.record_number(self.slot, own.sequence - 1))
         their_last = self.peer_record(peer, own.sequence - 1)
-        if before is None or their_last is None or (before.key, before.sequence) != (self.key, own.sequence - 1):
+        if (
+            before is None
+            or their_last is None
+            or (before.key, before.sequence) != (self.key, own.sequence - 1)
+        ):
             return False
         return are_swapped((before, their_last), (own, theirs))
 
     # --- why a collective does not complete
 
-    def diagnose(self, pending: PendingCall, missing: Iterable[int], clock: ObservationClock) -> Finding | None:
-        """Return why missing ranks will never call a collective, or do their part of a message; None if they still may.
+    def diagnose(
+        self, pending: PendingCall, missing: Iterable[int], clock: ObservationClock
+    ) -> Finding | None:
+        """Return why missing ranks will never call a collective, or do their part of a message;
+        None if they still may.
 
         Args:
             pending: this rank's collective or message.
@@ -427,7 +493,9 @@ class GroupMonitor:
 
     # --- reporting differences
 
-    def _report_difference(self, kind: str, own: RawRecord, peer: Peer, theirs: RawRecord, raises: bool) -> None:
+    def _report_difference(
+        self, kind: str, own: RawRecord, peer: Peer, theirs: RawRecord, raises: bool
+    ) -> None:
         state = self.state
         if not mismatch.is_error(kind, state.limits.strict):
             self._warn(kind, own, peer, theirs)
@@ -441,7 +509,10 @@ class GroupMonitor:
             state.check()
 
     def _has_warned(self, kind: str, own: RawRecord, theirs: RawRecord) -> bool:
-        return not mismatch.is_error(kind, self.state.limits.strict) and _topic(kind, own, theirs) in self._warned
+        return (
+            not mismatch.is_error(kind, self.state.limits.strict)
+            and _topic(kind, own, theirs) in self._warned
+        )
 
     def _warn(self, kind: str, own: RawRecord, peer: Peer, theirs: RawRecord) -> None:
         topic = _topic(kind, own, theirs)

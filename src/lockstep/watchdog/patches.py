@@ -1,4 +1,6 @@
-"""Patches of torch: every new process group is watched, batches are counted, and the models of DDP are compared."""
+"""Patches of torch: every new process group is watched, batches are counted, and the models of DDP
+are compared.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ __all__ = [
 ]
 
 
-# --------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # MessageReader the batch that a program is on: each step of a loop over a `DataLoader` counts.
 
 
@@ -94,7 +96,9 @@ class BatchLoops:
         self._recorder.note_batch(-2 - count, key)
 
     def _dropped(self, _: object) -> None:
-        """Record that a loop was left before its end; the loop around it records its batch with its next one."""
+        """Record that a loop was left before its end; the loop around it records its batch with its
+        next one.
+        """
         if self._open and self._open[-1].iterator() is None:
             self._recorder.note_batch(-1, 0)
         self._remove_dropped()
@@ -106,8 +110,9 @@ class BatchLoops:
 def _is_program_loop() -> bool:
     """Return whether a for loop of the main thread takes the batch.
 
-    A thread that prefetches is ahead of the program by a number of batches that differs between ranks; and a program
-    that calls `next` itself may take a different number of batches on each rank.
+    A thread that prefetches is ahead of the program by a number of batches that differs between
+    ranks; and a program that calls `next` itself may take a different number of batches on each
+    rank.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return False
@@ -169,7 +174,8 @@ def batch_replacements(state: WatchdogState) -> list[Replaced]:
     ]
 
 
-# --- DistributedDataParallel: models are compared, and the backward pass raises the root cause ------------------------
+# --- DistributedDataParallel: models are compared, and the backward pass raises the root cause
+# ------------------------
 
 
 def ddp_replacements(state: WatchdogState) -> list[Replaced]:
@@ -182,7 +188,8 @@ def ddp_replacements(state: WatchdogState) -> list[Replaced]:
             monitor = getattr(process_group, "watchdog_monitor", None)
             if monitor is not None:
                 monitor.used_by_ddp = True
-                # not a collective of c10d: only a record, by which ranks with different models are found
+                # not a collective of c10d: only a record, by which ranks with different models are
+                # found
                 made = getattr(sys._getframe(1).f_locals.get("self"), "module", None)
                 pending = monitor.enter("model", _layout(tensors, made))
                 if monitor.preflight is not None:
@@ -210,7 +217,9 @@ def ddp_replacements(state: WatchdogState) -> list[Replaced]:
 
 
 def _layout(tensors: list[torch.Tensor], model: torch.nn.Module | None) -> tuple[Any, ...]:
-    """Return shape, dtype, name and layer of each parameter: two layers of one shape may be swapped."""
+    """Return shape, dtype, name and layer of each parameter: two layers of one shape may be
+    swapped.
+    """
     names = {
         id(tensor): f"{f'{path}.' * bool(path)}{name} of {type(layer).__name__}"
         for path, layer in (model.named_modules() if model is not None else ())
@@ -219,13 +228,19 @@ def _layout(tensors: list[torch.Tensor], model: torch.nn.Module | None) -> tuple
     return tuple(((tensor.shape, tensor.dtype), names.get(id(tensor), "")) for tensor in tensors)
 
 
-# --- Process groups ---------------------------------------------------------------------------------------------------
+# --- Process groups
+# --------------------------------------------------------------------------------------------------
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
 
 
-_HOST_BACKENDS = {"shm", "gloo", "mpi", "mpi4py"}  # backends whose operations have completed when their works say so
+_HOST_BACKENDS = {
+    "shm",
+    "gloo",
+    "mpi",
+    "mpi4py",
+}  # backends whose operations have completed when their works say so
 
 
 class _Watchdog:
@@ -250,7 +265,9 @@ class _Watchdog:
             Replaced(c10d, "destroy_process_group", self._destroying),
         ]
         # torch.distributed has its own reference to the same function
-        self._hooks.append(Replaced(dist, "destroy_process_group", lambda _: c10d.destroy_process_group))
+        self._hooks.append(
+            Replaced(dist, "destroy_process_group", lambda _: c10d.destroy_process_group)
+        )
 
     def uninstall(self) -> None:
         self.end()
@@ -259,7 +276,13 @@ class _Watchdog:
 
     def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(
-            group_size: int, group_rank: int, ranks: list[int], backend: Any, store: Any, *args: Any, **kw: Any
+            group_size: int,
+            group_rank: int,
+            ranks: list[int],
+            backend: Any,
+            store: Any,
+            *args: Any,
+            **kw: Any,
         ) -> Any:
             if not ranks:
                 self.end()
@@ -273,7 +296,9 @@ class _Watchdog:
             with self._sockets.tracking(), _creation(self.session, name, ranks, backend, args, kw):
                 group, own = original(group_size, group_rank, ranks, backend, store, *args, **kw)
             self._sockets.retransmit_often()
-            if not ranks:  # most backends have synchronised the ranks by now, so that none is late by much
+            if (
+                not ranks
+            ):  # most backends have synchronised the ranks by now, so that none is late by much
                 self._begin(group_size, group_rank, store)
             return self._wrap(self.session, group, ranks, _limit_s(args, kw)), own
 
@@ -317,16 +342,25 @@ class _Watchdog:
             replace_group(group, made)
         name = str(c10d._world.pg_names[made])
         members = tuple(ranks) or tuple(range(session.state.recorder.world_size))
-        title = (made.group_desc if made.group_desc not in ("", "undefined") else name) if ranks else ""
+        title = (
+            (made.group_desc if made.group_desc not in ("", "undefined") else name) if ranks else ""
+        )
         made.watchdog_monitor = session.add_group(name, title, members, limit_s)
         backends = {part.partition(":")[2] for part in c10d.get_backend_config(made).split(",")}
         made.watchdog_monitor.completes_on_host = backends <= _HOST_BACKENDS
         made.watchdog_monitor.sizes_must_fit = "gloo" in backends
         made.watchdog_monitor.moved = getattr(made, "count_moved", None)
-        made.watchdog_monitor.waits_in_slices = session.state.limits.expects_losses and "gloo" in backends
-        if made.watchdog_monitor.remote_ranks and backends <= {"gloo", "shm"}:  # these connect all ranks by Gloo
+        made.watchdog_monitor.waits_in_slices = (
+            session.state.limits.expects_losses and "gloo" in backends
+        )
+        if made.watchdog_monitor.remote_ranks and backends <= {
+            "gloo",
+            "shm",
+        }:  # these connect all ranks by Gloo
             monitor = made.watchdog_monitor
-            check = PreflightCheck(made, session.state, monitor.key, monitor.ranks, monitor.swaps, monitor.abandon)
+            check = PreflightCheck(
+                made, session.state, monitor.key, monitor.ranks, monitor.swaps, monitor.abandon
+            )
             monitor.preflight = check
         session.groups[made] = made.watchdog_monitor
         return made
@@ -338,7 +372,11 @@ class _Watchdog:
                 return original(group)
             destroys_all = group is None or group == dist.GroupMember.WORLD
             known = session.state.error
-            if destroys_all and session.state.recorder.phase != "raised" and not session.is_interrupted:
+            if (
+                destroys_all
+                and session.state.recorder.phase != "raised"
+                and not session.is_interrupted
+            ):
                 session.cross_host.compare_at_exit()
             found = session.state.error is not known
             destroyed = list(session.groups) if destroys_all else [group]
@@ -373,9 +411,10 @@ class _Watchdog:
             uninstall()
 
 
-# Gloo's threads release a collective's tensors and Python state a moment after the program has gone on, for which they
-# need the interpreter lock. Where a DistributedDataParallel outlives the destroyed group, freeing it frees the group,
-# which then waits for these threads with the lock held, for ever (torch 2.13; also without a launcher).
+# Gloo's threads release a collective's tensors and Python state a moment after the program has gone
+# on, for which they need the interpreter lock. Where a DistributedDataParallel outlives the
+# destroyed group, freeing it frees the group, which then waits for these threads with the lock
+# held, for ever (torch 2.13; also without a launcher).
 _RELEASE_PAUSE_S = 0.05
 
 
@@ -389,9 +428,13 @@ def _given_timeout(args: tuple[Any, ...], kw: dict[str, Any]) -> timedelta | Non
 
 
 def _limit_s(args: tuple[Any, ...], kw: dict[str, Any]) -> float:
-    """Return the timeout in seconds that the user has set for a group; 0 if torch has filled in its default."""
+    """Return the timeout in seconds that the user has set for a group; 0 if torch has filled in its
+    default.
+    """
     given = _given_timeout(args, kw)
-    is_default = any(given is each for each in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))
+    is_default = any(
+        given is each for each in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout)
+    )
     return 0.0 if given is None or is_default else float(given.total_seconds())
 
 
@@ -399,7 +442,12 @@ _CREATION_POLL_S = 1e-3
 
 
 def _creation(
-    session: Session | None, name: str, ranks: list[int], backend: Any, args: tuple[Any, ...], kw: dict[str, Any]
+    session: Session | None,
+    name: str,
+    ranks: list[int],
+    backend: Any,
+    args: tuple[Any, ...],
+    kw: dict[str, Any],
 ) -> AbstractContextManager[None]:
     """Return a context in which this rank makes the group `name` together with the other `ranks`.
 
@@ -412,20 +460,27 @@ def _creation(
         return nullcontext()
     given = _given_timeout(args, kw)
     own_limit_s = math.inf if given is None else given.total_seconds()
-    return _watched_creation(session, name, tuple(ranks), _connects_at_once(backend), own_limit_s, _limit_s(args, kw))
+    return _watched_creation(
+        session, name, tuple(ranks), _connects_at_once(backend), own_limit_s, _limit_s(args, kw)
+    )
 
 
 @contextmanager
 def _watched_creation(
-    session: Session, name: str, ranks: tuple[int, ...], connects: bool, own_limit_s: float, limit_s: float
+    session: Session,
+    name: str,
+    ranks: tuple[int, ...],
+    connects: bool,
+    own_limit_s: float,
+    limit_s: float,
 ) -> Iterator[None]:
     """Record that this rank makes a group.
 
     Args:
         session: of the watchdog.
         name, ranks: of the group.
-        connects: whether the ranks wait for each other in its constructor, in C++, from which no error gets them: they
-            wait here.
+        connects: whether the ranks wait for each other in its constructor, in C++, from which no
+            error gets them: they wait here.
         own_limit_s: seconds after which the constructor gives up.
         limit_s: timeout in seconds that the user has set for the group; 0 for none.
     """
@@ -438,7 +493,9 @@ def _watched_creation(
         pending = monitor.enter("new_group", (str(list(ranks)),))
         with state.blocking(pending.number, ranks):
             deadline = time.monotonic() + own_limit_s
-            while connects and monitor.missing_ranks(pending.sequence) and time.monotonic() < deadline:
+            while (
+                connects and monitor.missing_ranks(pending.sequence) and time.monotonic() < deadline
+            ):
                 state.check()
                 time.sleep(_CREATION_POLL_S)
             state.check()
@@ -454,10 +511,14 @@ def _connects_at_once(backend: Any) -> bool:
 
 
 def _last_rank_watch(state: WatchdogState) -> LastRankWatch | None:
-    """Return the watch for this rank; None where ranks may end before others on purpose, or be in a debugger."""
+    """Return the watch for this rank; None where ranks may end before others on purpose, or be in a
+    debugger.
+    """
     if state.limits.expects_losses or state.limits.debugging or not state.peers:
         return None
-    others = "all other ranks" if len(state.rendezvous.hosts) == 1 else "all other ranks of this host"
+    others = (
+        "all other ranks" if len(state.rendezvous.hosts) == 1 else "all other ranks of this host"
+    )
     settings = state.folder, state.rank, state.peers, others, state.limits.warning_s
     return LastRankWatch(*settings, lambda: _is_reported(state), state.write_message)
 
@@ -519,7 +580,9 @@ def unfinished_works() -> list[Any]:
     """See `watchdog.unfinished_works`."""
     if _watchdog is None or _watchdog.session is None:
         return []
-    return [work for monitor in list(_watchdog.session.monitors) for work in monitor.unfinished_works()]
+    return [
+        work for monitor in list(_watchdog.session.monitors) for work in monitor.unfinished_works()
+    ]
 
 
 def exclude_group(group: Any) -> None:

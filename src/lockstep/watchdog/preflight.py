@@ -1,9 +1,11 @@
-"""The pre-flight check across hosts: ranks compare a digest of what they call before any of them uses its result.
+"""The pre-flight check across hosts: ranks compare a digest of what they call before any of them
+uses its result.
 
-A host does not see what the ranks of other hosts record. So before each collective, or beside it, the ranks all-reduce
-a digest of what they are about to call: as many bytes for a thousand ranks as for two. Only where the digest does not
-show that all call the same do they exchange some numbers of their calls, by way of the store; and only where these
-differ do two of them exchange their whole records, and all ranks fail alike.
+A host does not see what the ranks of other hosts record. So before each collective, or beside it,
+the ranks all-reduce a digest of what they are about to call: as many bytes for a thousand ranks as
+for two. Only where the digest does not show that all call the same do they exchange some numbers of
+their calls, by way of the store; and only where these differ do two of them exchange their whole
+records, and all ranks fail alike.
 """
 
 # torch's stubs lack some of the names of torch.distributed
@@ -32,10 +34,11 @@ from .shared_state import PendingCall, WatchdogState
 
 __all__ = ["CallInfo", "Digest", "ExpectedCalls", "PendingCheck", "PreflightCheck", "encode"]
 
-# --- The digest: a few words of each rank, combined by bitwise OR (pure) ---------------------------------------------
+# --- The digest: a few words of each rank, combined by bitwise OR (pure)
+# ---------------------------------------------
 
-# Batches are compared among the ranks that are in the same loop. Loops are hashed into this many slots; two loops in
-# one slot cost an exchange, and are no error.
+# Batches are compared among the ranks that are in the same loop. Loops are hashed into this many
+# slots; two loops in one slot cost an exchange, and are no error.
 _LOOP_SLOTS = 16
 _BLOOM_WORDS = 4  # a Bloom filter of the lines: each line sets a bit in each of them
 
@@ -48,8 +51,8 @@ _LINES = 7
 _LOOP = 7 + _BLOOM_WORDS
 _BATCHES = _LOOP + 2
 _WORDS = _BATCHES + 2 * _LOOP_SLOTS
-# Bits of the flags. The last two are the first of `_LOOP_SLOTS` bits: some rank is inside a loop of that slot; some
-# rank's loop has ended.
+# Bits of the flags. The last two are the first of `_LOOP_SLOTS` bits: some rank is inside a loop of
+# that slot; some rank's loop has ended.
 _UNEVEN = 0
 _NAMED = 1
 _SWAPPED = 2
@@ -90,15 +93,24 @@ _RECORD_FIELDS = ("fingerprint", "line", "batch", "loop", "name")
 def encode(call: CallInfo) -> list[int]:
     """Return the words that all ranks combine by OR, as signed 64-bit numbers.
 
-    A number is encoded with its complement: all ranks have the same number if no bit is set in both combined words.
+    A number is encoded with its complement: all ranks have the same number if no bit is set in both
+    combined words.
     """
     words = [0] * _WORDS
     slot = call.loop % _LOOP_SLOTS
-    flags = bool(call.uneven) << _UNEVEN | bool(call.name) << _NAMED | bool(call.may_be_swapped) << _SWAPPED
+    flags = (
+        bool(call.uneven) << _UNEVEN
+        | bool(call.name) << _NAMED
+        | bool(call.may_be_swapped) << _SWAPPED
+    )
     if call.loop:
         flags |= 1 << ((_INSIDE if call.batch >= 0 else _ENDED) + slot)
     words[_FLAGS] = flags
-    for at, number in ((_SEQUENCE, call.sequence), (_FINGERPRINT, call.fingerprint), (_LINE, call.line)):
+    for at, number in (
+        (_SEQUENCE, call.sequence),
+        (_FINGERPRINT, call.fingerprint),
+        (_LINE, call.line),
+    ):
         _put(words, at, number)
     _put(words, _LOOP, call.loop)
     if call.loop and call.batch >= 0:
@@ -131,7 +143,8 @@ class Digest:
 
     @property
     def pattern(self) -> tuple[int, ...] | None:
-        """What stays the same while ranks differ in nothing but their lines and batches; None if they do.
+        """What stays the same while ranks differ in nothing but their lines and batches; None if
+        they do.
 
         Programs that branch, or skip a batch, have few patterns, each of which needs one exchange.
         """
@@ -143,10 +156,15 @@ class Digest:
     def _batches_differ(self) -> bool:
         if self.words[_FLAGS] >> _UNEVEN & 1:
             return False
-        return any(self._differs(_BATCHES + 2 * slot) for slot in range(_LOOP_SLOTS)) or self._some_loops_ended()
+        return (
+            any(self._differs(_BATCHES + 2 * slot) for slot in range(_LOOP_SLOTS))
+            or self._some_loops_ended()
+        )
 
     def _some_loops_ended(self) -> bool:
-        """Return whether only some ranks of a loop have ended it, as they may where all call the same line."""
+        """Return whether only some ranks of a loop have ended it, as they may where all call the
+        same line.
+        """
         flags = self.words[_FLAGS]
         mask = (1 << _LOOP_SLOTS) - 1
         return self._differs(_LINE) and bool(flags >> _INSIDE & flags >> _ENDED & mask)
@@ -165,7 +183,8 @@ def _as_signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-# --- The call that is expected next (pure) ----------------------------------------------------------------------------
+# --- The call that is expected next (pure)
+# ----------------------------------------------------------------------------
 
 _MOST_EXPECTED = 4096
 _MOST_CERTAIN = 3  # a call is expected until others have come that often in its place, more or less
@@ -174,13 +193,15 @@ _MOST_CERTAIN = 3  # a call is expected until others have come that often in its
 class ExpectedCalls:
     """Which call comes next in a group, given the last two and what has followed these before.
 
-    Loops make the same calls turn by turn. What is expected follows from this rank's own calls alone, so that all ranks
-    that have called the same expect the same.
+    Loops make the same calls turn by turn. What is expected follows from this rank's own calls
+    alone, so that all ranks that have called the same expect the same.
     """
 
     def __init__(self) -> None:
         self._last_two = (0, 0)
-        self._next: dict[tuple[int, int], list[int]] = {}  # the last two: [the next one, how certain it is]
+        self._next: dict[
+            tuple[int, int], list[int]
+        ] = {}  # the last two: [the next one, how certain it is]
 
     def note(self, fingerprint: int) -> bool:
         """Note the next call, and return whether it was expected."""
@@ -206,7 +227,8 @@ def _update(expected: list[int], fingerprint: int) -> bool:
     return False
 
 
-# --- The check of one group -------------------------------------------------------------------------------------------
+# --- The check of one group
+# -------------------------------------------------------------------------------------------
 
 _TIMEOUT = timedelta(seconds=5)  # for another rank to publish what it has called
 _POLL_S = 0.01
@@ -215,20 +237,23 @@ _POLL_S = 0.01
 class PreflightCheck:
     """Compares the collectives of one group that has ranks on several hosts.
 
-    A call that is expected starts right behind its check, and both go on at the same time: the check's error is raised
-    before the call's result is used. Any other call starts when its check has ended. So whatever ranks call that are
-    out of step, no two different calls have started: a rank whose call is not the expected one posts no receive into
-    which something could arrive that does not fit, and sends nothing. (Gloo ends a process that receives more than it
-    has room for, fills a part of it with less, and adds up values of other types.) And it starts no later call either.
-    The others are in the expected call, whose wait ends with the report.
+    A call that is expected starts right behind its check, and both go on at the same time: the
+    check's error is raised before the call's result is used. Any other call starts when its check
+    has ended. So whatever ranks call that are out of step, no two different calls have started: a
+    rank whose call is not the expected one posts no receive into which something could arrive that
+    does not fit, and sends nothing. (Gloo ends a process that receives more than it has room for,
+    fills a part of it with less, and adds up values of other types.) And it starts no later call
+    either. The others are in the expected call, whose wait ends with the report.
 
     Args:
-        group: has `allreduce_unwatched` and `allreduce_beside`, all-reduces that the watchdog does not record.
+        group: has `allreduce_unwatched` and `allreduce_beside`, all-reduces that the watchdog does
+            not record.
         state: of the watchdog.
         key: of the group.
         ranks: global ranks of its members.
         swaps: of the group.
-        abandon: called with the work of a call that has started, and for which nobody waits any more.
+        abandon: called with the work of a call that has started, and for which nobody waits any
+            more.
     """
 
     def __init__(
@@ -246,9 +271,16 @@ class PreflightCheck:
         self._ranks = ranks
         self._swaps = swaps
         self._abandon = abandon
-        self._warned: set[tuple[str, tuple[int, ...]]] = set()  # lines and loops that were warned about
-        self._before: tuple[int, list[RawRecord]] = (0, [])  # sequence number and records of the last collective
-        self._patterns: set[tuple[int, ...]] = set()  # of digests that an exchange has shown to be no error
+        self._warned: set[tuple[str, tuple[int, ...]]] = (
+            set()
+        )  # lines and loops that were warned about
+        self._before: tuple[int, list[RawRecord]] = (
+            0,
+            [],
+        )  # sequence number and records of the last collective
+        self._patterns: set[tuple[int, ...]] = (
+            set()
+        )  # of digests that an exchange has shown to be no error
         self._expected = ExpectedCalls()
         self._order = CallOrder(lambda: self._state.check())
         # operations of the group in which waits cannot be ended
@@ -263,8 +295,8 @@ class PreflightCheck:
             pending: the collective.
 
         Returns:
-            The work of the check, which has completed; None where the calls are not those of one collective, as some
-            ranks' calls before it were rejected.
+            The work of the check, which has completed; None where the calls are not those of one
+            collective, as some ranks' calls before it were rejected.
 
         Raises:
             DesyncError: the ranks do not call the same.
@@ -275,7 +307,8 @@ class PreflightCheck:
         return self._compare(pending, mine)
 
     def run(self, pending: PendingCall, call: Callable[[], Any], operation: str) -> Any:
-        """Compare a blocking collective and start it; return its work when all ranks are known to call the same.
+        """Compare a blocking collective and start it; return its work when all ranks are known to
+        call the same.
 
         A barrier is over when all ranks have called it, as its check is.
 
@@ -290,14 +323,19 @@ class PreflightCheck:
         self._order.wait()
         mine = self._call_of(pending)
         is_expected = self._expected.note(mine.fingerprint)
-        waits_first = self._state.limits.strict or operation == "barrier" or operation in self._never_ended
+        waits_first = (
+            self._state.limits.strict or operation == "barrier" or operation in self._never_ended
+        )
         if is_expected and not waits_first:
             return self._run_beside(pending, mine, call)
         checked = self._compare(pending, mine)
         return checked if operation == "barrier" and checked is not None else call()
 
-    def start(self, pending: PendingCall, call: Callable[[], Any], can_wait: bool) -> tuple[Any, PendingCheck | None]:
-        """Start to compare an asynchronous collective, and start it: now if it is expected, or later.
+    def start(
+        self, pending: PendingCall, call: Callable[[], Any], can_wait: bool
+    ) -> tuple[Any, PendingCheck | None]:
+        """Start to compare an asynchronous collective, and start it: now if it is expected, or
+        later.
 
         Args:
             pending: the collective.
@@ -353,7 +391,9 @@ class PreflightCheck:
             raise
         return work
 
-    def _start_beside(self, pending: PendingCall, mine: CallInfo, call: Callable[[], Any]) -> tuple[Any, PendingCheck]:
+    def _start_beside(
+        self, pending: PendingCall, mine: CallInfo, call: Callable[[], Any]
+    ) -> tuple[Any, PendingCheck]:
         words, end = self._begin_beside(pending, mine)
         try:
             work = call()
@@ -362,12 +402,14 @@ class PreflightCheck:
             raise
         return work, PendingCheck(end(work), lambda: self._evaluate(pending, mine, words))
 
-    def _begin_beside(self, pending: PendingCall, mine: CallInfo) -> tuple[torch.Tensor, Callable[[Any], Any]]:
+    def _begin_beside(
+        self, pending: PendingCall, mine: CallInfo
+    ) -> tuple[torch.Tensor, Callable[[Any], Any]]:
         """Start a check beside a call that comes right behind it.
 
         Returns:
-            The words; and a function of the call's work, None if the call has failed, that returns the work of the
-            check, None if that has failed with it.
+            The words; and a function of the call's work, None if the call has failed, that returns
+            the work of the check, None if that has failed with it.
         """
         words = torch.tensor(encode(mine))
         found = partial(self._look, pending, mine, words)
@@ -376,10 +418,12 @@ class PreflightCheck:
     # --- what the digest says
 
     def _evaluate(self, pending: PendingCall, mine: CallInfo, words: torch.Tensor) -> bool:
-        """Exchange the calls if the digest calls for it; all ranks have the same digest, and so decide alike.
+        """Exchange the calls if the digest calls for it; all ranks have the same digest, and so
+        decide alike.
 
         Returns:
-            Whether the calls were compared; not where some ranks' calls were rejected, so that sequence numbers differ.
+            Whether the calls were compared; not where some ranks' calls were rejected, so that
+            sequence numbers differ.
 
         Raises:
             DesyncError: the ranks do not call the same.
@@ -394,10 +438,11 @@ class PreflightCheck:
         return True
 
     def _look(self, pending: PendingCall, mine: CallInfo, words: torch.Tensor) -> bool:
-        """Compare the calls of hosts if these are not of one collective, in a group that has a leader for each host.
+        """Compare the calls of hosts if these are not of one collective, in a group that has a
+        leader for each host.
 
-        The leaders alone do so: where a call has started beside its check, the others of a host, which call the same as
-        their leader, are within it.
+        The leaders alone do so: where a call has started beside its check, the others of a host,
+        which call the same as their leader, are within it.
 
         Returns:
             Whether they were compared.
@@ -409,12 +454,18 @@ class PreflightCheck:
         hosts = getattr(self._group, "hosts", None)
         if hosts is None or not digest.same_sequence or digest.same_fingerprint:
             return False
-        own = next(number for number, ranks in enumerate(hosts) if self._ranks.index(self._state.rank) in ranks)
+        own = next(
+            number
+            for number, ranks in enumerate(hosts)
+            if self._ranks.index(self._state.rank) in ranks
+        )
         if self._ranks[hosts[own][0]] != self._state.rank:
             self._await_report()
             return True
         calls = [mine] * len(self._ranks)
-        for call, ranks in zip(self._exchange(pending, mine, "hosts", own, len(hosts)), hosts, strict=True):
+        for call, ranks in zip(
+            self._exchange(pending, mine, "hosts", own, len(hosts)), hosts, strict=True
+        ):
             for rank in ranks:
                 calls[rank] = call
         self.compare_calls(pending, calls)
@@ -428,29 +479,42 @@ class PreflightCheck:
         self._state.check()
 
     def _exchange_calls(self, pending: PendingCall, mine: CallInfo) -> list[CallInfo]:
-        """Return what each rank is about to call; for a rank that publishes nothing in time, this rank's own call.
+        """Return what each rank is about to call; for a rank that publishes nothing in time, this
+        rank's own call.
 
         Raises:
             TransportError: what is in the store is damaged.
         """
-        return self._exchange(pending, mine, "rows", self._ranks.index(self._state.rank), len(self._ranks))
+        return self._exchange(
+            pending, mine, "rows", self._ranks.index(self._state.rank), len(self._ranks)
+        )
 
-    def _exchange(self, pending: PendingCall, mine: CallInfo, topic: str, place: int, size: int) -> list[CallInfo]:
-        """Return what is called at each of `size` places, of which this rank is at `place`; see `_exchange_calls`."""
+    def _exchange(
+        self, pending: PendingCall, mine: CallInfo, topic: str, place: int, size: int
+    ) -> list[CallInfo]:
+        """Return what is called at each of `size` places, of which this rank is at `place`; see
+        `_exchange_calls`.
+        """
         # by way of the store: the collective itself may have begun already, and not complete
         state = self._state
         own = state.own.raw(pending.number)
-        name = f"preflight/{self._key}/{pending.sequence}.{own.rejected if own is not None else 0}/{topic}"
+        rejected = own.rejected if own is not None else 0
+        name = f"preflight/{self._key}/{pending.sequence}.{rejected}/{topic}"
         text = messages.encode(mine)
-        combined = exchange_available(state.rendezvous.store, name, place, text, size, _group_by_call, _TIMEOUT)
+        combined = exchange_available(
+            state.rendezvous.store, name, place, text, size, _group_by_call, _TIMEOUT
+        )
         calls = [mine] * size
-        for group in read_message(combined, list[_CallRanks], "the pre-flight check, the calls of all ranks"):
+        for group in read_message(
+            combined, list[_CallRanks], "the pre-flight check, the calls of all ranks"
+        ):
             for each in from_ranges(group.ranks, size):
                 calls[each] = group.call
         return calls
 
     def compare_calls(self, pending: PendingCall, calls: Sequence[CallInfo]) -> None:
-        """Compare the calls of all ranks. All ranks have the same ones here, and so come to the same result.
+        """Compare the calls of all ranks. All ranks have the same ones here, and so come to the
+        same result.
 
         Args:
             pending: the collective.
@@ -465,7 +529,9 @@ class PreflightCheck:
         if own is None:
             return
         uneven = any(call.uneven for call in calls)
-        raws = [replace(own, **{name: getattr(call, name) for name in _RECORD_FIELDS}) for call in calls]
+        raws = [
+            replace(own, **{name: getattr(call, name) for name in _RECORD_FIELDS}) for call in calls
+        ]
         found = [list(mismatch.compare_records(raws[0], raw, uneven)) for raw in raws]
         if any(call.may_be_swapped for call in calls):
             self._add_swaps(own.sequence, raws, found)
@@ -473,11 +539,18 @@ class PreflightCheck:
         self._swaps.note_lines(own, {raw.line for raw in raws})
         for kind in mismatch.KINDS:
             at = next((at for at, kinds in enumerate(found) if kind in kinds), -1)
-            if at >= 0 and (mismatch.is_error(kind, self._state.limits.strict) or not self._has_warned(kind, raws)):
+            if at >= 0 and (
+                mismatch.is_error(kind, self._state.limits.strict)
+                or not self._has_warned(kind, raws)
+            ):
                 self._report(pending, kind, (self._ranks[0], self._ranks[at]))
 
-    def _add_swaps(self, sequence: int, raws: Sequence[RawRecord], found: Sequence[list[str]]) -> None:
-        """Add "swap" to the differences of the ranks that have swapped this collective and the last one."""
+    def _add_swaps(
+        self, sequence: int, raws: Sequence[RawRecord], found: Sequence[list[str]]
+    ) -> None:
+        """Add "swap" to the differences of the ranks that have swapped this collective and the last
+        one.
+        """
         number, before = self._before
         if number + 1 == sequence:
             for raw, last, kinds in zip(raws, before, found, strict=True):
@@ -490,7 +563,9 @@ class PreflightCheck:
         if mismatch.is_error(kind, state.limits.strict):
             state.fail(difference.at(self._key, pending.sequence))
             state.check()
-        elif state.rank == pair[0] and pair[1] not in state.peers:  # ranks of one host warn of it themselves
+        elif (
+            state.rank == pair[0] and pair[1] not in state.peers
+        ):  # ranks of one host warn of it themselves
             state.write_message(difference.as_warning())
 
     def _has_warned(self, kind: str, raws: Sequence[RawRecord]) -> bool:
@@ -499,7 +574,9 @@ class PreflightCheck:
         self._warned.add(topic)
         return known
 
-    def _exchange_records(self, pending: PendingCall, pair: tuple[int, int]) -> tuple[Record, Record]:
+    def _exchange_records(
+        self, pending: PendingCall, pair: tuple[int, int]
+    ) -> tuple[Record, Record]:
         """Return the records of two ranks."""
         # by way of the store: all of Gloo's threads may be busy with what does not complete
         state = self._state
@@ -513,7 +590,8 @@ class PreflightCheck:
 
 
 class PendingCheck:
-    """The pre-flight check of an asynchronous collective; the thread that completes it evaluates its digest.
+    """The pre-flight check of an asynchronous collective; the thread that completes it evaluates
+    its digest.
 
     Args:
         work: of the check's all-reduce.
@@ -556,7 +634,9 @@ def _options(blocking: bool) -> Any:
 
 
 def _group_by_call(published: Mapping[int, str]) -> str:
-    """Return the distinct calls with their ranks: of a thousand ranks' calls there are most often two."""
+    """Return the distinct calls with their ranks: of a thousand ranks' calls there are most often
+    two.
+    """
     found: dict[CallInfo, list[int]] = {}
     for rank, text in published.items():
         call = read_message(text, CallInfo, f"the pre-flight check, the call of rank {rank}")

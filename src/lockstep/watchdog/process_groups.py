@@ -1,4 +1,6 @@
-"""Watched process groups: every call of a collective is recorded and compared with the other ranks'."""
+"""Watched process groups: every call of a collective is recorded and compared with the other
+ranks'.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _SLICE = timedelta(milliseconds=50)
 
 
 def _wait(work: Any, monitor: GroupMonitor) -> bool:
-    """Wait for a collective. One over Gloo may never end after the loss of a rank: an elastic job looks by itself."""
+    """Wait for a collective. One over Gloo may never end after the loss of a rank: an elastic job
+    looks by itself.
+    """
     while monitor.waits_in_slices:
         try:
             return bool(work.wait(_SLICE))
@@ -43,7 +47,9 @@ def _wait(work: Any, monitor: GroupMonitor) -> bool:
 
 
 def _wait_for_message(work: Any, monitor: GroupMonitor) -> bool:
-    """Wait for a message, without a limit: Gloo closes all connections of a group when one is over."""
+    """Wait for a message, without a limit: Gloo closes all connections of a group when one is
+    over.
+    """
     monitor.awaited_messages.append(work)
     try:
         monitor.state.check()
@@ -54,7 +60,8 @@ def _wait_for_message(work: Any, monitor: GroupMonitor) -> bool:
         monitor.awaited_messages.remove(work)
 
 
-# --- Works of asynchronous operations ---------------------------------------------------------------------------------
+# --- Works of asynchronous operations
+# ---------------------------------------------------------------------------------
 
 
 class WatchedWork(dist.Work):
@@ -65,7 +72,8 @@ class WatchedWork(dist.Work):
         monitor: of the group.
         pending: the operation.
         check: its pre-flight check, if there is one.
-        device: of its tensors, in a group whose waits may return before an operation has completed; else None.
+        device: of its tensors, in a group whose waits may return before an operation has completed;
+            else None.
     """
 
     def __init__(
@@ -97,7 +105,9 @@ class WatchedWork(dist.Work):
         if state.error is None and self._can_poll and self.is_completed():
             answer = self._wait_for_completed()
         else:
-            with state.blocking(self._pending.number, self._monitor.ranks, not self._pending.sequence):
+            with state.blocking(
+                self._pending.number, self._monitor.ranks, not self._pending.sequence
+            ):
                 if self._check is not None:
                     self._check.wait()
                 answer = self._inner.wait(timeout) if timeout else self._wait_without_limit()
@@ -105,7 +115,11 @@ class WatchedWork(dist.Work):
         return answer
 
     def _wait_without_limit(self) -> bool:
-        wait = _wait if self._pending.sequence or not self._monitor.waits_in_slices else _wait_for_message
+        wait = (
+            _wait
+            if self._pending.sequence or not self._monitor.waits_in_slices
+            else _wait_for_message
+        )
         return wait(self._inner, self._monitor)
 
     def _wait_for_completed(self) -> bool:
@@ -166,7 +180,8 @@ class WatchedWork(dist.Work):
         return future
 
 
-# --- Groups -----------------------------------------------------------------------------------------------------------
+# --- Groups
+# --------------------------------------------------------------------------------------------------
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined,misc"
@@ -176,7 +191,8 @@ _MESSAGES = ("send", "recv", "recv_anysource")
 
 
 def watch_group(group: Any) -> Any:
-    """Return `group` with watched calls: the group itself if it is written in Python, otherwise a proxy of it.
+    """Return `group` with watched calls: the group itself if it is written in Python, otherwise a
+    proxy of it.
 
     Its `watchdog_monitor` is set by the caller. While that is None, nothing is recorded.
     """
@@ -196,7 +212,9 @@ def _watched_class(kind: Any) -> Any:
     if hasattr(kind, "_end_coalescing"):
         methods["_start_coalescing"] = _start_coalescing(kind._start_coalescing)
         methods["_end_coalescing"] = _end_coalescing(kind._end_coalescing)
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods})
+    return type(
+        kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods}
+    )
 
 
 def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,7 +235,8 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
         if getattr(opts, "asyncOp", True):
             made = functools.partial(method, self, *args, **kwargs)
             return _start(monitor, pending, thread, made, device, given)
-        # from here on what `_start` and `WatchdogState.blocking` do, inlined: this path has to be short
+        # from here on what `_start` and `WatchdogState.blocking` do, inlined: this path has to be
+        # short
         state = monitor.state
         recorder = monitor.state.recorder
         inside = monitor.threads_inside
@@ -231,7 +250,9 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
                 made = functools.partial(method, self, *args, **kwargs)
                 work = monitor.preflight.run(pending, made, operation)
             if work is not None:
-                _wait(work, monitor)  # also if it has failed by now, so that its root cause is raised
+                _wait(
+                    work, monitor
+                )  # also if it has failed by now, so that its root cause is raised
         except BaseException as error:
             _failed(monitor, pending, error)
             raise
@@ -280,7 +301,9 @@ def _start(
     try:
         if monitor.preflight is not None and pending.sequence:
             own_device = _device(given)
-            can_wait = thread not in monitor.coalesced and (own_device is None or own_device.type == "cpu")
+            can_wait = thread not in monitor.coalesced and (
+                own_device is None or own_device.type == "cpu"
+            )
             call = functools.partial(_call_in_any_thread, monitor, pending, method)
             work, check = monitor.preflight.start(pending, call, can_wait)
         else:
@@ -301,8 +324,12 @@ def _start(
     return WatchedWork(work, monitor, pending, check, device)
 
 
-def _call_in_any_thread(monitor: GroupMonitor, pending: PendingCall, method: Callable[[], Any]) -> Any:
-    """Start a collective, in the program's thread or in that in which its pre-flight check has ended."""
+def _call_in_any_thread(
+    monitor: GroupMonitor, pending: PendingCall, method: Callable[[], Any]
+) -> Any:
+    """Start a collective, in the program's thread or in that in which its pre-flight check has
+    ended.
+    """
     thread = threading.get_ident()
     if thread in monitor.threads_inside:
         return method()
@@ -319,7 +346,9 @@ def _call_in_any_thread(monitor: GroupMonitor, pending: PendingCall, method: Cal
 
 
 def _failed(monitor: GroupMonitor, pending: PendingCall, error: BaseException) -> None:
-    """Raise the root cause of an error; if that is the call itself, the program may continue without it."""
+    """Raise the root cause of an error; if that is the call itself, the program may continue
+    without it.
+    """
     if is_rejection(error):
         monitor.cancel_call(pending)
     monitor.state.raise_root_cause(error, monitor.ranks)
@@ -335,8 +364,14 @@ def _watched_message(name: str, method: Callable[..., Any]) -> Callable[..., Any
         if monitor is None or thread in monitor.threads_inside or kwargs:
             return method(self, *args, **kwargs)
         if not from_any and not 0 <= args[1] < len(monitor.ranks):  # Gloo would wait for ever
-            raise ConfigError("dst" if name == "send" else "src", f"a rank from 0 to {len(monitor.ranks) - 1}", args[1])
-        peer, tag = (-1, args[1]) if from_any else (monitor.ranks[args[1]], args[2] if len(args) > 2 else 0)
+            raise ConfigError(
+                "dst" if name == "send" else "src",
+                f"a rank from 0 to {len(monitor.ranks) - 1}",
+                args[1],
+            )
+        peer, tag = (
+            (-1, args[1]) if from_any else (monitor.ranks[args[1]], args[2] if len(args) > 2 else 0)
+        )
         pending = monitor.send_or_receive(name, args[0], peer, int(tag))
         device = None if monitor.completes_on_host or name == "send" else _device(args)
         return _start(monitor, pending, thread, functools.partial(method, self, *args), device)
@@ -345,7 +380,9 @@ def _watched_message(name: str, method: Callable[..., Any]) -> Callable[..., Any
 
 
 def _watched_barrier(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch `monitored_barrier`, which keeps its own, shorter limit: no pre-flight check waits before it."""
+    """Watch `monitored_barrier`, which keeps its own, shorter limit: no pre-flight check waits
+    before it.
+    """
 
     @functools.wraps(method)
     def call(self: Any, timeout: timedelta | None = None, *args: Any, **kwargs: Any) -> None:
@@ -365,9 +402,15 @@ def _watched_barrier(method: Callable[..., Any]) -> Callable[..., Any]:
                     method(self, timeout, *args, **kwargs)
                 except RuntimeError as error:
                     waited_s = time.monotonic() - pending.entered
-                    if timeout is None or waited_s < timeout.total_seconds() or monitor.state.error is not None:
+                    if (
+                        timeout is None
+                        or waited_s < timeout.total_seconds()
+                        or monitor.state.error is not None
+                    ):
                         raise
-                    over = error  # the limit is the program's own, which may ask with it who is there
+                    over = (
+                        error  # the limit is the program's own, which may ask with it who is there
+                    )
         except BaseException:
             monitor.remove_pending(pending)
             raise
@@ -405,7 +448,9 @@ def _end_coalescing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CoalescedWork(WatchedWork):
-    """The work of a coalesced batch; a wait for it is recorded as one for its first call, and all complete with it."""
+    """The work of a coalesced batch; a wait for it is recorded as one for its first call, and all
+    complete with it.
+    """
 
     def __init__(self, inner: Any, monitor: GroupMonitor, calls: list[PendingCall]) -> None:
         super().__init__(inner, monitor, calls[0] if calls else PendingCall(0, 0, 0.0))
@@ -461,17 +506,20 @@ class GroupProxy(dist.ProcessGroup):
         """Do the same as `allreduce`, for a call of the watchdog itself."""
         return self._group.allreduce(tensors, opts)
 
-    def allreduce_beside(self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]) -> Callable[[Any], Any]:
+    def allreduce_beside(
+        self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]
+    ) -> Callable[[Any], Any]:
         """Start such an all-reduce right before a call that goes on at the same time.
 
         Args:
             tensor: this rank's words.
             opts: of the all-reduce.
-            found: called when the words of all are there, where the call may have to be ended before it is over.
+            found: called when the words of all are there, where the call may have to be ended
+                before it is over.
 
         Returns:
-            A function that is called with the work of the call, None if the call has failed, and returns that of the
-            all-reduce; None if that has failed as well.
+            A function that is called with the work of the call, None if the call has failed, and
+            returns that of the all-reduce; None if that has failed as well.
         """
         work = self.allreduce_unwatched([tensor], opts)
         return lambda _: work
@@ -486,7 +534,14 @@ def replace_group(group: Any, made: Any) -> None:
     """Put `made` in the place of `group` in torch's tables."""
     world = c10d._world
     # pg_flight_recorder_hooks is new in torch 2.15
-    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_flight_recorder_hooks")
+    names = (
+        "pg_map",
+        "pg_names",
+        "pg_group_ranks",
+        "pg_backend_config",
+        "pg_to_tag",
+        "pg_flight_recorder_hooks",
+    )
     for table in (getattr(world, name, {}) for name in names):
         if group in table:
             table[made] = table.pop(group)

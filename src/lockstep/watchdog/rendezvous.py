@@ -1,4 +1,6 @@
-"""The rendezvous of the watchdog: ranks find each other's flight recorders when their first group is made."""
+"""The rendezvous of the watchdog: ranks find each other's flight recorders when their first group
+is made.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ __all__ = ["NoSpaceError", "Rendezvous", "rendezvous"]
 
 Hosts = tuple[tuple[int, ...], ...]
 
-_TIMEOUT = timedelta(seconds=60)  # the other ranks make the same group now; one without a watchdog does not answer
+_TIMEOUT = timedelta(
+    seconds=60
+)  # the other ranks make the same group now; one without a watchdog does not answer
 
 
 class NoSpaceError(LockstepError):
@@ -44,7 +48,9 @@ class NoSpaceError(LockstepError):
     """
 
     def __init__(self, ranks: list[int], folder: Path) -> None:
-        super().__init__(f"no space in {folder.parent.parent} for the flight recorders of ranks {ranks}")
+        super().__init__(
+            f"no space in {folder.parent.parent} for the flight recorders of ranks {ranks}"
+        )
         self.ranks = ranks
 
 
@@ -54,7 +60,8 @@ class Rendezvous:
 
     Attributes:
         folder: with the flight recorders of this host's ranks.
-        owns_folder: whether the ranks have made the folder, and remove it; otherwise the launcher does.
+        owns_folder: whether the ranks have made the folder, and remove it; otherwise the launcher
+            does.
         recorder: this rank's flight recorder.
         peers: readers of the flight recorders of the other ranks of this host, by rank.
         store: through which hosts exchange their states.
@@ -81,7 +88,8 @@ class HostInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         token: a random text of the first of them, for the name of a folder.
         base: in which the first of them makes that folder; "" for one with a random name.
         addresses: of the ranks.
-        key: the same for two ranks if they can open each other's files; left out when it has been used to join them.
+        key: the same for two ranks if they can open each other's files; left out when it has been
+            used to join them.
     """
 
     ranks: Ranges
@@ -107,7 +115,9 @@ class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
     hub: dict[str, str] = {}
 
 
-def rendezvous(store: Any, rank: int, world_size: int, host_key: str, limit_s: float = 30.0) -> Rendezvous:
+def rendezvous(
+    store: Any, rank: int, world_size: int, host_key: str, limit_s: float = 30.0
+) -> Rendezvous:
     """Create this rank's flight recorder and find those of the others; every rank must call it.
 
     Args:
@@ -125,15 +135,23 @@ def rendezvous(store: Any, rank: int, world_size: int, host_key: str, limit_s: f
     records = environment.records_dir()
     base = jobs.default_base() if records is None else ""
     address = _own_address(store)
-    if records is not None:  # two launchers on one host have a folder each, and read nothing in that of the other
+    if (
+        records is not None
+    ):  # two launchers on one host have a folder each, and read nothing in that of the other
         host_key = f"{host_key} {records}"
-    mine = messages.encode(HostInfo([(rank, rank + 1)], secrets.token_hex(6), base, [address], host_key))
-    joined = exchange_available(store, f"{turn}/hosts", rank, mine, world_size, _join_hosts, _TIMEOUT)
+    mine = messages.encode(
+        HostInfo([(rank, rank + 1)], secrets.token_hex(6), base, [address], host_key)
+    )
+    joined = exchange_available(
+        store, f"{turn}/hosts", rank, mine, world_size, _join_hosts, _TIMEOUT
+    )
     found = read_message(joined, list[HostInfo], "the ranks of each host")
     hosts = tuple(tuple(from_ranges(each.ranks, world_size)) for each in found)
     here = next((number for number, ranks in enumerate(hosts) if rank in ranks), None)
     if here is None:
-        raise TransportError(f"the ranks of each host: expected rank {rank} among them, got {hosts}")
+        raise TransportError(
+            f"the ranks of each host: expected rank {rank} among them, got {hosts}"
+        )
     local = hosts[here]
     folder, owns_folder = _make_folder(found[here].token, found[here].base, local, rank)
     lock = JobFolderLock(folder.parent)
@@ -144,9 +162,13 @@ def rendezvous(store: Any, rank: int, world_size: int, host_key: str, limit_s: f
     if hub is not None:
         own = msgspec.structs.replace(own, hub_token=hub.token, hub=_open_hub(hub, found[1:]))
     text = messages.encode(own)
-    joined = exchange_available(store, f"{turn}/ready", rank, text, world_size, _join_readiness, _TIMEOUT)
+    joined = exchange_available(
+        store, f"{turn}/ready", rank, text, world_size, _join_readiness, _TIMEOUT
+    )
     ready = read_message(joined, Readiness, "the flight recorders of all ranks")
-    recording, without = (from_ranges(each, world_size) for each in (ready.recording, ready.without))
+    recording, without = (
+        from_ranges(each, world_size) for each in (ready.recording, ready.without)
+    )
     if recorder is None or without:  # all ranks are watched or none
         if hub is not None:
             hub.close()
@@ -161,7 +183,9 @@ def rendezvous(store: Any, rank: int, world_size: int, host_key: str, limit_s: f
             with suppress(OSError, ValueError):  # of another version, or removed already
                 peers[each] = RecorderReader(layout.rank_file(folder, each))
     heartbeat = hub or _connect_to_hub(ready, rank, address, hosts, limit_s)
-    return Rendezvous(folder, owns_folder, lock, recorder, peers, PrefixStore(turn, store), hosts, heartbeat)
+    return Rendezvous(
+        folder, owns_folder, lock, recorder, peers, PrefixStore(turn, store), hosts, heartbeat
+    )
 
 
 def _make_recorder(folder: Path, rank: int, world_size: int) -> FlightRecorder | None:
@@ -188,7 +212,8 @@ def _join_hosts(published: Mapping[int, str]) -> str:
 def _join_readiness(published: Mapping[int, str]) -> str:
     """Return the `Readiness` of all ranks, from those of each."""
     found = {
-        rank: read_message(text, Readiness, f"the flight recorder of rank {rank}") for rank, text in published.items()
+        rank: read_message(text, Readiness, f"the flight recorder of rank {rank}")
+        for rank, text in published.items()
     }
     recording = to_ranges(rank for rank, each in found.items() if each.recording)
     without = to_ranges(rank for rank, each in found.items() if not each.recording)
@@ -202,7 +227,9 @@ def _own_address(store: Any) -> str:
         store = store.underlying_store
     host = getattr(store, "host", "")
     found = ""
-    for name in (host,) if host else (socket.gethostname(), "192.0.2.1", "localhost"):  # the second: the default route
+    for name in (
+        (host,) if host else (socket.gethostname(), "192.0.2.1", "localhost")
+    ):  # the second: the default route
         with suppress(OSError):
             found = address_towards(name)
             if not found.startswith("127."):  # as many hosts resolve their own name
@@ -211,7 +238,9 @@ def _own_address(store: Any) -> str:
 
 
 def _open_hub(hub: HeartbeatServer, others: Sequence[HostInfo]) -> dict[str, str]:
-    """Open the hub of heartbeats towards the other hosts; return its address for each of their addresses."""
+    """Open the hub of heartbeats towards the other hosts; return its address for each of their
+    addresses.
+    """
     found = {}
     for address in {address for host in others for address in host.addresses}:
         with suppress(OSError):  # there is no route
@@ -220,7 +249,9 @@ def _open_hub(hub: HeartbeatServer, others: Sequence[HostInfo]) -> dict[str, str
     return found
 
 
-def _connect_to_hub(ready: Readiness, rank: int, address: str, hosts: Hosts, limit_s: float) -> HeartbeatClient | None:
+def _connect_to_hub(
+    ready: Readiness, rank: int, address: str, hosts: Hosts, limit_s: float
+) -> HeartbeatClient | None:
     """Connect to the hub of the first rank, from another host; None if there is no route."""
     if rank in hosts[0] or address not in ready.hub:
         return None
@@ -234,13 +265,23 @@ def _make_folder(token: str, base: str, local: Sequence[int], rank: int) -> tupl
             (given / "report.json").unlink(missing_ok=True)  # of groups that were destroyed since
         return given, False
     if not re.fullmatch(r"[0-9a-f]{12}", token):  # it becomes part of a path
-        raise LockstepError(f"rank {local[0]} published the token {token!r}: expected twelve hexadecimal digits")
+        raise LockstepError(
+            f"rank {local[0]} published the token {token!r}: expected twelve hexadecimal digits"
+        )
     folder = jobs.resolve_base(base, token) / f"{token}-{local[0]}" / "attempt-0"
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, exist_ok=True)
     if rank == local[0]:
         jobs.remove_dead()
-        job = (jobs.command_line(), os.getpid(), len(local), rank, time.time(), socket.gethostname(), current_folder())
+        job = (
+            jobs.command_line(),
+            os.getpid(),
+            len(local),
+            rank,
+            time.time(),
+            socket.gethostname(),
+            current_folder(),
+        )
         jobs.write_description(folder, jobs.JobDescription(*job))
     return folder, True
 

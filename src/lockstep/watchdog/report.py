@@ -1,4 +1,6 @@
-"""The report: what is wrong, what each rank was doing, the likely cause and what to do; as data, text and files."""
+"""The report: what is wrong, what each rank was doing, the likely cause and what to do; as data,
+text and files.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,13 @@ __all__ = [
 ]
 
 
-# --- What is wrong, before it becomes a report ------------------------------------------------------------------------
+# --- What is wrong, before it becomes a report
+# ------------------------------------------------------------------------
 
 KINDS = ("desync", "batches", "parameters", "lost", "raised", "left", "frozen", "stall")
-"""What can be wrong: ranks call different collectives, are on different batches or have different parameters; or a rank
-has died, has raised an exception, has exited too early, is stopped, or is too slow."""
+"""What can be wrong: ranks call different collectives, are on different batches or have different
+parameters; or a rank has died, has raised an exception, has exited too early, is stopped, or is too
+slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class Finding:
     Attributes:
         kind: one of `KINDS`.
         culprits: the ranks at fault; empty if they are not known.
-        key, sequence: group and sequence number of the collective at which the ranks diverge; 0 for none.
+        key, sequence: group and sequence number of the collective at which the ranks diverge; 0 for
+            none.
     """
 
     kind: str
@@ -80,17 +85,22 @@ _METHODS = re.compile(r"(Trainer|lockstep)\.\w+(?=: |$)")
 
 
 def method_in(text: str) -> str:
-    """Return the method of Lockstep with which the name of a collective begins, see `in_method`; "" for none."""
+    """Return the method of Lockstep with which the name of a collective begins, see `in_method`; ""
+    for none.
+    """
     found = _METHODS.match(text)
     return "" if found is None else found[0]
 
 
 def advice_on_method(method: str) -> str:
     """Return what to do where only some ranks call a method of Lockstep's."""
-    return f"Call {method} on every rank; only printing and writing belong below `if comm.rank == 0:`."
+    return (
+        f"Call {method} on every rank; only printing and writing belong below `if comm.rank == 0:`."
+    )
 
 
-# --- The report as data -----------------------------------------------------------------------------------------------
+# --- The report as data
+# -----------------------------------------------------------------------------------------------
 
 STATES = ("waits", "runs", "raised", "died", "ended", "frozen", "lost")
 """What a rank can be doing. "lost": its host does not respond."""
@@ -196,7 +206,9 @@ class Report(msgspec.Struct, frozen=True):
     def with_rows(self, rows: Sequence[RankStatus]) -> Report:
         """Return the report with these `rows` in place of those of the same ranks."""
         new = {row.rank: row for row in rows}
-        return msgspec.structs.replace(self, ranks=tuple(new.get(row.rank, row) for row in self.ranks))
+        return msgspec.structs.replace(
+            self, ranks=tuple(new.get(row.rank, row) for row in self.ranks)
+        )
 
 
 def from_json(text: str) -> Report:
@@ -258,7 +270,8 @@ def write_once(folder: Path, report: Report) -> bool:
     return True
 
 
-# --- Text for a terminal (pure) ---------------------------------------------------------------------------------------
+# --- Text for a terminal (pure)
+# ---------------------------------------------------------------------------------------
 
 _MAX_ROWS = 16
 _MAX_TRACEBACKS = 4  # those of the culprits, if there are any
@@ -284,7 +297,9 @@ class _Line:
     style: str = ""
 
 
-def as_text(report: Report, width: int = 80, colours: bool = False, written: str = "", lead: int = 0) -> str:
+def as_text(
+    report: Report, width: int = 80, colours: bool = False, written: str = "", lead: int = 0
+) -> str:
     """Return the report as lines of at most `width` columns; tracebacks are not wrapped.
 
     Args:
@@ -325,11 +340,14 @@ def _title_of_last(last: CollectiveCalls) -> str:
 
 
 def _wrapped(text: str, width: int, indent: str = "", style: str = "") -> list[_Line]:
-    lines = textwrap.wrap(plain(text), max(20, width - len(indent)), break_on_hyphens=False, break_long_words=False)
+    lines = textwrap.wrap(
+        plain(text), max(20, width - len(indent)), break_on_hyphens=False, break_long_words=False
+    )
     return [_Line(indent + line, style) for line in lines]
 
 
-# --- The table of ranks -----------------------------------------------------------------------------------------------
+# --- The table of ranks
+# -----------------------------------------------------------------------------------------------
 
 
 def _table(report: Report, width: int) -> Iterator[_Line]:
@@ -339,7 +357,9 @@ def _table(report: Report, width: int) -> Iterator[_Line]:
     keep = [i for i in range(len(widths)) if any(cells[i] for cells, _, _ in columns[1:])]
     for number, (cells, text, style) in enumerate(columns[: _MAX_ROWS + 1]):
         head = "  " + "".join(cells[i].ljust(widths[i] + 2) for i in keep)
-        first, *others = [piece for line in text for piece in _fitted(line, width - len(head))] or [""]
+        first, *others = [piece for line in text for piece in _fitted(line, width - len(head))] or [
+            ""
+        ]
         yield _Line((head + first).rstrip(), style if number else "dim")
         for other in others:
             yield _Line(" " * len(head) + other, "dim" if other.startswith(" ") else "")
@@ -358,18 +378,27 @@ def _columns(rows: Sequence[tuple[list[int], RankStatus]]) -> list[_Row]:
         host = _cut(plain(row.host), _HOST)
         batch = "" if row.batch is None else str(row.batch)
         text = [*_state(row), *(f"  {line}" for line in _call_lines(row))]
-        found.append(([rank_list(ranks), host, batch, waiting], text, "bad" if row.state in _FAILED else ""))
+        found.append(
+            ([rank_list(ranks), host, batch, waiting], text, "bad" if row.state in _FAILED else "")
+        )
     return found
 
 
 def _alike(rows: Iterable[RankStatus]) -> list[tuple[list[int], RankStatus]]:
-    """Return one row for all rows that differ in rank, process and time only, with the longest time."""
+    """Return one row for all rows that differ in rank, process and time only, with the longest
+    time.
+    """
     found: dict[RankStatus, tuple[list[int], list[float]]] = {}
     for row in rows:
-        ranks, waits = found.setdefault(structs.replace(row, rank=0, pid=0, waiting_s=None, traceback=""), ([], []))
+        ranks, waits = found.setdefault(
+            structs.replace(row, rank=0, pid=0, waiting_s=None, traceback=""), ([], [])
+        )
         ranks.append(row.rank)
         waits += [] if row.waiting_s is None else [row.waiting_s]
-    return [(ranks, structs.replace(row, waiting_s=max(waits, default=None))) for row, (ranks, waits) in found.items()]
+    return [
+        (ranks, structs.replace(row, waiting_s=max(waits, default=None)))
+        for row, (ranks, waits) in found.items()
+    ]
 
 
 def _state(row: RankStatus) -> list[str]:
@@ -405,7 +434,9 @@ def call_lines(call: Call) -> list[str]:
 
 
 def _fitted(line: str, width: int) -> list[str]:
-    """Return `line` wrapped; the source text of a call site gets a line of its own if both do not fit in one."""
+    """Return `line` wrapped; the source text of a call site gets a line of its own if both do not
+    fit in one.
+    """
     width = max(30, width)
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     call_site, colon, source = line.partition(": ")
@@ -426,7 +457,9 @@ def rank_list(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return ",".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
+    )
 
 
 def seconds(value: float) -> str:
@@ -436,18 +469,24 @@ def seconds(value: float) -> str:
     return f"{value:.0f} s" if value < 600 else f"{value / 60:.0f} min"
 
 
-# --- The last collectives ---------------------------------------------------------------------------------------------
+# --- The last collectives
+# ---------------------------------------------------------------------------------------------
 
 
 def _runs(collectives: Sequence[CollectiveCalls]) -> list[tuple[str, CollectiveCalls]]:
-    """Return one for all consecutive collectives that differ in number and batch only, with their numbers."""
+    """Return one for all consecutive collectives that differ in number and batch only, with their
+    numbers.
+    """
     runs: list[list[CollectiveCalls]] = []
     for collective in collectives:
         if runs and _unnumbered(runs[-1][-1]) == _unnumbered(collective):
             runs[-1].append(collective)
         else:
             runs.append([collective])
-    return [(f"{run[0].number}" + (f"-{run[-1].number}" if len(run) > 1 else ""), run[-1]) for run in runs]
+    return [
+        (f"{run[0].number}" + (f"-{run[-1].number}" if len(run) > 1 else ""), run[-1])
+        for run in runs
+    ]
 
 
 def _unnumbered(collective: CollectiveCalls) -> CollectiveCalls:
@@ -458,7 +497,9 @@ def _unnumbered(collective: CollectiveCalls) -> CollectiveCalls:
     return structs.replace(collective, number=0, calls=tuple(calls))
 
 
-def _collective_lines(numbers: str, collective: CollectiveCalls, report: Report, width: int) -> Iterator[_Line]:
+def _collective_lines(
+    numbers: str, collective: CollectiveCalls, report: Report, width: int
+) -> Iterator[_Line]:
     number = f"  #{numbers} " + (f"of {plain(collective.group)} " if collective.group else "")
     for each in collective.calls:
         who = (
@@ -468,7 +509,11 @@ def _collective_lines(numbers: str, collective: CollectiveCalls, report: Report,
         )
         lines = ["not reached"]
         if each.call is not None:
-            batch = f" (batch {each.call.batch})" if _differs(collective) and each.call.batch is not None else ""
+            batch = (
+                f" (batch {each.call.batch})"
+                if _differs(collective) and each.call.batch is not None
+                else ""
+            )
             what = plain(describe(each.call.name, None, each.call.what))
             lines = [what + batch, *(f"  {line}" for line in call_lines(each.call))]
         head = f"{number}{who}: ".ljust(18)
@@ -482,7 +527,8 @@ def _differs(collective: CollectiveCalls) -> bool:
     return len({each.call.batch for each in collective.calls if each.call is not None}) > 1
 
 
-# --- What follows -----------------------------------------------------------------------------------------------------
+# --- What follows
+# --------------------------------------------------------------------------------------------------
 
 
 def _written(written: str, width: int) -> Iterator[_Line]:
@@ -493,20 +539,26 @@ def _written(written: str, width: int) -> Iterator[_Line]:
 
 def _tracebacks(report: Report) -> Iterator[_Line]:
     rows = [row for row in report.ranks if row.traceback.strip()]
-    for row in [row for row in rows if row.rank in report.culprits][:_MAX_TRACEBACKS] or rows[:_MAX_TRACEBACKS]:
+    for row in [row for row in rows if row.rank in report.culprits][:_MAX_TRACEBACKS] or rows[
+        :_MAX_TRACEBACKS
+    ]:
         yield _Line("")
-        yield _Line(f"Traceback of rank {row.rank}{f' on {plain(row.host)}' if row.host else ''}:", "title")
+        yield _Line(
+            f"Traceback of rank {row.rank}{f' on {plain(row.host)}' if row.host else ''}:", "title"
+        )
         lines = plain_lines(row.traceback.strip("\n"))
         if len(lines) > _MAX_TRACEBACK_LINES:
             lines = [*lines[:10], "...", *lines[10 - _MAX_TRACEBACK_LINES :]]
         yield from map(_Line, lines)
 
 
-# --- Files: as JSON for `lockstep explain`, and as text ---------------------------------------------------------------
+# --- Files: as JSON for `lockstep explain`, and as text
+# ---------------------------------------------------------------
 
 
 def write(folder: Path, report: Report) -> str:
-    """Write ``report.json`` and ``report.txt`` and return the path of the first; "" if they cannot be written.
+    """Write ``report.json`` and ``report.txt`` and return the path of the first; "" if they cannot
+    be written.
 
     A failure to write them, on a full disk for example, must not keep the report from being shown.
     """

@@ -1,4 +1,6 @@
-"""The session: the watchdog of this process from its first process group until the last one is destroyed."""
+"""The session: the watchdog of this process from its first process group until the last one is
+destroyed.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,26 @@ from . import report as reports
 from .cross_host import CrossHost
 from .deadlock import CycleSearch, deadlock_finding, explained, find_other_tag
 from .delivery import ErrorDelivery, StackFile, collect_stacks, deliver_error
-from .diagnosis import OWN_WORK_FACTOR, ObservationClock, local_exception, stall_finding, straggler_warning
+from .diagnosis import (
+    OWN_WORK_FACTOR,
+    ObservationClock,
+    local_exception,
+    stall_finding,
+    straggler_warning,
+)
 from .monitor import GroupMonitor
 from .rendezvous import Rendezvous
 from .report import Finding
 from .shared_state import Limits, PendingCall, WatchdogState
-from .states import JobStates, collect_waits, current_wait, describe_record, make_report, rank_status, wait_in
+from .states import (
+    JobStates,
+    collect_waits,
+    current_wait,
+    describe_record,
+    make_report,
+    rank_status,
+    wait_in,
+)
 
 __all__ = ["ExitHooks", "MonitorThread", "Session", "record_exception", "record_exit"]
 
@@ -70,7 +86,9 @@ class Session:
         self._delivery = ErrorDelivery(self.state)
         self.state.keeps_log = log is not None
         self._exit_hooks = ExitHooks(self.state, self.cross_host, close)
-        self._thread = MonitorThread(self.state, self.monitors, self.cross_host, self._delivery, log)
+        self._thread = MonitorThread(
+            self.state, self.monitors, self.cross_host, self._delivery, log
+        )
 
     def close(self) -> None:
         """Stop monitoring and remove this rank's files."""
@@ -103,7 +121,9 @@ class Session:
 
     # --- groups
 
-    def add_group(self, name: str, title: str, ranks: tuple[int, ...], limit_s: float = 0.0) -> GroupMonitor:
+    def add_group(
+        self, name: str, title: str, ranks: tuple[int, ...], limit_s: float = 0.0
+    ) -> GroupMonitor:
         """Start monitoring a group; for the arguments see `GroupMonitor`."""
         uses = self._groups_made[name, ranks] = self._groups_made.get((name, ranks), 0) + 1
         monitor = GroupMonitor(self.state, name, title, ranks, uses, limit_s)
@@ -130,7 +150,9 @@ class Session:
             self.monitors.remove(monitor)
 
     def mark_groups_destroyed(self) -> None:
-        """Record that this rank destroys all its groups, so that ranks that wait for it know that it has not died."""
+        """Record that this rank destroys all its groups, so that ranks that wait for it know that
+        it has not died.
+        """
         if self.state.recorder.phase not in ("raised", "ended"):
             self.state.recorder.set_phase("left")
 
@@ -145,18 +167,24 @@ class Session:
             except Exception:  # a failure to collect the details must not hold the error back
                 made = make_report(finding, {}, {}, state.recorder.world_size)
             first = self.cross_host.publish_report(made)
-            with suppress(OSError):  # no space, or the folder is gone: this rank at least raises the error
+            with suppress(
+                OSError
+            ):  # no space, or the folder is gone: this rank at least raises the error
                 reports.write_once(state.folder, first)
             if not self.poll_report():
                 self.adopt_report(first)
 
     def _fail_unless_lost(self, finding: Finding) -> None:
-        """As `fail` in an elastic job, whose membership finds losses sooner, and which goes on after them."""
+        """As `fail` in an elastic job, whose membership finds losses sooner, and which goes on
+        after them.
+        """
         if finding.kind not in ("lost", "left", "frozen"):
             self.fail(finding)
 
     def poll_report(self) -> bool:
-        """Adopt the report that a rank of this host has made, if there is one; return whether there is."""
+        """Adopt the report that a rank of this host has made, if there is one; return whether there
+        is.
+        """
         state = self.state
         path = state.folder / "report.json"
         if state.error is None and path.exists():
@@ -176,7 +204,9 @@ class Session:
         self.cross_host.publish_report(report)
 
     def interrupt(self, error: TransportError) -> None:
-        """End this rank's waits with `error`, now and from now on; the program is not interrupted anywhere else."""
+        """End this rank's waits with `error`, now and from now on; the program is not interrupted
+        anywhere else.
+        """
         with self.state.lock:
             if self.state.error is None:
                 self.state.delivered.set()
@@ -194,7 +224,9 @@ class Session:
             monitor.abort_messages()
 
     def make_report(self, finding: Finding) -> reports.Report:
-        """Return the report of a finding, with the stacks of the ranks that are not in a collective."""
+        """Return the report of a finding, with the stacks of the ranks that are not in a
+        collective.
+        """
         state = self.state
         gone = state.health.poll()
         stopped = {rank for rank in state.peers if state.health.is_stopped(rank)}
@@ -208,15 +240,20 @@ class Session:
         several_hosts = len(state.rendezvous.hosts) > 1
         for rank, reader in state.readers.items():
             stack = stacks.get(rank, ())
-            rows[rank] = rank_status(reader.state(), several_hosts, rank in gone, rank in stopped, stack)
+            rows[rank] = rank_status(
+                reader.state(), several_hosts, rank in gone, rank in stopped, stack
+            )
         return make_report(finding, state.readers, rows, state.recorder.world_size)
 
     def raise_root_cause(self, error: BaseException, ranks: Collection[int] | None = None) -> None:
-        """Raise the report instead of `error`, if that is only a symptom of it and the report comes within seconds."""
+        """Raise the report instead of `error`, if that is only a symptom of it and the report comes
+        within seconds.
+        """
         delivery.await_root_cause(self.state, self.monitors, error, ranks)
 
 
-# --- The monitor thread, which looks ten times a second for reports, dead ranks, deadlocks and stragglers -------------
+# --- The monitor thread, which looks ten times a second for reports, dead ranks, deadlocks and
+# stragglers -------------
 
 _TICK_S = 0.1
 _T = TypeVar("_T")
@@ -253,7 +290,9 @@ class MonitorThread:
         self._clock = ObservationClock()
         self._failures: dict[str, int] = {}  # of each check, consecutive
         self._reported: set[str] = set()  # checks whose failures were reported
-        self._warned: dict[tuple[int, int], float] = {}  # length of the wait for a collective at the last warning
+        self._warned: dict[
+            tuple[int, int], float
+        ] = {}  # length of the wait for a collective at the last warning
         self._thread = threading.Thread(target=self._run, name="lockstep watchdog", daemon=True)
         self._thread.start()
 
@@ -261,7 +300,9 @@ class MonitorThread:
         """End the thread."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(2.0)  # the interpreter must not exit while the thread is in a call of the store
+            self._thread.join(
+                2.0
+            )  # the interpreter must not exit while the thread is in a call of the store
         if self._log is not None:
             with suppress(OSError):  # the disk is full
                 self._log.close()
@@ -278,20 +319,28 @@ class MonitorThread:
                 return
 
     def _try(self, check: Callable[..., _T], *args: Any) -> _T | None:
-        """Return what `check` returns; None if it fails, which is reported once and ends neither thread nor checks."""
+        """Return what `check` returns; None if it fails, which is reported once and ends neither
+        thread nor checks.
+        """
         name = getattr(check, "__qualname__", str(check))
         try:
             found = check(*args)
         except Exception as error:
-            # the memory of a rank that is exiting may be gone, which is reported only if it persists
+            # the memory of a rank that is exiting may be gone, which is reported only if it
+            # persists
             self._failures[name] = self._failures.get(name, 0) + 1
-            transient = isinstance(error, OSError | ValueError | KeyError) and self._failures[name] < _TRANSIENT
+            transient = (
+                isinstance(error, OSError | ValueError | KeyError)
+                and self._failures[name] < _TRANSIENT
+            )
             if not transient and name not in self._reported and not self._stop.is_set():
                 self._reported.add(name)
                 with suppress(Exception):
                     rank = self._state.rank
                     text = f"{type(error).__name__}: {error}"
-                    self._state.write_message(f"rank {rank}: {name} of the watchdog failed and is retried: {text}")
+                    self._state.write_message(
+                        f"rank {rank}: {name} of the watchdog failed and is retried: {text}"
+                    )
             return None
         self._failures.pop(name, None)
         return found
@@ -309,7 +358,9 @@ class MonitorThread:
         finding = self._try(self._find_exception)
         if finding is None and self._try(self._is_program_running):
             found = (self._try(self._check_collective, monitor) for monitor in list(self._monitors))
-            finding = next((each for each in found if each is not None), None) or self._try(self._check_messages)
+            finding = next((each for each in found if each is not None), None) or self._try(
+                self._check_messages
+            )
             if finding is None and not state.limits.debugging:
                 finding = self._try(self._find_deadlock)
         if finding is not None:
@@ -326,19 +377,26 @@ class MonitorThread:
             try:
                 self._log.flush()
             except OSError as error:
-                self._state.write_message(f"rank {self._state.rank} stops recording its timeline: {error}")
+                self._state.write_message(
+                    f"rank {self._state.rank} stops recording its timeline: {error}"
+                )
                 self._log = None
 
     def _find_exception(self) -> Finding | None:
         return local_exception(self._state, self._is_waiting())
 
     def _is_waiting(self) -> bool:
-        """Return whether this rank waits for a missing rank; one that is present, and then raises, delays nobody."""
+        """Return whether this rank waits for a missing rank; one that is present, and then raises,
+        delays nobody.
+        """
         raw = self._state.current_wait()
         if raw is not None and raw.peer >= 0:
             return True
         firsts = [(monitor, monitor.first_pending()) for monitor in list(self._monitors)]
-        return any(first is not None and bool(monitor.missing_ranks(first.sequence)) for monitor, first in firsts)
+        return any(
+            first is not None and bool(monitor.missing_ranks(first.sequence))
+            for monitor, first in firsts
+        )
 
     def _is_program_running(self) -> bool:
         return self._state.recorder.phase not in ("raised", "ended", "left")
@@ -349,7 +407,11 @@ class MonitorThread:
         readers = dict[int, RecorderReader]()
         own = state.current_wait()
         if own is not None and time.monotonic() - own.entered > _TICK_S:  # most waits are shorter
-            readers = {rank: reader for rank, reader in state.readers.items() if current_wait(reader) is not None}
+            readers = {
+                rank: reader
+                for rank, reader in state.readers.items()
+                if current_wait(reader) is not None
+            }
         job = JobStates([tuple(readers)], {0: collect_waits(readers)})
         cycle = self._cycles.find(job, job.waits.keys() & {state.rank}, {})
         if not cycle:
@@ -365,7 +427,9 @@ class MonitorThread:
             return None
         own = self._state.own.raw(first.number)
         for peer in monitor.peers:
-            if own is not None:  # two ranks that have called at the same moment have both missed the difference
+            if (
+                own is not None
+            ):  # two ranks that have called at the same moment have both missed the difference
                 monitor.compare_with(peer, own, raises=False)
         missing = monitor.missing_ranks(first.sequence)
         if not missing:
@@ -393,14 +457,18 @@ class MonitorThread:
         pending = PendingCall.of(raw)
         finding = monitor.diagnose(pending, [raw.peer], self._clock)
         if finding is not None:
-            return explained(finding, state.rank, wait, find_other_tag(state.own, wait, state.peers))
+            return explained(
+                finding, state.rank, wait, find_other_tag(state.own, wait, state.peers)
+            )
         if peer is not None and peer.knows_channels and is_matched:
             return None  # data moves
         return self._check_stragglers(pending, [raw.peer], (state.rank, raw.peer), raw.key)
 
     def _pending_receive(self) -> RawRecord | None:
         """Return the first receive for which a stream waits, if any."""
-        pending = (each for monitor in list(self._monitors) for each in list(monitor.pending_receives)[:1])
+        pending = (
+            each for monitor in list(self._monitors) for each in list(monitor.pending_receives)[:1]
+        )
         return next((self._state.own.raw(each.number) for each in pending), None)
 
     # --- stragglers
@@ -411,16 +479,28 @@ class MonitorThread:
         state = self._state
         limits = self._state.limits
         waited = self._clock.observed_s((key, pending.number))
-        stalled = 0.0 if self._is_any_stopped(missing) else self._clock.observed_s(("stalled", key, pending.number))
+        stalled = (
+            0.0
+            if self._is_any_stopped(missing)
+            else self._clock.observed_s(("stalled", key, pending.number))
+        )
         if limits.debugging or waited < limits.warning_s:
             return None
-        busy = [rank for rank in missing if rank not in state.peers or state.peers[rank].phase != "waits"]
+        busy = [
+            rank
+            for rank in missing
+            if rank not in state.peers or state.peers[rank].phase != "waits"
+        ]
         culprits = busy or missing
         where = describe_record(state.own, pending.number)
-        group_limit_s = next((monitor.limit_s for monitor in self._monitors if monitor.key == key), 0.0)
+        group_limit_s = next(
+            (monitor.limit_s for monitor in self._monitors if monitor.key == key), 0.0
+        )
         limit_s = max(limits.stall_s, group_limit_s)
         if state.seconds_since_solo(stalled) >= limit_s:
-            return stall_finding(culprits, where, limit_s, ", as the stack shows").at(key, pending.sequence)
+            return stall_finding(culprits, where, limit_s, ", as the stack shows").at(
+                key, pending.sequence
+            )
         last = self._warned.get((key, pending.number), 0.0)
         waiting = set(ranks) - set(missing)
         if all(rank in state.peers and state.peers[rank].activity_is_own for rank in culprits):
@@ -431,11 +511,15 @@ class MonitorThread:
         return None
 
     def _is_any_stopped(self, ranks: list[int]) -> bool:
-        """Return whether, in an elastic job, one of `ranks` is stopped; its launcher sees to that."""
+        """Return whether, in an elastic job, one of `ranks` is stopped; its launcher sees to
+        that.
+        """
         state = self._state
         return state.limits.expects_losses and any(state.health.is_stopped(rank) for rank in ranks)
 
-    def _warn(self, where: str, missing: list[int], waiting: list[int], waited: float, limit_s: float) -> None:
+    def _warn(
+        self, where: str, missing: list[int], waiting: list[int], waited: float, limit_s: float
+    ) -> None:
         state = self._state
         readers = [state.peers[rank] for rank in missing if rank in state.peers]
         stacks = collect_stacks(state.folder, readers)
@@ -452,7 +536,8 @@ class MonitorThread:
         state.write_message(straggler_warning(missing, where, waited, who, limit_s, places))
 
 
-# --- The end of the program, with an exception or without -------------------------------------------------------------
+# --- The end of the program, with an exception or without
+# -------------------------------------------------------------
 
 _EXIT_PAUSE_S = 0.05
 _REQUESTED = (KeyboardInterrupt, SystemExit, GeneratorExit, InterruptedRunError)
@@ -501,7 +586,9 @@ class ExitHooks:
         close: closes the session.
     """
 
-    def __init__(self, state: WatchdogState, cross_host: CrossHost, close: Callable[[], None]) -> None:
+    def __init__(
+        self, state: WatchdogState, cross_host: CrossHost, close: Callable[[], None]
+    ) -> None:
         self._state: WatchdogState | None = state
         self._cross_host: CrossHost | None = cross_host
         self._close: Callable[[], None] | None = close
@@ -514,9 +601,13 @@ class ExitHooks:
         atexit.unregister(self._at_exit)
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous_hook
-        self._state = self._cross_host = self._close = None  # torch's own hook may keep this one alive
+        self._state = self._cross_host = self._close = (
+            None  # torch's own hook may keep this one alive
+        )
 
-    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _hook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if self._state is not None:
             record_exception(self._state, error)
         self._previous_hook(kind, error, trace)
@@ -535,6 +626,6 @@ class ExitHooks:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        # The program has destroyed no groups. Gloo's threads release the last tensors a moment after a collective has
-        # returned, and abort the process if the interpreter is gone by then.
+        # The program has destroyed no groups. Gloo's threads release the last tensors a moment
+        # after a collective has returned, and abort the process if the interpreter is gone by then.
         time.sleep(_EXIT_PAUSE_S)

@@ -1,4 +1,5 @@
-"""What the parts of the watchdog share: the ranks' flight recorders, the limits, open graph captures, and the error.
+"""What the parts of the watchdog share: the ranks' flight recorders, the limits, open graph
+captures, and the error.
 
 `WatchdogState` belongs to a `Session`, which makes the parts and gives them this state and no more.
 """
@@ -38,7 +39,8 @@ class Limits:
         strict: whether different call sites and batches are errors and not warnings.
         warning_s: seconds after which a straggler is warned about.
         stall_s: seconds after which a straggler is an error.
-        debugging: whether a debugger is attached to a rank, so that stragglers and deadlocks are not reported.
+        debugging: whether a debugger is attached to a rank, so that stragglers and deadlocks are
+            not reported.
         heartbeat_s: seconds after which a host that does not respond is lost.
         expects_losses: whether the job is elastic, so that the loss of a rank is no error.
     """
@@ -70,14 +72,16 @@ class Limits:
 class GraphCaptures:
     """Whether this process captures a device graph, during which no device may be queried.
 
-    In CUDA's default mode a capture fails if any thread queries an event meanwhile. The watchdog of torch's NCCL
-    backend changes the mode of its thread for that, which Python code cannot do: queries wait here until no capture is
-    open.
+    In CUDA's default mode a capture fails if any thread queries an event meanwhile. The watchdog of
+    torch's NCCL backend changes the mode of its thread for that, which Python code cannot do:
+    queries wait here until no capture is open.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # no capture begins during a query
-        self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # weak: a graph that is dropped is not captured any more
+        self._open: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # weak: a graph that is dropped is not captured any more
 
     @property
     def are_open(self) -> bool:
@@ -85,16 +89,25 @@ class GraphCaptures:
         return len(self._open) > 0
 
     def query(self, question: Callable[[], bool]) -> bool:
-        """Return the result of `question`, which queries a device; False while a graph is being captured."""
+        """Return the result of `question`, which queries a device; False while a graph is being
+        captured.
+        """
         with self._lock:
             return not self.are_open and question()
 
     def replacements(self) -> list[Replaced]:
         """Patch torch's graph classes to learn of captures, while the session lasts."""
-        kinds = (torch.cuda.CUDAGraph, getattr(torch.xpu, "XPUGraph", None), getattr(torch.accelerator, "Graph", None))
+        kinds = (
+            torch.cuda.CUDAGraph,
+            getattr(torch.xpu, "XPUGraph", None),
+            getattr(torch.accelerator, "Graph", None),
+        )
         made = []
         for kind in filter(None, kinds):
-            made += [Replaced(kind, "capture_begin", self._begin), Replaced(kind, "capture_end", self._end)]
+            made += [
+                Replaced(kind, "capture_begin", self._begin),
+                Replaced(kind, "capture_end", self._end),
+            ]
         return made
 
     def _begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,8 +144,10 @@ class PendingCall:
         number: of its record.
         sequence: sequence number in its group; 0 for a message.
         entered: when it was called.
-        work: tells whether it has completed: c10d's work, or an event; None for a call in which the program waits.
-        message: of a message the other rank, whether it is sent, and the key of its channel; else None.
+        work: tells whether it has completed: c10d's work, or an event; None for a call in which the
+            program waits.
+        message: of a message the other rank, whether it is sent, and the key of its channel; else
+            None.
     """
 
     number: int
@@ -159,7 +174,8 @@ class WatchdogState:
         own: reader of this rank's own flight recorder.
         readers: readers of all flight recorders of this host, by rank.
         lock: protects the lists of pending calls and the error.
-        error: the report of what went wrong, as the exception that every rank raises; None while all is well.
+        error: the report of what went wrong, as the exception that every rank raises; None while
+            all is well.
         delivered: set when the program has got that error.
         uneven_batches: above 0 while ranks have different numbers of batches on purpose.
         waiting_threads: identities of the threads that are in a blocking call.
@@ -223,8 +239,12 @@ class WatchdogState:
             self.recorder.set_word(StateWords().threads, len(self._known_threads))
 
     @contextmanager
-    def blocking(self, number: int, ranks: Collection[int], is_message: bool = False) -> Iterator[None]:
-        """Let this thread wait for `ranks` in the call of that record during the body; a failure is explained."""
+    def blocking(
+        self, number: int, ranks: Collection[int], is_message: bool = False
+    ) -> Iterator[None]:
+        """Let this thread wait for `ranks` in the call of that record during the body; a failure is
+        explained.
+        """
         thread = threading.get_ident()
         began = time.monotonic()
         self.recorder.begin_wait(number, began)
@@ -243,11 +263,15 @@ class WatchdogState:
     def update_last_solo(self) -> None:
         """Note whether a rank, here or on another host, is in a `solo_section`."""
         living = (reader for rank, reader in self.readers.items() if rank not in self.health.gone)
-        if any(reader.knows_of_solo_section and reader.phase in ("runs", "waits") for reader in living):
+        if any(
+            reader.knows_of_solo_section and reader.phase in ("runs", "waits") for reader in living
+        ):
             self._last_solo = time.monotonic()
 
     def seconds_since_solo(self, waited_s: float) -> float:
-        """Return how many of `waited_s` seconds have passed since the last `solo_section`: limits count only these."""
+        """Return how many of `waited_s` seconds have passed since the last `solo_section`: limits
+        count only these.
+        """
         return min(waited_s, time.monotonic() - self._last_solo)
 
     # --- the error, and messages

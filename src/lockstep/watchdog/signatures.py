@@ -1,4 +1,6 @@
-"""The signature of a collective: its operation, shapes, dtypes, reduce op and root, as text and as a digest."""
+"""The signature of a collective: its operation, shapes, dtypes, reduce op and root, as text and as
+a digest.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -35,8 +37,9 @@ def _all_of(tensors: Sequence[torch.Tensor]) -> Key:
     return tuple(_of(tensor) for tensor in tensors)
 
 
-# Keys: for each of c10d's methods, what of its arguments must be equal on all ranks. What may differ between ranks is
-# left out: the splits of an all-to-all, and what only the root of a gather has.
+# Keys: for each of c10d's methods, what of its arguments must be equal on all ranks. What may
+# differ between ranks is left out: the splits of an all-to-all, and what only the root of a gather
+# has.
 
 
 def _reduced(tensors: Any, opts: Any = None, *_: Any) -> Key:
@@ -110,7 +113,9 @@ OPERATIONS: dict[str, tuple[str, Callable[..., Key]]] = {
     "alltoall_base": ("all_to_all_single", _kind),
     "barrier": ("barrier", _nothing),
 }
-"""For each of c10d's methods, the name of the operation and its key; some have two names, as torch renamed them."""
+"""For each of c10d's methods, the name of the operation and its key; some have two names, as torch
+renamed them.
+"""
 
 
 class Signatures:

@@ -1,6 +1,8 @@
-"""What each rank is doing, in rows: read from the flight recorders of this host, and published to the other hosts.
+"""What each rank is doing, in rows: read from the flight recorders of this host, and published to
+the other hosts.
 
-A rank of this host and one of another have the same rows, and what is wrong between them is found in the same way.
+A rank of this host and one of another have the same rows, and what is wrong between them is found
+in the same way.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ __all__ = [
 _WORDS = StateWords()
 
 
-# --- What a rank is doing ---------------------------------------------------------------------------------------------
+# --- What a rank is doing
+# ---------------------------------------------------------------------------------------------
 
 _STATES = {"runs": "runs", "waits": "waits", "left": "ended", "ended": "ended", "raised": "raised"}
 _SILENT_S = 3.0  # the monitor thread of a rank records a heartbeat ten times a second
@@ -98,7 +101,9 @@ def rank_status(
 
 
 def exception_line(traceback: str) -> str:
-    """Return the line ``ValueError: message`` of a traceback; the first of them for a message of several lines."""
+    """Return the line ``ValueError: message`` of a traceback; the first of them for a message of
+    several lines.
+    """
     lines = traceback.splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     after = lines[frames[-1] + 1 :] if frames else lines
@@ -106,12 +111,24 @@ def exception_line(traceback: str) -> str:
 
 
 def _call(record: Record) -> Call:
-    batch = None if record.finished else record.batch  # after its loop a collective belongs to no batch
-    return Call(record.what, record.call_site, record.source, record.sequence, record.group, batch, record.name)
+    batch = (
+        None if record.finished else record.batch
+    )  # after its loop a collective belongs to no batch
+    return Call(
+        record.what,
+        record.call_site,
+        record.source,
+        record.sequence,
+        record.group,
+        batch,
+        record.name,
+    )
 
 
 def describe_record(reader: RecorderReader, number: int) -> str:
-    """Return that record of a rank as text: ``all_reduce(float32[4], sum) at train.py:3 in main``."""
+    """Return that record of a rank as text: ``all_reduce(float32[4], sum) at train.py:3 in
+    main``.
+    """
     raw = reader.raw(number)
     if raw is None:
         return "a collective"
@@ -119,16 +136,19 @@ def describe_record(reader: RecorderReader, number: int) -> str:
     return f"{record.description} at {record.call_site}"
 
 
-# --- In which operation a rank waits ----------------------------------------------------------------------------------
+# --- In which operation a rank waits
+# ----------------------------------------------------------------------------------
 
-# Rows are published as arrays, twice a second by each host: names of fields would be half of what is sent.
+# Rows are published as arrays, twice a second by each host: names of fields would be half of what
+# is sent.
 
 
 class Wait(msgspec.Struct, frozen=True, array_like=True):
     """The operation in which a rank waits.
 
-    Messages of one group, source, destination and tag, a channel, are received in the order in which they were sent.
-    Each rank counts what it has sent, and for what it has posted receives, by channel.
+    Messages of one group, source, destination and tag, a channel, are received in the order in
+    which they were sent. Each rank counts what it has sent, and for what it has posted receives, by
+    channel.
 
     Attributes:
         record: the number of its record.
@@ -136,10 +156,12 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
         messages: how many messages the peer must have sent, or posted receives for.
         key: of the group of a collective.
         sequence: sequence number of a collective.
-        channels: keys of the peer's channels of these messages; empty if there was no room for all of this rank's.
+        channels: keys of the peer's channels of these messages; empty if there was no room for all
+            of this rank's.
         is_send: whether it sends.
         tag: of the message.
-        moved: what the rank has moved of messages so far: a send may end though no receive is posted for it.
+        moved: what the rank has moved of messages so far: a send may end though no receive is
+            posted for it.
     """
 
     record: int
@@ -153,12 +175,14 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
     moved: int = 0
 
     def is_matched(self, sent: int, counts: Mapping[int, int] | None) -> bool:
-        """Return whether the peer has sent the message, or has, or may have, posted a receive for it.
+        """Return whether the peer has sent the message, or has, or may have, posted a receive for
+        it.
 
         Args:
             sent: how many messages the peer has sent to this rank, in whatever channel.
-            counts: how many messages it has sent, or posted receives for, by channel; None if that is not known:
-                every receive may have been posted then, and what is sent is counted without regard to tags.
+            counts: how many messages it has sent, or posted receives for, by channel; None if that
+                is not known: every receive may have been posted then, and what is sent is counted
+                without regard to tags.
         """
         if counts is None or not self.channels:
             return self.is_send or sent >= self.messages
@@ -167,13 +191,17 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
     def is_matched_by(self, own: int, peer: RecorderReader) -> bool:
         """As `is_matched`, for the wait of the rank `own` and a peer on this host."""
         known = {channel: peer.channel_messages(channel) for channel in self.channels}
-        return self.is_matched(peer.messages(own, sent=True), known if peer.knows_channels else None)
+        return self.is_matched(
+            peer.messages(own, sent=True), known if peer.knows_channels else None
+        )
 
 
 def current_wait(reader: RecorderReader) -> Wait | None:
-    """Return the operation in which a rank waits for others; None if it does not, or if that may be misleading.
+    """Return the operation in which a rank waits for others; None if it does not, or if that may be
+    misleading.
 
-    If several of its threads communicate, another one may do what is waited for; and a message may come from any rank.
+    If several of its threads communicate, another one may do what is waited for; and a message may
+    come from any rank.
     """
     if reader.phase != "waits" or reader.state_word(_WORDS.threads) != 1:
         return None
@@ -188,18 +216,29 @@ def wait_in(reader: RecorderReader, raw: RawRecord) -> Wait:
     if peer < 0:
         return Wait(raw.number, -1, key=raw.key, sequence=raw.sequence)
     is_send = not is_recv(reader, raw)
-    later = (reader.raw(number) for number in range(raw.number + 1, reader.state_word(_WORDS.records) + 1))
-    after = [each for each in later if each and each.peer == peer and is_recv(reader, each) != is_send]
+    later = (
+        reader.raw(number)
+        for number in range(raw.number + 1, reader.state_word(_WORDS.records) + 1)
+    )
+    after = [
+        each for each in later if each and each.peer == peer and is_recv(reader, each) != is_send
+    ]
     number = reader.messages(peer, sent=is_send) - len(after)
     channels = []
     if reader.knows_channels:
         source, target = (rank, peer) if is_send else (peer, rank)
         own = channel_key(is_send, raw.key, source, target, raw.tag)
-        number = reader.channel_messages(own) - sum((each.key, each.tag) == (raw.key, raw.tag) for each in after)
-        sources = (source, -1) if is_send else (source,)  # a receive from any rank may have been posted for it
+        number = reader.channel_messages(own) - sum(
+            (each.key, each.tag) == (raw.key, raw.tag) for each in after
+        )
+        sources = (
+            (source, -1) if is_send else (source,)
+        )  # a receive from any rank may have been posted for it
         channels = [channel_key(not is_send, raw.key, each, target, raw.tag) for each in sources]
     moved = reader.state_word(_WORDS.moved)
-    return Wait(raw.number, peer, number, channels=channels, is_send=is_send, tag=raw.tag, moved=moved)
+    return Wait(
+        raw.number, peer, number, channels=channels, is_send=is_send, tag=raw.tag, moved=moved
+    )
 
 
 def is_recv(reader: RecorderReader, raw: RawRecord) -> bool:
@@ -220,9 +259,11 @@ def channel_key(sent: bool, group: int, source: int, target: int, tag: int) -> i
     return digest(f"{'send' if sent else 'recv'} {group} {source} {target} {tag}")
 
 
-# --- What the ranks of a host publish ---------------------------------------------------------------------------------
+# --- What the ranks of a host publish
+# ---------------------------------------------------------------------------------
 
-HISTORY = 6  # last collectives of a group that are published; those before were compared in earlier periods
+# last collectives of a group that are published; those before were compared in earlier periods
+HISTORY = 6
 _TRACEBACK = 2000  # characters of its end
 _MAX_CHANNELS = 256  # of a rank that waits
 
@@ -251,8 +292,8 @@ class GroupState(msgspec.Struct, array_like=True):
         what: the last one.
         call_site: where they called it, with the text of the line.
         title: of the group, "" for the default group.
-        members: of a group that is being made, as those that do not make it publish nothing of it; else empty. On one
-            host, of every group.
+        members: of a group that is being made, as those that do not make it publish nothing of it;
+            else empty. On one host, of every group.
     """
 
     ranks: list[int]
@@ -271,8 +312,13 @@ class GroupState(msgspec.Struct, array_like=True):
         return f"{self.what} at {self.call_site.partition(chr(10))[0]}"
 
     def is_equal(self, other: GroupState) -> bool:
-        """Return whether both differ in the ranks, and in the seconds and the limit of a wait, only."""
-        return structs.replace(self, ranks=other.ranks, seconds=other.seconds, limit_s=other.limit_s) == other
+        """Return whether both differ in the ranks, and in the seconds and the limit of a wait,
+        only.
+        """
+        return (
+            structs.replace(self, ranks=other.ranks, seconds=other.seconds, limit_s=other.limit_s)
+            == other
+        )
 
 
 class HostState(msgspec.Struct, omit_defaults=True):
@@ -283,9 +329,11 @@ class HostState(msgspec.Struct, omit_defaults=True):
         groups: by key, the states of its ranks in groups with ranks of other hosts.
         waits: of the ranks that wait for others.
         sent: how many messages each rank has sent, by destination.
-        channels: for ranks that wait, how many messages they have sent, or posted receives for, by channel.
+        channels: for ranks that wait, how many messages they have sent, or posted receives for, by
+            channel.
         solo: whether rank 0 works while the others wait for it.
-        activities: what the programs of ranks are doing, such as "the callback Curve.on_train_end", where it is known.
+        activities: what the programs of ranks are doing, such as "the callback Curve.on_train_end",
+            where it is known.
         own_work: ranks of which that is work of Lockstep's own that may take seconds.
         final: whether a rank is about to exit.
         count: differs from one publication to the next.
@@ -306,7 +354,10 @@ class HostState(msgspec.Struct, omit_defaults=True):
 def to_row(status: RankStatus) -> list[Any]:
     """Return the values of a status, of a traceback its end; see `from_rows`."""
     short = structs.replace(status, traceback=status.traceback[-_TRACEBACK:])
-    return [list(structs.astuple(value)) if isinstance(value, Call) else value for value in structs.astuple(short)]
+    return [
+        list(structs.astuple(value)) if isinstance(value, Call) else value
+        for value in structs.astuple(short)
+    ]
 
 
 def from_rows(rows: Iterable[Sequence[Any]]) -> list[RankStatus]:
@@ -315,7 +366,9 @@ def from_rows(rows: Iterable[Sequence[Any]]) -> list[RankStatus]:
     Raises:
         ValueError: another host has published something else.
     """
-    found: list[dict[str, Any]] = [dict(zip(RankStatus.__struct_fields__, row, strict=False)) for row in rows]
+    found: list[dict[str, Any]] = [
+        dict(zip(RankStatus.__struct_fields__, row, strict=False)) for row in rows
+    ]
     for values in found:
         if isinstance(values.get("call"), list):
             values["call"] = dict(zip(Call.__struct_fields__, values["call"], strict=False))
@@ -323,7 +376,10 @@ def from_rows(rows: Iterable[Sequence[Any]]) -> list[RankStatus]:
 
 
 def collect_state(
-    readers: Mapping[int, RecorderReader], gone: Collection[int], stopped: Collection[int], skip: Collection[int]
+    readers: Mapping[int, RecorderReader],
+    gone: Collection[int],
+    stopped: Collection[int],
+    skip: Collection[int],
 ) -> HostState:
     """Return the state of this host's ranks.
 
@@ -335,23 +391,31 @@ def collect_state(
     """
     found = collect_waits(readers, HISTORY, skip)
     found.ranks = [
-        to_row(rank_status(reader.state(), True, rank in gone, rank in stopped)) for rank, reader in readers.items()
+        to_row(rank_status(reader.state(), True, rank in gone, rank in stopped))
+        for rank, reader in readers.items()
     ]
     found.solo = any(reader.in_solo_section for rank, reader in readers.items() if rank not in gone)
-    found.activities = {rank: reader.activity for rank, reader in readers.items() if reader.activity}
+    found.activities = {
+        rank: reader.activity for rank, reader in readers.items() if reader.activity
+    }
     found.own_work = [rank for rank, reader in readers.items() if reader.activity_is_own]
     return found
 
 
-def collect_waits(readers: Mapping[int, RecorderReader], history: int = 0, skip: Collection[int] = ()) -> HostState:
+def collect_waits(
+    readers: Mapping[int, RecorderReader], history: int = 0, skip: Collection[int] = ()
+) -> HostState:
     """Return of the state of this host's ranks what tells who waits for whom; see `collect_state`.
 
     Args:
         readers: of the flight recorders of this host's ranks.
-        history: how many of the last collectives of each group to include; 0 if ranks of other hosts do not matter.
+        history: how many of the last collectives of each group to include; 0 if ranks of other
+            hosts do not matter.
         skip: keys of groups to leave out.
     """
-    waits = {rank: wait for rank, reader in readers.items() if (wait := current_wait(reader)) is not None}
+    waits = {
+        rank: wait for rank, reader in readers.items() if (wait := current_wait(reader)) is not None
+    }
     peers = {wait.peer for wait in waits.values()} & waits.keys()
     found = HostState(waits=waits)
     for rank in waits if history else peers:
@@ -378,7 +442,9 @@ def _sent_messages(reader: RecorderReader) -> dict[int, int]:
 
 def _group_state(reader: RecorderReader, slot: int, key: int, history: int) -> GroupState:
     """Return the state of one rank in one group."""
-    found = GroupState([reader.rank], reader.last_sequence(slot), limit_s=reader.limit_s(slot), records=[])
+    found = GroupState(
+        [reader.rank], reader.last_sequence(slot), limit_s=reader.limit_s(slot), records=[]
+    )
     for sequence in range(max(1, found.last + 1 - history), found.last + 1):
         raw = reader.raw(reader.record_number(slot, sequence))
         if raw is None or raw.key != key or raw.sequence != sequence:
@@ -386,17 +452,23 @@ def _group_state(reader: RecorderReader, slot: int, key: int, history: int) -> G
         if not raw.left and not found.pending:
             found.pending = sequence
             found.seconds = round(time.monotonic() - raw.entered, 1)
-        found.records.append(RecordRow(sequence, raw.fingerprint, raw.line, raw.batch, raw.loop, int(raw.name > 0)))
+        found.records.append(
+            RecordRow(sequence, raw.fingerprint, raw.line, raw.batch, raw.loop, int(raw.name > 0))
+        )
     raw = reader.raw(reader.record_number(slot, found.last))
     if raw is not None:
-        found.what, found.call_site, found.title = map(reader.text, (raw.what, raw.call_site, raw.group))
+        found.what, found.call_site, found.title = map(
+            reader.text, (raw.what, raw.call_site, raw.group)
+        )
     if not history or found.what.startswith("new_group("):
         found.members = list(reader.members(slot))
     return found
 
 
 def _add(states: list[GroupState], state: GroupState) -> None:
-    """Add a rank's state to those of its host, joined with an equal one, as all are while all is well."""
+    """Add a rank's state to those of its host, joined with an equal one, as all are while all is
+    well.
+    """
     equal = next((each for each in states if each.is_equal(state)), None)
     if equal is None:
         states.append(state)
@@ -404,17 +476,20 @@ def _add(states: list[GroupState], state: GroupState) -> None:
         equal.ranks += state.ranks
 
 
-# --- The states of several hosts, or of the ranks of one, together ----------------------------------------------------
+# --- The states of several hosts, or of the ranks of one, together
+# ----------------------------------------------------
 
 
 class JobStates:
-    """What hosts have published, together: a row for each rank, and the groups with their ranks on all hosts.
+    """What hosts have published, together: a row for each rank, and the groups with their ranks on
+    all hosts.
 
     Args:
         hosts: the ranks of each host.
         states: of hosts, by index.
         groups: the ranks of groups of which a host may have published nothing, by the group's key.
-        lost: hosts whose ranks do not respond, by index: the state of these ranks, "lost" or "died", and a note.
+        lost: hosts whose ranks do not respond, by index: the state of these ranks, "lost" or
+            "died", and a note.
 
     Attributes:
         rows: the status of every rank, as far as it is known.
@@ -452,24 +527,34 @@ class JobStates:
                 parts.append(GroupState(sorted(silent)))
 
     def missing(self, key: int, sequence: int) -> list[int]:
-        """Return the ranks that have not called the collective `sequence` of a group; none for 0."""
+        """Return the ranks that have not called the collective `sequence` of a group; none for
+        0.
+        """
         parts = self.groups.get(key, ())
         return sorted(rank for part in parts if part.last < sequence for rank in part.ranks)
 
     def is_matched(self, rank: int) -> bool:
-        """Return whether the other rank has done its part of the message in which `rank` waits; both must wait."""
+        """Return whether the other rank has done its part of the message in which `rank` waits;
+        both must wait.
+        """
         wait = self.waits[rank]
         state = self._states[self.host_of[wait.peer]]
-        return wait.is_matched(state.sent.get(wait.peer, {}).get(rank, 0), state.channels.get(wait.peer))
+        return wait.is_matched(
+            state.sent.get(wait.peer, {}).get(rank, 0), state.channels.get(wait.peer)
+        )
 
 
-# --- The report on what the ranks were doing --------------------------------------------------------------------------
+# --- The report on what the ranks were doing
+# --------------------------------------------------------------------------
 
 _SHOWN = 5  # last collectives, the one at which the ranks diverge included
 
 
 def make_report(
-    finding: Finding, readers: Mapping[int, RecorderReader], rows: Mapping[int, RankStatus], world_size: int
+    finding: Finding,
+    readers: Mapping[int, RecorderReader],
+    rows: Mapping[int, RankStatus],
+    world_size: int,
 ) -> Report:
     """Return the report of a finding.
 
@@ -492,13 +577,17 @@ def make_report(
     )
 
 
-def _last_collectives(finding: Finding, readers: Iterable[RecorderReader]) -> tuple[CollectiveCalls, ...]:
+def _last_collectives(
+    finding: Finding, readers: Iterable[RecorderReader]
+) -> tuple[CollectiveCalls, ...]:
     """Return what the ranks of this host have called last in the group of a finding."""
     if not finding.key:
         return ()
     calls = {
         reader.rank: {
-            raw.sequence: reader.record(raw) for raw in reader.raws() if raw.key == finding.key and raw.sequence
+            raw.sequence: reader.record(raw)
+            for raw in reader.raws()
+            if raw.key == finding.key and raw.sequence
         }
         for reader in readers
         if reader.group_slot(finding.key) >= 0
@@ -506,19 +595,25 @@ def _last_collectives(finding: Finding, readers: Iterable[RecorderReader]) -> tu
     group = next((record.group for records in calls.values() for record in records.values()), "")
     first = max(1, finding.sequence + 1 - _SHOWN)
     return tuple(
-        CollectiveCalls(number, group, _joined_calls({rank: found.get(number) for rank, found in calls.items()}))
+        CollectiveCalls(
+            number, group, _joined_calls({rank: found.get(number) for rank, found in calls.items()})
+        )
         for number in range(first, finding.sequence + 1)
     )
 
 
 def _joined_calls(records: Mapping[int, Record | None]) -> tuple[RankCalls, ...]:
-    """Return each distinct call of one collective with its ranks; None is that of ranks that have not made it."""
+    """Return each distinct call of one collective with its ranks; None is that of ranks that have
+    not made it.
+    """
     in_one_loop = len({record.loop for record in records.values() if record is not None}) == 1
     ranks_by_call: dict[tuple[str, str] | None, list[int]] = {}
     first: dict[tuple[str, str] | None, Call | None] = {}
     for rank, record in records.items():
         call = None if record is None else _call(record)
-        if call is not None and not in_one_loop:  # batches of different loops say nothing about each other
+        if (
+            call is not None and not in_one_loop
+        ):  # batches of different loops say nothing about each other
             call = structs.replace(call, batch=None)
         same = (call.what, call.call_site) if call is not None else None
         ranks_by_call.setdefault(same, []).append(rank)

@@ -1,4 +1,6 @@
-"""A training as Horovod's users write it for jobs whose hosts come and go; one operation fails on the way."""
+"""A training as Horovod's users write it for jobs whose hosts come and go; one operation fails on
+the way.
+"""
 
 import argparse
 
@@ -74,11 +76,15 @@ torch.set_num_threads(1)
 inputs = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
 dataset = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 train_sampler = ElasticSampler(dataset)
-train_loader = torch.utils.data.DataLoader(dataset, batch_size=args.batch_size, sampler=train_sampler)
+train_loader = torch.utils.data.DataLoader(
+    dataset, batch_size=args.batch_size, sampler=train_sampler
+)
 model = nn.Linear(3, 1)
 optimizer = optim.SGD(model.parameters(), lr=args.base_lr * hvd.size())
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-state = hvd.elastic.TorchState(model=model, optimizer=optimizer, train_sampler=train_sampler, epoch=0, batch=0)
+state = hvd.elastic.TorchState(
+    model=model, optimizer=optimizer, train_sampler=train_sampler, epoch=0, batch=0
+)
 state.register_reset_callbacks([on_state_reset])
 weights = full_train(state)
 print(f"ended with {len(failures)} failure, {len(seen)} batches, weights {weights:.12f}")

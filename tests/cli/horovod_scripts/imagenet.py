@@ -1,4 +1,6 @@
-"""A training as Horovod's users write it: several passes a step, a learning rate that warms up, and checkpoints."""
+"""A training as Horovod's users write it: several passes a step, a learning rate that warms up, and
+checkpoints.
+"""
 
 import argparse
 import math
@@ -59,7 +61,13 @@ def small_resnet():
         def forward(self, x):
             return F.relu(x + self.bn(self.conv(x)))
 
-    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), Block(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 4))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2),
+        Block(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 4),
+    )
 
 
 def accuracy(output, target):
@@ -86,7 +94,10 @@ def train(epoch):
         optimizer.zero_grad()
         # split into sub-batches of --batch-size
         for i in range(0, len(data), args.batch_size):
-            data_batch, target_batch = data[i : i + args.batch_size], target[i : i + args.batch_size]
+            data_batch, target_batch = (
+                data[i : i + args.batch_size],
+                target[i : i + args.batch_size],
+            )
             output = model(data_batch)
             train_accuracy.update(accuracy(output, target_batch))
             loss = F.cross_entropy(output, target_batch)
@@ -118,25 +129,36 @@ hvd.init()
 torch.manual_seed(args.seed)
 torch.set_num_threads(1)
 
-# if there is a checkpoint, go on from it; all ranks learn of it from rank 0, which may be the only one to see it
+# if there is a checkpoint, go on from it; all ranks learn of it from rank 0, which may be the only
+# one to see it
 resume_from_epoch = 0
 for try_epoch in range(args.epochs, 0, -1):
     if Path(args.checkpoint_format.format(epoch=try_epoch)).exists():
         resume_from_epoch = try_epoch
         break
-resume_from_epoch = hvd.broadcast(torch.tensor(resume_from_epoch), root_rank=0, name="resume_from_epoch").item()
+resume_from_epoch = hvd.broadcast(
+    torch.tensor(resume_from_epoch), root_rank=0, name="resume_from_epoch"
+).item()
 
 train_dataset, val_dataset = pictures(128, seed=0), pictures(64, seed=1)
 train_sampler = torch.utils.data.distributed.DistributedSampler(
     train_dataset, num_replicas=horovod_size(), rank=hvd.rank()
 )
-train_loader = torch.utils.data.DataLoader(train_dataset, batch_size=allreduce_batch_size, sampler=train_sampler)
-val_sampler = torch.utils.data.distributed.DistributedSampler(val_dataset, num_replicas=hvd.size(), rank=hvd.rank())
-val_loader = torch.utils.data.DataLoader(val_dataset, batch_size=args.val_batch_size, sampler=val_sampler)
+train_loader = torch.utils.data.DataLoader(
+    train_dataset, batch_size=allreduce_batch_size, sampler=train_sampler
+)
+val_sampler = torch.utils.data.distributed.DistributedSampler(
+    val_dataset, num_replicas=hvd.size(), rank=hvd.rank()
+)
+val_loader = torch.utils.data.DataLoader(
+    val_dataset, batch_size=args.val_batch_size, sampler=val_sampler
+)
 
 model = small_resnet()
 lr_scaler = args.batches_per_allreduce * hvd.size() if not args.use_adasum else 1
-optimizer = optim.SGD(model.parameters(), lr=args.base_lr * lr_scaler, momentum=args.momentum, weight_decay=args.wd)
+optimizer = optim.SGD(
+    model.parameters(), lr=args.base_lr * lr_scaler, momentum=args.momentum, weight_decay=args.wd
+)
 optimizer = hvd.DistributedOptimizer(
     optimizer,
     named_parameters=model.named_parameters(),

@@ -1,4 +1,6 @@
-"""A training as Horovod's users write it: one epoch after the other, with averaged metrics; on drawn digits."""
+"""A training as Horovod's users write it: one epoch after the other, with averaged metrics; on
+drawn digits.
+"""
 
 import argparse
 import os
@@ -107,11 +109,15 @@ if __name__ == "__main__":
     train_sampler = torch.utils.data.distributed.DistributedSampler(
         train_dataset, num_replicas=hvd.size(), rank=hvd.rank()
     )
-    train_loader = torch.utils.data.DataLoader(train_dataset, batch_size=args.batch_size, sampler=train_sampler)
+    train_loader = torch.utils.data.DataLoader(
+        train_dataset, batch_size=args.batch_size, sampler=train_sampler
+    )
     test_sampler = torch.utils.data.distributed.DistributedSampler(
         test_dataset, num_replicas=hvd.size(), rank=hvd.rank()
     )
-    test_loader = torch.utils.data.DataLoader(test_dataset, batch_size=args.test_batch_size, sampler=test_sampler)
+    test_loader = torch.utils.data.DataLoader(
+        test_dataset, batch_size=args.test_batch_size, sampler=test_sampler
+    )
 
     model = Net()
     lr_scaler = hvd.size() if not args.use_adasum else 1
@@ -136,4 +142,6 @@ if __name__ == "__main__":
         train(epoch)
         test()
     weights = sum(p.double().sum().item() for p in model.parameters())
-    print(f"rank {os.environ['HOROVOD_RANK']} of {os.environ['HOROVOD_SIZE']}: weights {weights:.12f}")
+    print(
+        f"rank {os.environ['HOROVOD_RANK']} of {os.environ['HOROVOD_SIZE']}: weights {weights:.12f}"
+    )

@@ -56,7 +56,9 @@ def test_no_byte_of_a_manifest_can_change_unnoticed(good: Path) -> None:
 
 @given(st.sampled_from(FILES), st.integers(0, 10**6), st.integers(1, 255))
 @settings(deadline=None, max_examples=300)
-def test_no_byte_of_any_file_can_change_unnoticed(good: Path, name: str, position: int, change: int) -> None:
+def test_no_byte_of_any_file_can_change_unnoticed(
+    good: Path, name: str, position: int, change: int
+) -> None:
     data = bytearray((good / name).read_bytes())
     data[position % len(data)] ^= change
     with changed(good / name, bytes(data)):
@@ -98,7 +100,9 @@ def test_an_error_of_damage_names_file_expected_and_found(store: CheckpointStore
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_missing_or_no_plain_file_is_refused(store: CheckpointStore, name: str) -> None:
+def test_a_file_that_is_missing_or_no_plain_file_is_refused(
+    store: CheckpointStore, name: str
+) -> None:
     path = save(store, 1)
     (path / name).rename(path / "elsewhere")
     assert_refused(path, f"{name}: expected a plain file, got nothing of that name")
@@ -120,10 +124,15 @@ def test_files_of_two_checkpoints_do_not_mix(store: CheckpointStore) -> None:
             assert before != (second / name).read_bytes()
             assert_refused(second)
     first.rename(store.folder / "step-0000000007")
-    assert_refused(store.folder / "step-0000000007", "manifest.json: expected the step in the folder's name, got 1")
+    assert_refused(
+        store.folder / "step-0000000007",
+        "manifest.json: expected the step in the folder's name, got 1",
+    )
 
 
-def test_a_checkpoint_may_be_copied_under_a_name_of_ones_own(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_copied_under_a_name_of_ones_own(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
     path = Path(shutil.copytree(save(store, 1), tmp_path / "best"))
     assert holds(path, 1)
 
@@ -135,7 +144,9 @@ def test_the_newest_good_one_is_offered(store: CheckpointStore) -> None:
     assert_refused(third, f"The newest undamaged one is {second}.")
     assert_refused(first, f"The newest undamaged one is {second}.")
     assert_refused(
-        store.folder / "step-0000000009", "got nothing of that name", f"The newest undamaged one is {second}."
+        store.folder / "step-0000000009",
+        "got nothing of that name",
+        f"The newest undamaged one is {second}.",
     )
     assert_refused(store.folder, f"The newest undamaged one is {second}.")
     (second / "model.safetensors").unlink()
@@ -167,7 +178,11 @@ def test_another_version_is_refused_with_the_one_that_is_read(store: CheckpointS
     path = save(store, 1)
     for version in (1, 3):
         forge(path, version=version, files="quite different")
-        assert_refused(path, "manifest.json: expected version 2", f"got {version}: use the Lockstep that wrote it")
+        assert_refused(
+            path,
+            "manifest.json: expected version 2",
+            f"got {version}: use the Lockstep that wrote it",
+        )
 
 
 @pytest.mark.parametrize(
@@ -190,24 +205,42 @@ def test_another_version_is_refused_with_the_one_that_is_read(store: CheckpointS
     ],
     ids=lambda changes: str(changes)[:50],
 )
-def test_a_manifest_that_makes_no_sense_is_refused(store: CheckpointStore, changes: dict[str, Any]) -> None:
+def test_a_manifest_that_makes_no_sense_is_refused(
+    store: CheckpointStore, changes: dict[str, Any]
+) -> None:
     path = save(store, 1)
     forge(path, **changes)
     assert_refused(path, "manifest.json: ")
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "weights.pt", "manifest.json", "", "."])
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/hostname", "weights.pt", "manifest.json", "", "."]
+)
 def test_a_manifest_cannot_name_other_files(store: CheckpointStore, name: str) -> None:
     path = save(store, 1)
     (store.folder / "outside").write_bytes(b"secret")
     content = json.loads((path / "manifest.json").read_bytes())["content"]
-    forge(path, files={**content["files"], name: {"size": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}})
+    forge(
+        path,
+        files={
+            **content["files"],
+            name: {"size": 6, "sha256": hashlib.sha256(b"secret").hexdigest()},
+        },
+    )
     assert_refused(path, "manifest.json: expected the files state.json, state.safetensors")
 
 
 @pytest.mark.parametrize(
     "entry",
-    [None, [], {}, {"size": 1}, {"size": -1, "sha256": ""}, {"size": "1", "sha256": ""}, {"size": 1, "sha256": 5}],
+    [
+        None,
+        [],
+        {},
+        {"size": 1},
+        {"size": -1, "sha256": ""},
+        {"size": "1", "sha256": ""},
+        {"size": 1, "sha256": 5},
+    ],
     ids=str,
 )
 def test_a_manifest_must_have_size_and_checksum(store: CheckpointStore, entry: Any) -> None:
@@ -230,10 +263,13 @@ def test_a_manifest_must_have_size_and_checksum(store: CheckpointStore, entry: A
         b'{"content": {"format": "lockstep checkpoint", "version": 2, "step": 1e999}}',
         b'{"content": {"format": "lockstep checkpoint", "version": 2, "step": NaN}}',
         *(
-            b'{"content": {"format": "lockstep checkpoint", "version": 2, "step": %b%b}}' % (b"[" * deep, b"]" * deep)
+            b'{"content": {"format": "lockstep checkpoint", "version": 2, "step": %b%b}}'
+            % (b"[" * deep, b"]" * deep)
             for deep in (100, 900, 1200, 5000)
         ),
-        b'{"content": {"format": "lockstep checkpoint", "version": 2, "step": ' + b"9" * 5000 + b"}}",
+        b'{"content": {"format": "lockstep checkpoint", "version": 2, "step": '
+        + b"9" * 5000
+        + b"}}",
         b"\xff\xfe\x00",
         pickle.dumps({"content": {}}),
     ],
@@ -287,7 +323,10 @@ def test_parts_with_the_right_checksum_must_make_sense(store: CheckpointStore, t
     layout["0"] = told and {**layout["0"], **told}
     plant(path, "parts.json", json.dumps(layout).encode())
     verify(path)
-    with pytest.raises(CheckpointError, match=r"(parts\.json|part-00000\.safetensors): (its content|cannot be read)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"(parts\.json|part-00000\.safetensors): (its content|cannot be read)",
+    ):
         read(path)
 
 
@@ -311,7 +350,10 @@ class Bomb:
 
 def test_pickles_are_never_loaded(store: CheckpointStore, tmp_path: Path) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
-    kinds = {save(store, 1): FILES[1:], in_parts(save(store, 2)): ["state.json", "parts.json", PART]}
+    kinds = {
+        save(store, 1): FILES[1:],
+        in_parts(save(store, 2)): ["state.json", "parts.json", PART],
+    }
     for path, name in [(path, name) for path, files in kinds.items() for name in files]:
         before = (path / "manifest.json").read_bytes()
         with changed(path / name, bomb):
@@ -348,12 +390,15 @@ def test_pickles_are_never_loaded(store: CheckpointStore, tmp_path: Path) -> Non
         ("model.safetensors", safetensors.torch.save({"other": torch.ones(1)})),
         (
             "model.safetensors",
-            (61).to_bytes(8, "little") + b'{"a":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,1]}}   x',
+            (61).to_bytes(8, "little")
+            + b'{"a":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,1]}}   x',
         ),
     ],
     ids=lambda value: repr(value[:40]),
 )
-def test_content_with_the_right_checksum_must_make_sense(store: CheckpointStore, name: str, data: bytes) -> None:
+def test_content_with_the_right_checksum_must_make_sense(
+    store: CheckpointStore, name: str, data: bytes
+) -> None:
     path = save(store, 1)
     plant(path, name, data)
     verify(path)

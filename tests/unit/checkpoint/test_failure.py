@@ -61,7 +61,10 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "lockstep-test", str(path)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
         pytest.skip("mounting a file system is not permitted here")
     yield path
     subprocess.run(["umount", str(path)], check=True)
@@ -90,7 +93,9 @@ def test_a_full_disk_leaves_the_older_checkpoints_good(tiny_disk: Path) -> None:
         save(store, 3, size=300_000)
     assert_only_good(store, [1, 2])
     message = str(caught.value)
-    assert message.startswith(f"{store.folder / 'step-0000000003'}: cannot be saved: No space left on device")
+    assert message.startswith(
+        f"{store.folder / 'step-0000000003'}: cannot be saved: No space left on device"
+    )
     assert "; it needs 1,80" in message
     assert " bytes, with " in message
     assert "Free some space" in message
@@ -100,7 +105,9 @@ def test_a_full_disk_leaves_the_older_checkpoints_good(tiny_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["another step", "the same step"])
-def test_a_disk_that_is_full_at_any_point_of_a_save_leaves_it_whole_or_undone(tiny_disk: Path, again: bool) -> None:
+def test_a_disk_that_is_full_at_any_point_of_a_save_leaves_it_whole_or_undone(
+    tiny_disk: Path, again: bool
+) -> None:
     outcomes = set()
     for free in range(0, 80, 4):  # KiB; one page more each time
         store = CheckpointStore(tiny_disk / f"{free}")
@@ -112,7 +119,9 @@ def test_a_disk_that_is_full_at_any_point_of_a_save_leaves_it_whole_or_undone(ti
         except CheckpointError:
             sizes = {1: 4000}
         assert names(store.folder) == [f"step-{step:010d}" for step in sizes]
-        assert all(holds(path, step, sizes[step]) for path, step in zip(store.paths(), sizes, strict=True))
+        assert all(
+            holds(path, step, sizes[step]) for path, step in zip(store.paths(), sizes, strict=True)
+        )
         outcomes.add(str(sizes))
         shutil.rmtree(store.folder)
         (tiny_disk / "filler").unlink()
@@ -122,7 +131,10 @@ def test_a_disk_that_is_full_at_any_point_of_a_save_leaves_it_whole_or_undone(ti
 def test_a_file_size_limit_leaves_the_older_checkpoints_good(store: CheckpointStore) -> None:
     save(store, 1)
     for step in (1, 2):
-        with file_size_limit(4096), pytest.raises(CheckpointError, match=r"File too large; .* Free some space"):
+        with (
+            file_size_limit(4096),
+            pytest.raises(CheckpointError, match=r"File too large; .* Free some space"),
+        ):
             save(store, step, size=5000)
     assert_only_good(store, [1])
 
@@ -130,7 +142,10 @@ def test_a_file_size_limit_leaves_the_older_checkpoints_good(store: CheckpointSt
 def test_a_full_disk_leaves_the_older_weights_good(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_weights({"a": torch.ones(3)}, path)
-    with file_size_limit(4096), pytest.raises(CheckpointError, match=r"File too large; it needs 20,\d\d\d bytes"):
+    with (
+        file_size_limit(4096),
+        pytest.raises(CheckpointError, match=r"File too large; it needs 20,\d\d\d bytes"),
+    ):
         save_weights({"a": torch.ones(5000)}, path)
     assert names(tmp_path) == ["model.safetensors"]
     assert torch.equal(load_weights(path)["a"], torch.ones(3))
@@ -147,7 +162,10 @@ def test_any_flush_that_fails_leaves_the_older_checkpoints_good(
 
     save(store, 1)
     calls = itertools.count(1)
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"Input/output error; .* another file"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CheckpointError, match=r"Input/output error; .* another file"),
+    ):
         patch.setattr(os, "fsync", fsync)
         save(store, step, size=8)
     assert_only_good(store, [1])
@@ -174,7 +192,9 @@ def test_a_folder_that_may_not_be_written_to_is_named(public_folder: Path) -> No
     for other in (store, CheckpointStore(store.folder / "deeper")):
         with as_nobody(), pytest.raises(CheckpointError) as caught:
             save(other, 2)
-        assert str(caught.value).startswith(f"{other.folder}/step-0000000002: cannot be saved: Permission denied")
+        assert str(caught.value).startswith(
+            f"{other.folder}/step-0000000002: cannot be saved: Permission denied"
+        )
         assert "Choose a folder that this user may write to" in str(caught.value)
     store.folder.chmod(0o755)
     assert_only_good(store, [1])
@@ -183,8 +203,16 @@ def test_a_folder_that_may_not_be_written_to_is_named(public_folder: Path) -> No
 def test_a_folder_that_may_not_be_looked_into_is_named(public_folder: Path) -> None:
     path = save(CheckpointStore(public_folder / "checkpoints"), 1)
     public_folder.chmod(0o000)
-    attempts: list[Callable[[], object]] = [lambda: read(path), lambda: verify(path), lambda: load_weights(path / "x")]
-    for attempt in (*attempts, CheckpointStore(public_folder).paths, CheckpointStore(path.parent).newest_good):
+    attempts: list[Callable[[], object]] = [
+        lambda: read(path),
+        lambda: verify(path),
+        lambda: load_weights(path / "x"),
+    ]
+    for attempt in (
+        *attempts,
+        CheckpointStore(public_folder).paths,
+        CheckpointStore(path.parent).newest_good,
+    ):
         with as_nobody(), pytest.raises(CheckpointError, match="Permission denied"):
             attempt()
 
@@ -194,7 +222,9 @@ def test_a_file_in_the_way_is_left_there(tmp_path: Path, part: str) -> None:
     in_the_way = tmp_path / part
     in_the_way.parent.mkdir(exist_ok=True)
     in_the_way.write_text("mine")
-    with pytest.raises(CheckpointError, match=r"cannot be saved: .* Remove the file that blocks this path"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot be saved: .* Remove the file that blocks this path"
+    ):
         save(CheckpointStore(tmp_path / "checkpoints"), 1)
     assert snapshot(tmp_path) == {part: b"mine"}
 
@@ -208,7 +238,9 @@ def reported(case: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
-    """What is left of a save that was killed, one folder for each call at which it can be killed."""
+    """What is left of a save that was killed, one folder for each call at which it can be
+    killed.
+    """
     folder = tmp_path_factory.mktemp("killed")
     result = subprocess.run(
         [sys.executable, "-m", "support.checkpoint_killer", str(folder)],
@@ -232,7 +264,9 @@ def test_a_kill_at_any_point_of_a_run_loses_nothing(killed: Callable[[str], list
             assert newest is not None
             assert read(newest).step >= steps[-1]
         assert all(holds(path, read(path).step) for path in store.paths())
-        unfinished += store.folder.exists() and any(name.startswith(".") for name in names(store.folder))
+        unfinished += store.folder.exists() and any(
+            name.startswith(".") for name in names(store.folder)
+        )
         save(store, 9)
         assert names(store.folder) == [path.name for path in store.paths()]
     assert unfinished > 20
@@ -258,7 +292,9 @@ def test_a_kill_at_any_point_of_replacing_a_checkpoint_loses_nothing(
     assert set(sizes) == {4, 8}
 
 
-def test_a_kill_at_any_point_of_replacing_weights_loses_nothing(killed: Callable[[str], list[Path]]) -> None:
+def test_a_kill_at_any_point_of_replacing_weights_loses_nothing(
+    killed: Callable[[str], list[Path]],
+) -> None:
     sizes = []
     for case in killed("weights"):
         sizes.append(load_weights(case / "model.safetensors")["a"].numel())

@@ -98,7 +98,11 @@ def test_what_is_prepared_is_written_later_and_does_not_follow_if_it_is_copied(
 def test_the_newest_are_kept(store: CheckpointStore) -> None:
     for step in (8, 9, 10, 11, 1000):
         save(store, step)
-    assert [path.name for path in store.paths()] == ["step-0000000010", "step-0000000011", "step-0000001000"]
+    assert [path.name for path in store.paths()] == [
+        "step-0000000010",
+        "step-0000000011",
+        "step-0000001000",
+    ]
     assert store.latest() == store.folder / "step-0000001000"
     assert names(store.folder) == [path.name for path in store.paths()]
 
@@ -106,7 +110,11 @@ def test_the_newest_are_kept(store: CheckpointStore) -> None:
 def test_steps_are_ordered_as_numbers(store: CheckpointStore) -> None:
     for step in (10**10, 10**10 - 1, 2 * 10**10):
         save(store, step)
-    assert [int(path.name.removeprefix("step-")) for path in store.paths()] == [10**10 - 1, 10**10, 2 * 10**10]
+    assert [int(path.name.removeprefix("step-")) for path in store.paths()] == [
+        10**10 - 1,
+        10**10,
+        2 * 10**10,
+    ]
 
 
 def test_a_step_that_is_saved_again_is_replaced(store: CheckpointStore) -> None:
@@ -154,14 +162,18 @@ def test_the_newest_good_one_is_found_behind_damaged_ones(store: CheckpointStore
         store.newest_good(before=store.folder / "best")
 
 
-def test_an_old_one_that_cannot_be_removed_is_only_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_one_that_cannot_be_removed_is_only_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def remove(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
     monkeypatch.setattr(atomic_files, "remove", remove)
-    with pytest.warns(UserWarning, match=r"step-0000000001: cannot remove this old checkpoint: Permission denied"):
+    with pytest.warns(
+        UserWarning, match=r"step-0000000001: cannot remove this old checkpoint: Permission denied"
+    ):
         path = save(store, 2)
     assert holds(path, 2)
 
@@ -181,9 +193,15 @@ def test_at_least_one_is_kept(tmp_path: Path, keep: int) -> None:
         ({"step": -1}, "step: expected a whole number of at least 0, got -1"),
         ({"step": 1.0}, "step: expected a whole number of at least 0, got 1.0"),
         ({"epoch": True}, "epoch: expected a whole number of at least 0, got True"),
-        ({"info": {"when": ...}}, r"info\.when: expected .* got an object of type builtins\.ellipsis"),
+        (
+            {"info": {"when": ...}},
+            r"info\.when: expected .* got an object of type builtins\.ellipsis",
+        ),
         ({"info": {"w": torch.ones(1)}}, "info: expected plain values only"),
-        ({"state": {"model": {"w": {1, 2}}}}, r"model\.w: expected .* got an object of type builtins\.set"),
+        (
+            {"state": {"model": {"w": {1, 2}}}},
+            r"model\.w: expected .* got an object of type builtins\.set",
+        ),
     ],
     ids=str,
 )
@@ -210,14 +228,19 @@ def test_weights_are_saved_under_plain_names(tmp_path: Path) -> None:
 
 def test_weights_that_share_memory_are_saved(tmp_path: Path) -> None:
     base = torch.arange(6.0).reshape(2, 3)
-    save_weights({"a": base, "b": base, "c": base.T, "d": torch.ones(2, dtype=torch.complex64)}, tmp_path / "w")
+    save_weights(
+        {"a": base, "b": base, "c": base.T, "d": torch.ones(2, dtype=torch.complex64)},
+        tmp_path / "w",
+    )
     found = load_weights(tmp_path / "w")
     assert torch.equal(found["b"], base)
     assert torch.equal(found["c"], base.T)
     assert torch.equal(found["d"], torch.ones(2, dtype=torch.complex64))
 
 
-@pytest.mark.parametrize("value", [1.0, torch.ones(2, dtype=torch.complex128), torch.ones(2, device="meta")], ids=str)
+@pytest.mark.parametrize(
+    "value", [1.0, torch.ones(2, dtype=torch.complex128), torch.ones(2, device="meta")], ids=str
+)
 def test_weights_that_cannot_be_stored_leave_the_old_file(tmp_path: Path, value: Any) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"old")
@@ -236,7 +259,9 @@ def test_weights_that_cannot_be_written_are_named(tmp_path: Path, part: str) -> 
 
 
 @pytest.mark.parametrize(
-    "data", [None, b"", b"text", pickle.dumps([1]), safetensors.torch.save({"a": torch.ones(9)})[:-1]], ids=str
+    "data",
+    [None, b"", b"text", pickle.dumps([1]), safetensors.torch.save({"a": torch.ones(9)})[:-1]],
+    ids=str,
 )
 def test_weights_that_cannot_be_read_are_named(tmp_path: Path, data: bytes | None) -> None:
     path = tmp_path / "model.safetensors"

@@ -30,10 +30,14 @@ from support.checkpoints import forge
 MADE_UP = {
     1: Change("0.2", bits="the first that is recorded"),
     2: Change("0.3", order="blocks are permuted by another key"),
-    4: Change("0.5", order="windows are shuffled in two passes", bits="weights are summed in pairs"),
+    4: Change(
+        "0.5", order="windows are shuffled in two passes", bits="weights are summed in pairs"
+    ),
 }
 
-ORDER = "the order of samples differs: in an epoch in progress some come twice, and others not at all"
+ORDER = (
+    "the order of samples differs: in an epoch in progress some come twice, and others not at all"
+)
 
 
 @pytest.mark.parametrize(
@@ -42,21 +46,22 @@ ORDER = "the order of samples differs: in an epoch in progress some come twice, 
         (4, ""),
         (
             2,
-            "this run was saved by Lockstep 0.3 (numerics 2), and goes on with 0.5 (numerics 4). From here on "
-            f"{ORDER} (0.5: windows are shuffled in two passes), the last bits of results differ (0.5: weights are "
-            "summed in pairs). Unchanged: random draws",
+            "this run was saved by Lockstep 0.3 (numerics 2), and goes on with 0.5 (numerics 4). "
+            f"From here on {ORDER} (0.5: windows are shuffled in two passes), the last bits of "
+            "results differ (0.5: weights are summed in pairs). Unchanged: random draws",
         ),
         (
             1,
-            "this run was saved by Lockstep 0.2 (numerics 1), and goes on with 0.5 (numerics 4). From here on "
-            f"{ORDER} (0.3: blocks are permuted by another key; 0.5: windows are shuffled in two passes), the last "
-            "bits of results differ (0.5: weights are summed in pairs). Unchanged: random draws",
+            "this run was saved by Lockstep 0.2 (numerics 1), and goes on with 0.5 (numerics 4). "
+            f"From here on {ORDER} (0.3: blocks are permuted by another key; 0.5: windows are "
+            "shuffled in two passes), the last bits of results differ (0.5: weights are summed in "
+            "pairs). Unchanged: random draws",
         ),
         (
             5,
-            "this run was saved by a newer Lockstep, with numerics 5, and goes on with 0.5 (numerics 4): the order of "
-            "samples, random draws and bits may differ from here on. Use the Lockstep that saved it, or read in its "
-            "changelog what differs",
+            "this run was saved by a newer Lockstep, with numerics 5, and goes on with 0.5 "
+            "(numerics 4): the order of samples, random draws and bits may differ from here on. "
+            "Use the Lockstep that saved it, or read in its changelog what differs",
         ),
     ],
 )
@@ -66,7 +71,8 @@ def test_what_differs_is_one_line(saved: int, said: str) -> None:
 
 def test_a_checkpoint_without_a_number_is_older_than_all_versions() -> None:
     assert changes_since(0, MADE_UP).startswith(
-        "this run was saved by Lockstep before 0.2, without a version of the numerics, and goes on with 0.5 (numerics"
+        "this run was saved by Lockstep before 0.2, without a version of the numerics, and goes "
+        "on with 0.5 (numerics"
     )
 
 
@@ -75,7 +81,8 @@ def test_each_version_has_changed_something() -> None:
     assert all(change.order or change.draws or change.bits for change in CHANGES.values())
 
 
-# --- what resumes ---------------------------------------------------------------------------------------------
+# --- what resumes
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -84,7 +91,9 @@ def upgrade(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def upgraded() -> None:
         for module in (loader_module, trainer_module):
-            monkeypatch.setattr(module, "changes_since", lambda saved: changes_since(saved, MADE_UP))
+            monkeypatch.setattr(
+                module, "changes_since", lambda saved: changes_since(saved, MADE_UP)
+            )
         for module in (loader_module, trainer_module, manifest):
             monkeypatch.setattr(module, "NUMERICS", max(MADE_UP))
 
@@ -99,7 +108,9 @@ def make(run_dir: Path | None) -> lockstep.Trainer:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     callbacks = [Checkpoints()] if run_dir else []
-    return lockstep.Trainer(model, optimizer, torch.nn.MSELoss(), 4, run_dir=run_dir, callbacks=callbacks)
+    return lockstep.Trainer(
+        model, optimizer, torch.nn.MSELoss(), 4, run_dir=run_dir, callbacks=callbacks
+    )
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, int, str]]:
@@ -128,7 +139,9 @@ def test_a_resumed_run_says_it_once(
     assert len(said(caplog)) == 1  # that was saved after the upgrade
 
 
-def test_one_of_before_the_numbers_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_of_before_the_numbers_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make(tmp_path).fit(DATA, 1)
     path = tmp_path / "checkpoints/step-0000000002"
     forge(path, numerics=0)
@@ -144,7 +157,9 @@ def test_a_number_that_is_none_is_damage(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_state_that_a_program_keeps_says_it(upgrade: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_that_a_program_keeps_says_it(
+    upgrade: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = make(None)
     trainer.fit(DATA, 1)
     state = trainer.state_dict()
@@ -155,7 +170,9 @@ def test_a_state_that_a_program_keeps_says_it(upgrade: Callable[[], None], caplo
     assert [text for _, _, text in said(caplog)] == [changes_since(NUMERICS, MADE_UP)]
 
 
-def test_the_position_of_an_own_loop_says_it(upgrade: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_position_of_an_own_loop_says_it(
+    upgrade: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
     lockstep.init("cpu")
     loader = lockstep.Loader(DATA, 4)
     state: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
@@ -163,7 +180,9 @@ def test_the_position_of_an_own_loop_says_it(upgrade: Callable[[], None], caplog
     assert said(caplog) == []
     upgrade()
     loader.load_state_dict(state)
-    assert said(caplog) == [("lockstep.data.loader", logging.WARNING, changes_since(NUMERICS, MADE_UP))]
+    assert said(caplog) == [
+        ("lockstep.data.loader", logging.WARNING, changes_since(NUMERICS, MADE_UP))
+    ]
     caplog.clear()
     del state["numerics"]
     loader.load_state_dict(state)

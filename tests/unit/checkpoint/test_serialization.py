@@ -38,14 +38,32 @@ from lockstep.checkpoint.serialization import (
 )
 from lockstep.errors import CheckpointError, ConfigError
 
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
-INTEGERS = [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+INTEGERS = [
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+]
 COMPLEX = [torch.complex64, torch.complex128]
 
 
 def through_files(tree: Any) -> Any:
     value, tensors = pack(tree)
-    return read_tensors(unpack(from_json(to_json("state", value)), through_file(tensors, stored=True)))
+    return read_tensors(
+        unpack(from_json(to_json("state", value)), through_file(tensors, stored=True))
+    )
 
 
 def through_file(tensors: dict[str, Tensor], stored: bool = False) -> dict[str, Any]:
@@ -68,13 +86,19 @@ def write(path: Path, data: bytes) -> TensorFile:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value and in type at every place, order of keys included, NaN equal to itself, 0.0 not to -0.0."""
+    """Equal in value and in type at every place, order of keys included, NaN equal to itself, 0.0
+    not to -0.0.
+    """
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+        return (
+            isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+        )
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(a) == list(b) and all(type(i) is type(j) and same(a[i], b[j]) for i, j in zip(a, b, strict=True))
+        return list(a) == list(b) and all(
+            type(i) is type(j) and same(a[i], b[j]) for i, j in zip(a, b, strict=True)
+        )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float):
@@ -83,7 +107,16 @@ def same(a: Any, b: Any) -> bool:
 
 
 def raw(tensor: Tensor) -> bytes:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
 def nested(levels: int) -> Any:
@@ -94,8 +127,12 @@ def nested(levels: int) -> Any:
 
 
 tensors = st.builds(
-    lambda dtype, shape, seed: torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]),
+    lambda dtype, shape, seed: torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    ),
+    st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+    ),
     st.lists(st.integers(0, 3), max_size=3),
     st.integers(0, 100),
 )
@@ -105,7 +142,9 @@ trees = st.recursive(
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
         | st.dictionaries(
-            st.text(max_size=5) | st.integers() | st.sampled_from(["$tensor", "$tuple"]), inner, max_size=4
+            st.text(max_size=5) | st.integers() | st.sampled_from(["$tensor", "$tuple"]),
+            inner,
+            max_size=4,
         )
     ),
     max_leaves=12,
@@ -115,7 +154,9 @@ json_values = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["$tensor", "$complex", "$float", "$tuple", "$items", "$", "a"]), inner, max_size=2
+            st.sampled_from(["$tensor", "$complex", "$float", "$tuple", "$items", "$", "a"]),
+            inner,
+            max_size=2,
         )
     ),
     max_leaves=10,
@@ -150,7 +191,9 @@ def test_what_json_alone_would_change_comes_back_as_it_was(tree: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bool, *FLOATS, *INTEGERS, *COMPLEX], ids=str)
-def test_tensors_of_every_type_and_shape_come_back_as_they_were(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_of_every_type_and_shape_come_back_as_they_were(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     tensor = torch.arange(1, math.prod(shape) + 1, dtype=torch.float32).reshape(shape).to(dtype)
     assert same(through_files({"a": tensor})["a"], tensor)
 
@@ -180,7 +223,9 @@ def test_views_come_back_as_tensors_of_their_own() -> None:
 
 def test_parameters_and_ordered_dicts_come_back_plain() -> None:
     model = nn.Linear(2, 2)
-    found = through_files({"model": model.state_dict(keep_vars=True), "order": OrderedDict(b=1, a=2)})
+    found = through_files(
+        {"model": model.state_dict(keep_vars=True), "order": OrderedDict(b=1, a=2)}
+    )
     assert type(found["model"]["weight"]) is Tensor
     assert not found["model"]["weight"].requires_grad
     assert type(found["order"]) is dict
@@ -240,7 +285,9 @@ def test_what_cannot_be_stored_is_named_with_its_path(leaf: Any, words: list[str
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("key", [True, 1.5, None, (1,), np.int64(1), 2**9000], ids=lambda key: type(key).__name__)
+@pytest.mark.parametrize(
+    "key", [True, 1.5, None, (1,), np.int64(1), 2**9000], ids=lambda key: type(key).__name__
+)
 def test_other_keys_than_strings_and_integers_are_named(key: Any) -> None:
     with pytest.raises(ConfigError, match=r"^a\.b: expected keys of type str or int, got"):
         pack({"a": {"b": {key: 1}}})
@@ -309,7 +356,9 @@ def test_tensors_that_the_tree_does_not_use_are_refused() -> None:
         unpack({}, {"0": torch.ones(1)})
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(2, dtype=torch.int32), torch.ones(3), torch.tensor(1.0)], ids=str)
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2, dtype=torch.int32), torch.ones(3), torch.tensor(1.0)], ids=str
+)
 def test_a_complex_tensor_needs_pairs_of_floats(tensor: Tensor) -> None:
     with pytest.raises(ValueError, match="not a complex tensor"):
         unpack({"$complex": "0"}, {"0": tensor})
@@ -339,7 +388,9 @@ def test_what_is_no_json_is_a_value_error(data: bytes) -> None:
 def test_json_is_bounded_on_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.checkpoint.serialization.MAX_JSON", 100)
     assert from_json(to_json("state", ["a" * 90])) == ["a" * 90]
-    with pytest.raises(ConfigError, match=r"^state: expected at most 100 bytes of plain values, got 104 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"^state: expected at most 100 bytes of plain values, got 104 bytes"
+    ):
         to_json("state", "a" * 102)
     with pytest.raises(ValueError, match="at most 100 bytes of JSON, got 104"):
         from_json(json.dumps("a" * 102).encode())
@@ -360,7 +411,9 @@ def test_all_other_names_can_be_stored(name: str) -> None:
 
 
 def test_types_that_safetensors_cannot_store_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"^state_dict: expected tensors of types .*, got torch\.complex128$"):
+    with pytest.raises(
+        ConfigError, match=r"^state_dict: expected tensors of types .*, got torch\.complex128$"
+    ):
         check_tensors("state_dict", {"a": torch.ones(1, dtype=torch.complex128)})
 
 
@@ -372,9 +425,15 @@ def test_types_that_safetensors_cannot_store_are_named() -> None:
         b"\xff" * 16,
         b"\x80\x02}q\x00.",
         (2).to_bytes(8, "little") + b"[]",
-        (53).to_bytes(8, "little") + b'{"a":{"dtype":"Q7","shape":[1],"data_offsets":[0,1]}}' + b"x",
-        (54).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}' + b"xxxx",
-        (61).to_bytes(8, "little") + b'{"a":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,1]}}   ' + b"x",
+        (53).to_bytes(8, "little")
+        + b'{"a":{"dtype":"Q7","shape":[1],"data_offsets":[0,1]}}'
+        + b"x",
+        (54).to_bytes(8, "little")
+        + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'
+        + b"xxxx",
+        (61).to_bytes(8, "little")
+        + b'{"a":{"dtype":"F8_E8M0","shape":[1],"data_offsets":[0,1]}}   '
+        + b"x",
     ],
     ids=lambda data: repr(data[8:24]),
 )
@@ -390,7 +449,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(st.integers(0, 10**6), st.integers(1, 255))
 @settings(deadline=None, max_examples=200)
-def test_a_changed_safetensors_file_raises_only_documented_errors(folder: Path, position: int, change: int) -> None:
+def test_a_changed_safetensors_file_raises_only_documented_errors(
+    folder: Path, position: int, change: int
+) -> None:
     (folder / "good").unlink(missing_ok=True)
     write_tensors(folder / "good", {"a": torch.ones(2, 2), "b": torch.zeros(0)})
     data = bytearray((folder / "good").read_bytes())
@@ -406,7 +467,9 @@ def test_a_file_that_is_cut_off_while_it_is_open_is_an_error_and_no_signal(tmp_p
     write_tensors(tmp_path / "a", {"a": torch.ones(100_000)})
     stored = TensorFile(tmp_path / "a", "a").tensors()["a"]
     os.truncate(tmp_path / "a", 5000)
-    with pytest.raises(CheckpointError, match=f"^{tmp_path}: a: (cannot be read|its content is invalid): "):
+    with pytest.raises(
+        CheckpointError, match=f"^{tmp_path}: a: (cannot be read|its content is invalid): "
+    ):
         stored.read()
 
 
@@ -427,7 +490,10 @@ def test_files_are_those_of_the_library_whatever_is_copied_at_a_time(
     }
     write_tensors(tmp_path / "a", held, flush=True)
     contents = {name: tensor.resolve_conj().contiguous() for name, tensor in held.items()}
-    assert same(dict(sorted(safetensors.torch.load_file(tmp_path / "a").items())), dict(sorted(contents.items())))
+    assert same(
+        dict(sorted(safetensors.torch.load_file(tmp_path / "a").items())),
+        dict(sorted(contents.items())),
+    )
     found = TensorFile(tmp_path / "a", "a").tensors()
     assert same(read_tensors(found), dict(sorted(contents.items())))
     target = torch.zeros(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
@@ -437,11 +503,19 @@ def test_files_are_those_of_the_library_whatever_is_copied_at_a_time(
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.integers(1, 8), st.integers(1, 200))
 @settings(deadline=None, max_examples=200)
-def test_blocks_cover_a_tensor_in_the_order_of_memory(shape: list[int], width: int, most: int) -> None:
+def test_blocks_cover_a_tensor_in_the_order_of_memory(
+    shape: list[int], width: int, most: int
+) -> None:
     tensor = torch.arange(math.prod(shape)).reshape(shape)
     found = [tensor[block] for block in blocks(shape, width, most)]
-    assert all(block.is_contiguous() and (block.numel() * width <= most or block.numel() == 1) for block in found)
-    assert torch.equal(torch.cat([block.reshape(-1) for block in found] or [tensor.reshape(-1)]), tensor.reshape(-1))
+    assert all(
+        block.is_contiguous() and (block.numel() * width <= most or block.numel() == 1)
+        for block in found
+    )
+    assert torch.equal(
+        torch.cat([block.reshape(-1) for block in found] or [tensor.reshape(-1)]),
+        tensor.reshape(-1),
+    )
 
 
 def test_of_many_files_few_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +527,10 @@ def test_of_many_files_few_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
         files.append(TensorFile(tmp_path / str(number), str(number), open_files))
     for _ in range(2):
         assert [int(file.tensors()["a"].read()) for file in files] == list(range(9))
-        assert sum(str(tmp_path) in str(path.resolve()) for path in Path("/proc/self/fd").iterdir()) == 3
+        assert (
+            sum(str(tmp_path) in str(path.resolve()) for path in Path("/proc/self/fd").iterdir())
+            == 3
+        )
 
 
 def test_a_tensor_is_taken_as_it_is_whatever_the_default_device() -> None:
@@ -471,7 +548,9 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_a_part_of_a_tensor_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_a_tensor_is_read_without_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = torch.arange(2.0**18).reshape(64, 64, 64)
     write_tensors(tmp_path / "a", {"a": whole, "b": whole})
     stored = TensorFile(tmp_path / "a", "a").tensors()["a"]
@@ -479,7 +558,10 @@ def test_a_part_of_a_tensor_is_read_without_the_rest(tmp_path: Path, monkeypatch
     before = bytes_read()
     assert torch.equal(stored.read(), whole)
     assert bytes_read() - before < 1.1 * whole.nbytes
-    for region in ((slice(3, 5), slice(10, 64), slice(0, 64)), (slice(0, 64), slice(1, 2), slice(7, 9))):
+    for region in (
+        (slice(3, 5), slice(10, 64), slice(0, 64)),
+        (slice(0, 64), slice(1, 2), slice(7, 9)),
+    ):
         target, before = torch.zeros(whole[region].shape), bytes_read()
         copy_piece(target, stored.pieces[0], [part.start for part in region])
         assert torch.equal(target, whole[region])

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from lockstep.communicator.adasum import _cuts, adasum_, combine
 from lockstep.errors import ConfigError
 
-vectors = st.lists(st.floats(-100, 100, width=32, allow_subnormal=False), min_size=3, max_size=3).map(torch.tensor)
+vectors = st.lists(
+    st.floats(-100, 100, width=32, allow_subnormal=False), min_size=3, max_size=3
+).map(torch.tensor)
 
 
 def test_orthogonal_vectors_are_summed() -> None:
@@ -26,7 +28,10 @@ def test_parallel_vectors_give_their_mean() -> None:
 
 
 def test_by_hand() -> None:
-    a, b = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([1.0, 1.0], dtype=torch.float64)
+    a, b = (
+        torch.tensor([1.0, 0.0], dtype=torch.float64),
+        torch.tensor([1.0, 1.0], dtype=torch.float64),
+    )
     # a·b = 1, ‖a‖² = 1, ‖b‖² = 2
     torch.testing.assert_close(combine(a, b), 0.5 * a + 0.75 * b)
 
@@ -34,7 +39,9 @@ def test_by_hand() -> None:
 @settings(deadline=None)
 @given(vectors, vectors, st.sampled_from([0.125, 2.0, 1024.0]))
 def test_does_not_depend_on_scale(a: torch.Tensor, b: torch.Tensor, factor: float) -> None:
-    torch.testing.assert_close(combine(a * factor, b * factor), combine(a, b) * factor, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        combine(a * factor, b * factor), combine(a, b) * factor, rtol=1e-4, atol=1e-4
+    )
 
 
 @settings(deadline=None)

@@ -24,9 +24,15 @@ def test_a_communicator_made_from_it_publishes_nothing() -> None:
 
 
 def test_a_group_is_left_that_had_been_made_but_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next change may come when c10d knows the group, and has not said that it is the default one."""
+    """The next change may come when c10d knows the group, and has not said that it is the default
+    one.
+    """
     comm: Any = ElasticCommunicator.at(World(), torch.device("cpu"))
-    comm.client, comm._store, comm._hooks = SimpleNamespace(generation=1), None, (sys.excepthook, sys.excepthook)
+    comm.client, comm._store, comm._hooks = (
+        SimpleNamespace(generation=1),
+        None,
+        (sys.excepthook, sys.excepthook),
+    )
 
     def make_group() -> None:
         c10d._world.group_count = 0

@@ -21,7 +21,13 @@ CTX = [cpu(0), cpu(1)]
 def make_net(ctx: Any = CTX) -> nn.HybridSequential:
     torch.manual_seed(0)
     net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, kernel_size=3), nn.BatchNorm(), nn.Activation("relu"), nn.GlobalAvgPool2D(), nn.Dense(3))
+    net.add(
+        nn.Conv2D(4, kernel_size=3),
+        nn.BatchNorm(),
+        nn.Activation("relu"),
+        nn.GlobalAvgPool2D(),
+        nn.Dense(3),
+    )
     net.initialize(init=init.Normal(sigma=0.1), ctx=ctx)
     return net
 
@@ -32,7 +38,10 @@ def images(samples: int = 4) -> torch.Tensor:
 
 
 def losses(net: Any, x: torch.Tensor, y: torch.Tensor, ctx: Any = CTX) -> list[torch.Tensor]:
-    parts = gutils.split_and_load(x, ctx, even_split=False), gutils.split_and_load(y, ctx, even_split=False)
+    parts = (
+        gutils.split_and_load(x, ctx, even_split=False),
+        gutils.split_and_load(y, ctx, even_split=False),
+    )
     with autograd.record():
         return [gloss.SoftmaxCrossEntropyLoss()(net(a), b) for a, b in zip(*parts, strict=True)]
 
@@ -72,7 +81,10 @@ def test_parameters_have_a_context() -> None:
     with pytest.raises(RuntimeError, match="Call the model once"):
         weight.data(cpu(1))
     net(nd.ones((2, 3), ctx=cpu(1)))
-    with pytest.raises(RuntimeError, match=r"weight was initialised on, one of \[cpu\(1\), cpu\(2\)\], got cpu\(0\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"weight was initialised on, one of \[cpu\(1\), cpu\(2\)\], got cpu\(0\)",
+    ):
         weight.data()
     with pytest.raises(RuntimeError, match=r"got cpu\(3\)"):
         net(nd.ones((2, 3), ctx=cpu(3)))
@@ -103,11 +115,15 @@ def test_a_step_is_that_of_the_whole_batch(ctx: list[Context]) -> None:
     torch.manual_seed(3)
     net.add(nn.Dense(4, activation="tanh", in_units=64), nn.Dense(3, in_units=4))
     net.initialize(init=init.Xavier(), ctx=ctx)
-    plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    plain = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)
+    )
     with torch.no_grad():
         for own, parameter in zip(plain.parameters(), net.collect_params().values(), strict=True):
             own.copy_(parameter.data(ctx[0]))
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "momentum": 0.9, "wd": 0.01})
+    trainer = gluon.Trainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.5, "momentum": 0.9, "wd": 0.01}
+    )
     optimizer = torch.optim.SGD(plain.parameters(), 0.5, momentum=0.9, weight_decay=0.01)
     for _ in range(2):
         for loss in losses(net, x, y, ctx):
@@ -172,7 +188,11 @@ def test_a_trainer_continues_after_initialising_again() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
-    [("sdg", {}, "adadelta, adagrad"), ("sgd", {"learning_rat": 1}, "options of sgd"), ("sgd", {"lr": -1}, "-1")],
+    [
+        ("sdg", {}, "adadelta, adagrad"),
+        ("sgd", {"learning_rat": 1}, "options of sgd"),
+        ("sgd", {"lr": -1}, "-1"),
+    ],
 )
 def test_optimizers_that_cannot_be_used(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -202,7 +222,9 @@ def test_training_and_graphs_are_those_of_record() -> None:
 def test_losses_are_of_samples_and_their_backward_is_of_the_sum() -> None:
     prediction = nd.array([[1.0, 2.0], [3.0, 4.0]])
     prediction.attach_grad()
-    with pytest.raises(ConfigError, match=r"computed within autograd\.record\(\), got one that was not"):
+    with pytest.raises(
+        ConfigError, match=r"computed within autograd\.record\(\), got one that was not"
+    ):
         gloss.L2Loss()(prediction, nd.zeros((2, 2))).backward()
     with autograd.record():
         loss = gloss.L2Loss()(prediction, nd.zeros((2, 2)))
@@ -235,7 +257,9 @@ class Net(nn.HybridBlock):
         return self.output(F.relu(self.hidden(x)))  # type: ignore[no-any-return]
 
 
-def test_hybridized_nets_give_the_same_and_can_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hybridized_nets_give_the_same_and_can_be_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compilation, "_ONNX", ("no_such_package",))
     torch.compiler.reset()
     net = Net()
@@ -251,7 +275,9 @@ def test_hybridized_nets_give_the_same_and_can_be_exported(tmp_path: Path, monke
     net.hybridize(active=False)
     torch.testing.assert_close(net(x), expected)
     program = torch.export.load(tmp_path / "net.pt2").module()
-    torch.testing.assert_close(program(torch.as_tensor(x).as_subclass(torch.Tensor)), torch.Tensor(expected))
+    torch.testing.assert_close(
+        program(torch.as_tensor(x).as_subclass(torch.Tensor)), torch.Tensor(expected)
+    )
 
 
 def test_a_symbol_gives_the_program() -> None:
@@ -264,7 +290,9 @@ def test_a_symbol_gives_the_program() -> None:
     symbol = net(sym.var("data"))
     assert repr(symbol) == "<Symbol net_fwd>"
     pair = torch.cat([torch.Tensor(x)] * 2)
-    torch.testing.assert_close(symbol.program.module()(pair), torch.cat([torch.Tensor(expected)] * 2))
+    torch.testing.assert_close(
+        symbol.program.module()(pair), torch.cat([torch.Tensor(expected)] * 2)
+    )
 
 
 def lenet(x: Any, parameters: list[Any]) -> Any:
@@ -275,7 +303,9 @@ def lenet(x: Any, parameters: list[Any]) -> Any:
 
 
 def test_training_by_hand_on_two_devices() -> None:
-    """As the tutorials do it: gradients of earlier batches are replaced, and updates are not recorded."""
+    """As the tutorials do it: gradients of earlier batches are replaced, and updates are not
+    recorded.
+    """
     torch.manual_seed(0)
     shapes = [(4, 1, 3, 3), (4,), (36, 3), (3,)]
     first = [nd.random.normal(scale=0.1, shape=shape) for shape in shapes]
@@ -286,9 +316,13 @@ def test_training_by_hand_on_two_devices() -> None:
             parameter.attach_grad()
     x, y = images(6), torch.tensor([0, 1, 2, 0, 1, 2])
     for _ in range(2):
-        parts = zip(gutils.split_and_load(x, CTX), gutils.split_and_load(y, CTX), copies, strict=True)
+        parts = zip(
+            gutils.split_and_load(x, CTX), gutils.split_and_load(y, CTX), copies, strict=True
+        )
         with autograd.record():
-            autograd.backward([gloss.SoftmaxCrossEntropyLoss()(lenet(a, copy), b) for a, b, copy in parts])
+            autograd.backward(
+                [gloss.SoftmaxCrossEntropyLoss()(lenet(a, copy), b) for a, b, copy in parts]
+            )
         for one, other in zip(*copies, strict=True):
             one.grad[:] += other.grad.copyto(one.context)
             one.grad.copyto(other.grad)
@@ -308,7 +342,12 @@ def test_training_by_hand_on_two_devices() -> None:
 
 def test_what_is_computed_is_where_it_was_computed_from() -> None:
     array = nd.ones((2, 3), ctx=cpu(1))
-    assert {(array * 2 + 1).context, array[:1].context, array.sum().context, nd.relu(array).context} == {cpu(1)}
+    assert {
+        (array * 2 + 1).context,
+        array[:1].context,
+        array.sum().context,
+        nd.relu(array).context,
+    } == {cpu(1)}
     array.attach_grad()
     assert array.grad.context == cpu(1)
     assert nd.dot(array, array.reshape(3, 2)).context == cpu(1)

@@ -1,4 +1,6 @@
-"""The compatibility layer for Horovod in a job of one rank: every name works; wrong arguments are ValueErrors."""
+"""The compatibility layer for Horovod in a job of one rank: every name works; wrong arguments are
+ValueErrors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("ask", ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"])
+@pytest.mark.parametrize(
+    "ask", ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"]
+)
 def test_before_init(ask: str) -> None:
     with pytest.raises(ValueError, match="Horovod has not been initialized"):
         getattr(hvd, ask)()
@@ -84,7 +88,13 @@ def test_every_operation_answers_as_for_one_rank() -> None:
 @pytest.mark.usefixtures("job")
 def test_results_are_not_the_inputs() -> None:
     x = torch.ones(2)
-    found = [hvd.allreduce(x), hvd.allgather(x), hvd.broadcast(x, 0), hvd.reducescatter(x), hvd.alltoall(x)]
+    found = [
+        hvd.allreduce(x),
+        hvd.allgather(x),
+        hvd.broadcast(x, 0),
+        hvd.reducescatter(x),
+        hvd.alltoall(x),
+    ]
     for tensor in found:
         tensor += 1
     assert x.tolist() == [1.0, 1.0]
@@ -154,7 +164,9 @@ def test_factors() -> None:
         lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "x", hvd.Min),
         lambda: hvd.broadcast_parameters(3, 0),
         lambda: hvd.broadcast_parameters({"a": 3}, 0),
-        lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.ones(1, requires_grad=True)]), 0),
+        lambda: hvd.broadcast_optimizer_state(
+            torch.optim.LBFGS([torch.ones(1, requires_grad=True)]), 0
+        ),
         lambda: hvd.add_process_set([0]),
         lambda: hvd.add_process_set([0, 1]),
         lambda: hvd.add_process_set([]),
@@ -203,7 +215,9 @@ def test_gradients_are_zeros_once_an_empty_state_has_been_sent() -> None:
     assert single.param_groups[0]["params"][0].grad.is_sparse
 
 
-@pytest.mark.parametrize("wrong", [{"process_sets": "static"}, {"process_sets": [[0], [0]]}, {"comm": [1]}])
+@pytest.mark.parametrize(
+    "wrong", [{"process_sets": "static"}, {"process_sets": [[0], [0]]}, {"comm": [1]}]
+)
 def test_wrong_arguments_of_init(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=": expected"):
         hvd.init(**wrong)
@@ -223,7 +237,10 @@ def test_gradients() -> None:
 
 def test_compression() -> None:
     x = torch.tensor([1.0, 2.0**20])
-    for kind, dtype in ((hvd.Compression.fp16, torch.float16), (hvd.Compression.bf16, torch.bfloat16)):
+    for kind, dtype in (
+        (hvd.Compression.fp16, torch.float16),
+        (hvd.Compression.bf16, torch.bfloat16),
+    ):
         packed, ctx = kind.compress(x)
         assert packed.dtype is dtype
         assert kind.decompress(packed, ctx).dtype is torch.float32

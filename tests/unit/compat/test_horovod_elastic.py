@@ -1,4 +1,6 @@
-"""Elastic states and samplers of Horovod, in one process: what is saved, restored, and called when."""
+"""Elastic states and samplers of Horovod, in one process: what is saved, restored, and called
+when.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def state(**values: Any) -> ObjectState:
     return ObjectState(lambda value: value, lambda: 0, **values)
 
 
-# --- states -------------------------------------------------------------------------------------------------
+# --- states
+# -------------------------------------------------------------------------------------------------
 
 
 def test_restore_undoes_what_came_after_the_last_commit() -> None:
@@ -82,7 +85,8 @@ def test_an_old_update_does_not_count() -> None:
     kept.check_host_updates()
 
 
-# --- run ----------------------------------------------------------------------------------------------------
+# --- run
+# --------------------------------------------------------------------------------------------------
 
 
 class Noted(ObjectState):
@@ -105,8 +109,12 @@ class Noted(ObjectState):
         self.calls.append("reset")
 
 
-def run(errors: list[Exception], commit: bool = True, reset: Callable[[], None] = lambda: None) -> list[str]:
-    """The calls of a training that ends, each time it is called, with the next of `errors`, and at last well."""
+def run(
+    errors: list[Exception], commit: bool = True, reset: Callable[[], None] = lambda: None
+) -> list[str]:
+    """The calls of a training that ends, each time it is called, with the next of `errors`, and at
+    last well.
+    """
     kept = Noted()
 
     def train(kept: Noted, word: str) -> str:
@@ -128,13 +136,25 @@ def test_run_calls_once_where_nothing_happens() -> None:
 
 def test_after_an_internal_error_the_state_is_restored_and_sent_again() -> None:
     again = ["restore", "reset", "callback", "sync", "train"]
-    assert run([HorovodInternalError("lost"), HorovodInternalError("lost")]) == ["sync", "train", *again, *again]
+    assert run([HorovodInternalError("lost"), HorovodInternalError("lost")]) == [
+        "sync",
+        "train",
+        *again,
+        *again,
+    ]
 
 
 @pytest.mark.parametrize("skip_sync", [False, True])
 def test_after_an_update_of_hosts_nothing_is_restored(skip_sync: bool) -> None:
     sync = [] if skip_sync else ["sync"]
-    assert run([HostsUpdatedInterrupt(skip_sync)]) == ["sync", "train", "reset", "callback", *sync, "train"]
+    assert run([HostsUpdatedInterrupt(skip_sync)]) == [
+        "sync",
+        "train",
+        "reset",
+        "callback",
+        *sync,
+        "train",
+    ]
 
 
 def test_other_errors_end_the_training() -> None:
@@ -155,7 +175,8 @@ def test_where_the_job_cannot_be_made_anew_the_failure_is_raised() -> None:
         run([HorovodInternalError("first")], reset=reset)
 
 
-# --- in an elastic job --------------------------------------------------------------------------------------
+# --- in an elastic job
+# --------------------------------------------------------------------------------------
 
 
 class Client:
@@ -194,7 +215,12 @@ class Job:
         assert self.keeps_values
 
     def regroup_until(
-        self, commit: Any, adapt: Any, reason: str = "", at_boundary: bool = False, check: Any = None
+        self,
+        commit: Any,
+        adapt: Any,
+        reason: str = "",
+        at_boundary: bool = False,
+        check: Any = None,
     ) -> None:
         self.commits.append(commit())
         self.kept.calls.append("boundary" if at_boundary else f"regroup after {reason}")
@@ -211,7 +237,9 @@ def view(*members: int) -> View:
 def run_elastic(
     errors: list[Exception | str], views: list[View], commit: bool = True, **client: Any
 ) -> tuple[list[str], Job]:
-    """The calls of a training in an elastic job; see `run`. A text is what the job wants at the next commit."""
+    """The calls of a training in an elastic job; see `run`. A text is what the job wants at the
+    next commit.
+    """
     kept = Noted()
     job: Any = Job(kept, views)
     vars(job.client).update(client)
@@ -230,7 +258,9 @@ def run_elastic(
         return "result"
 
     def elastic() -> ElasticTraining:
-        return ElasticTraining(job, lambda: kept.calls.append("stop"), lambda: kept.calls.append("start"))
+        return ElasticTraining(
+            job, lambda: kept.calls.append("stop"), lambda: kept.calls.append("start")
+        )
 
     try:
         assert run_fn(train, lambda: None, elastic)(kept) == "result"
@@ -239,7 +269,17 @@ def run_elastic(
     return kept.calls, job
 
 
-GONE = ["restore", "stop", "regroup after lost", "stop", "start", "reset", "callback", "sync", "train"]
+GONE = [
+    "restore",
+    "stop",
+    "regroup after lost",
+    "stop",
+    "start",
+    "reset",
+    "callback",
+    "sync",
+    "train",
+]
 
 
 def test_in_an_elastic_job_the_ranks_that_are_left_regroup() -> None:
@@ -286,7 +326,9 @@ def test_a_signal_to_the_job_ends_the_training_at_a_commit() -> None:
         run_elastic(["stop_signal"], [])
 
 
-def test_a_rank_that_joins_has_no_state_before_the_first_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_joins_has_no_state_before_the_first_sync(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(regrouping, "_has_state", True)
     kept = Noted()
     job: Any = Job(kept, [view(0, 2), view(0, 2)])
@@ -311,7 +353,8 @@ def test_a_rank_without_the_state_is_not_the_first() -> None:
         training.regroup()
 
 
-# --- the sampler --------------------------------------------------------------------------------------------
+# --- the sampler
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -324,7 +367,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None
     return of
 
 
-def shares(ranks: Callable[[int, int], None], size: int, make: Callable[[], ElasticSampler]) -> list[list[int]]:
+def shares(
+    ranks: Callable[[int, int], None], size: int, make: Callable[[], ElasticSampler]
+) -> list[list[int]]:
     found = []
     for rank in range(size):
         ranks(rank, size)
@@ -335,7 +380,9 @@ def shares(ranks: Callable[[int, int], None], size: int, make: Callable[[], Elas
 
 
 @pytest.mark.parametrize(("length", "size"), [(10, 2), (11, 4), (1, 4), (0, 2)])
-def test_ranks_share_all_samples_evenly(ranks: Callable[[int, int], None], length: int, size: int) -> None:
+def test_ranks_share_all_samples_evenly(
+    ranks: Callable[[int, int], None], length: int, size: int
+) -> None:
     found = shares(ranks, size, lambda: ElasticSampler(range(length)))
     assert {index for share in found for index in share} == set(range(length))
     assert {len(share) for share in found} == {-(-length // size)}
@@ -368,7 +415,9 @@ def test_samples_that_are_done_are_assigned_to_no_worker(ranks: Callable[[int, i
         return made
 
     found = shares(ranks, 3, going_on)
-    assert sorted({index for share in found for index in share}) == sorted(set(order[4:]) - {order[7]})
+    assert sorted({index for share in found for index in share}) == sorted(
+        set(order[4:]) - {order[7]}
+    )
     ranks(0, 1)
     three = going_on()
     list(three)

@@ -121,14 +121,20 @@ class Together:
         return types.SimpleNamespace(sum=sum_)
 
 
-def reduction(name: str, values: list[float], op: int = Sum, dtype: torch.dtype = torch.float32) -> Request:
+def reduction(
+    name: str, values: list[float], op: int = Sum, dtype: torch.dtype = torch.float32
+) -> Request:
     x = torch.tensor(values, dtype=dtype)
     how = {"op": op, "prescale_factor": 1.0, "postscale_factor": 1.0}
-    return Request("allreduce", name, [x], [x], how, (("op", op), ("shape", (len(values),)), ("dtype", dtype)))
+    return Request(
+        "allreduce", name, [x], [x], how, (("op", op), ("shape", (len(values),)), ("dtype", dtype))
+    )
 
 
 def confirmed(asked: list[Request | None], taught: Request) -> list[bool]:
-    """What each rank finds in the round after two of `taught`, when it asks for its part of `asked`."""
+    """What each rank finds in the round after two of `taught`, when it asks for its part of
+    `asked`.
+    """
     together = Together(len(asked))
 
     def rank(number: int, request: Request | None) -> bool:
@@ -165,7 +171,11 @@ def test_nothing_has_happened_where_one_rank_means_something_else() -> None:
     for other in (reduction("y", [2.0]), reduction("x", [1.0, 1.0]), None):
         asked = [x(1.0), other, x(2.0)]
         assert confirmed(asked, x(0.0)) == [False] * 3
-        assert [each and each.inputs[0].tolist()[0] for each in asked] == [1.0, other and other.inputs[0][0], 2.0]
+        assert [each and each.inputs[0].tolist()[0] for each in asked] == [
+            1.0,
+            other and other.inputs[0][0],
+            2.0,
+        ]
     assert confirmed([None, None], x(0.0)) == [False] * 2
 
 
@@ -204,7 +214,9 @@ def test_what_comes_in_turns_is_not_foreseen() -> None:
 def test_difference_names_both_values_and_their_ranks() -> None:
     signatures = {
         rank: (("dtype", dtype), ("shape", shape))
-        for rank, (dtype, shape) in enumerate([(torch.float32, (2,)), (torch.float32, (2, 3)), (torch.float32, (2,))])
+        for rank, (dtype, shape) in enumerate(
+            [(torch.float32, (2,)), (torch.float32, (2, 3)), (torch.float32, (2,))]
+        )
     }
     assert (
         mismatch_message("allreduce", "x", signatures)
@@ -229,32 +241,50 @@ def test_neutral_changes_nothing(op: int, dtype: torch.dtype) -> None:
 
 def test_stalled_operations_are_grouped_by_the_missing_ranks() -> None:
     x, y, z = (
-        Request("allreduce", name, submitted_at=moment) for name, moment in (("x", 10.0), ("y", 12.0), ("z", 14.0))
+        Request("allreduce", name, submitted_at=moment)
+        for name, moment in (("x", 10.0), ("y", 12.0), ("z", 14.0))
     )
     asked = {x.key: [0, 2], y.key: [0, 2], z.key: [0]}
     both, one = group_stalled([x, y, z], 70.0, asked, 4, joined=[3])
     assert (both.missing, both.waiting, one.missing, one.waiting) == ((1,), (0, 2), (1, 2), (0,))
-    waited = "rank 1 has not submitted allreduce 'x', allreduce 'y', for which ranks 0 and 2 have waited 60 s"
+    waited = (
+        "rank 1 has not submitted allreduce 'x', allreduce 'y', for which ranks 0 and 2 have "
+        "waited 60 s"
+    )
     assert str(both) == waited
-    assert str(one) == "ranks 1 and 2 have not submitted allreduce 'z', for which rank 0 has waited 56 s"
+    assert (
+        str(one)
+        == "ranks 1 and 2 have not submitted allreduce 'z', for which rank 0 has waited 56 s"
+    )
     (nobody,) = group_stalled([x], 70.0, {x.key: [0, 1]}, 2, [])
-    assert str(nobody) == "all ranks have submitted allreduce 'x', but no result has arrived after 60 s"
+    assert (
+        str(nobody)
+        == "all ranks have submitted allreduce 'x', but no result has arrived after 60 s"
+    )
     many = StalledOps((1,), tuple(map(str, range(9))), (0,), 1.0)
     assert "0, 1, 2, 3, 4, 5 and 3 more" in str(many)
 
 
 def test_limits_of_stalls() -> None:
     assert StallLimits.from_variables({}) == StallLimits(60.0, math.inf)
-    warn, end, run = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "LOCKSTEP_STALL_TIMEOUT"
+    warn, end, run = (
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        "LOCKSTEP_STALL_TIMEOUT",
+    )
     assert StallLimits.from_variables({warn: "5", end: "9"}) == StallLimits(5.0, 9.0)
     assert StallLimits.from_variables({warn: "0", end: "0"}) == StallLimits(math.inf, math.inf)
-    assert StallLimits.from_variables({end: "9", run: "7"}).shutdown_s == 7.0  # the launcher's option
-    assert StallLimits.from_variables({warn: "5", end: "9", "HOROVOD_STALL_CHECK_DISABLE": "1"}) == StallLimits(
-        math.inf, math.inf
-    )
+    assert (
+        StallLimits.from_variables({end: "9", run: "7"}).shutdown_s == 7.0
+    )  # the launcher's option
+    assert StallLimits.from_variables(
+        {warn: "5", end: "9", "HOROVOD_STALL_CHECK_DISABLE": "1"}
+    ) == StallLimits(math.inf, math.inf)
     for name in (warn, end):
         for text in ("soon", "-1", "nan"):
-            with pytest.raises(ConfigError, match=f"{name}: expected a number of seconds, 0 or more"):
+            with pytest.raises(
+                ConfigError, match=f"{name}: expected a number of seconds, 0 or more"
+            ):
                 StallLimits.from_variables({name: text})
 
 
@@ -274,7 +304,10 @@ def parameters(*shapes: int) -> list[torch.Tensor]:
 def test_parameters_without_names_are_named_by_position() -> None:
     first, second = parameters(1, 2)
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
-    assert list(parameter_names(optimizer, None).values()) == ["allreduce.noname.0.0", "allreduce.noname.1.0"]
+    assert list(parameter_names(optimizer, None).values()) == [
+        "allreduce.noname.0.0",
+        "allreduce.noname.1.0",
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["twice", "missing", "no pairs"])

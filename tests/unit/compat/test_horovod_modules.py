@@ -9,7 +9,11 @@ import pytest
 
 import lockstep.compat.horovod.torch as hvd
 from lockstep.compat.horovod.common.util import env, is_iterable, is_version_greater_equal_than
-from lockstep.compat.horovod.runner.util.threads import execute_function_multithreaded, in_thread, on_event
+from lockstep.compat.horovod.runner.util.threads import (
+    execute_function_multithreaded,
+    in_thread,
+    on_event,
+)
 
 
 def test_a_function_in_a_thread() -> None:
@@ -23,7 +27,9 @@ def test_a_function_in_a_thread() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_exception_in_a_thread_is_shown_unless_it_is_to_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_thread_is_shown_unless_it_is_to_be_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shown: list[type[BaseException] | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda about: shown.append(about.exc_type))
     in_thread(int, ("no number",), silent=True).join()
@@ -35,7 +41,9 @@ def test_an_exception_in_a_thread_is_shown_unless_it_is_to_be_silent(monkeypatch
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_function_when_an_event_is_set(stopped: bool) -> None:
     event, stop, found = threading.Event(), threading.Event(), list[int]()
-    thread = on_event(event, found.append, (1,), stop=stop, check_stop_interval_s=0.01, daemon=False)
+    thread = on_event(
+        event, found.append, (1,), stop=stop, check_stop_interval_s=0.01, daemon=False
+    )
     (stop if stopped else event).set()
     thread.join()
     assert found == ([] if stopped else [1])
@@ -49,10 +57,15 @@ def test_a_function_when_an_event_is_set(stopped: bool) -> None:
 
 
 def test_a_function_in_many_threads() -> None:
-    assert execute_function_multithreaded(pow, [[2, n] for n in range(9)]) == {n: 2**n for n in range(9)}
+    assert execute_function_multithreaded(pow, [[2, n] for n in range(9)]) == {
+        n: 2**n for n in range(9)
+    }
     assert execute_function_multithreaded(pow, [], max_concurrent_executions=2) == {}
     both = threading.Barrier(3)
-    assert execute_function_multithreaded(lambda: both.wait(60), [[], []], block_until_all_done=False) is None
+    assert (
+        execute_function_multithreaded(lambda: both.wait(60), [[], []], block_until_all_done=False)
+        is None
+    )
     both.wait(60)
     with pytest.raises(ZeroDivisionError):
         execute_function_multithreaded(divmod, [[1, 1], [1, 0]])

@@ -1,4 +1,6 @@
-"""The compatibility layer has the names that programs for Horovod use, and its document names what exists."""
+"""The compatibility layer has the names that programs for Horovod use, and its document names what
+exists.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ def test_names_that_scripts_look_for_elsewhere() -> None:
     assert set(mpi_ops.__all__) < set(hvd.__all__)
     assert mpi_ops.start_timeline is hvd.start_timeline
     assert [int(part) for part in horovod.__version__.split(".")] >= [0, 28]
-    for name in ("mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"):
+    for name in (
+        "mpi_built",
+        "gloo_built",
+        "nccl_built",
+        "ddl_built",
+        "ccl_built",
+        "cuda_built",
+        "rocm_built",
+    ):
         assert getattr(util, name)(verbose=True) == getattr(hvd, name)()
     assert util.extension_available("torch")
     assert not util.extension_available("tensorflow")
@@ -41,5 +51,7 @@ def test_the_tables_of_names_are_true() -> None:
     calls = re.findall(r"lockstep\.(\w+)\(([^`]*)\)", own)
     assert len(calls) > 5
     for name, arguments in calls:
-        found = set(inspect.signature(getattr(lockstep, name)).parameters) | set(StepOptions.__annotations__)
+        found = set(inspect.signature(getattr(lockstep, name)).parameters) | set(
+            StepOptions.__annotations__
+        )
         assert set(re.findall(r"(\w+)=", arguments)) <= found, name

@@ -26,12 +26,25 @@ class Noisy(Dataset[Any]):
         return N
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        # The low 24 bits of the first number of each twister: equal if torch's and NumPy's had one seed.
-        drawn = [float(torch.rand(())), np.random.randint(1 << 24) / (1 << 24), random.random(), float(torch.rand(()))]
+        # The low 24 bits of the first number of each twister: equal if torch's and NumPy's had one
+        # seed.
+        drawn = [
+            float(torch.rand(())),
+            np.random.randint(1 << 24) / (1 << 24),
+            random.random(),
+            float(torch.rand(())),
+        ]
         return torch.tensor(drawn, dtype=torch.float64), index
 
 
-def drawn(size: int = 1, epoch: int = 0, first: int = 0, seed: int = 0, dataset: Any = None, **options: Any) -> Draws:
+def drawn(
+    size: int = 1,
+    epoch: int = 0,
+    first: int = 0,
+    seed: int = 0,
+    dataset: Any = None,
+    **options: Any,
+) -> Draws:
     """By sample, what the ranks of a job of `size` drew from step `first` on."""
     found: Draws = {}
     for rank in range(size):
@@ -98,7 +111,9 @@ def test_it_holds_behind_a_subset() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_programs_own_generators_are_left_alone(num_workers: int) -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    loader = Loader(Noisy(), 5, num_workers=num_workers, comm=Communicator.at(World(), torch.device("cpu")))
+    loader = Loader(
+        Noisy(), 5, num_workers=num_workers, comm=Communicator.at(World(), torch.device("cpu"))
+    )
     for _ in loader.epoch(0):
         # as dropout in the step between would find it
         assert torch.equal(torch.get_rng_state(), before[0])

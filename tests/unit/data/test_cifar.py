@@ -44,7 +44,9 @@ def python2_batch(
         b"K\x00K\x01\x87Rq\x0b(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb" +
         fortran + b"T" + struct.pack("<i", len(pixels)) + pixels + b"tb"
     )  # fmt: skip
-    names = b"](" + text(b"cat_s_000001.png") + b"r\x00\x02\x00\x00" + text(b"dog_s_000002.png") + b"e"
+    names = (
+        b"](" + text(b"cat_s_000001.png") + b"r\x00\x02\x00\x00" + text(b"dog_s_000002.png") + b"e"
+    )
     return (
         b"\x80\x02}q\x01(" + text(b"batch_label") + text(b"training batch 1 of 5") + text(b"labels") + labels +
         text(b"data") + array + text(b"filenames") + names + b"u."
@@ -68,7 +70,9 @@ def test_a_batch_that_python_2_wrote() -> None:
 def test_a_batch_that_python_3_wrote(protocol: int, key: Any, module: bytes) -> None:
     data = pickle.dumps({key("data"): PIXELS, key("labels"): LABELS}, protocol=protocol)
     if protocol < 4:  # in protocol 4 the length of the name stands before it
-        data = data.replace(b"numpy._core.multiarray", module).replace(b"numpy.core.multiarray", module)
+        data = data.replace(b"numpy._core.multiarray", module).replace(
+            b"numpy.core.multiarray", module
+        )
     check(*cifar.parse_batch("x", data))
 
 
@@ -106,12 +110,16 @@ def hostile_pickles(witness: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", list(hostile_pickles(Path("x"))))
 def test_a_hostile_pickle_is_refused_and_does_not_run(tmp_path: Path, name: str) -> None:
     witness = tmp_path / "it-ran"
-    with pytest.raises(DataError, match=r"^the-file: expected a pickled CIFAR-10 batch, got UnpicklingError"):
+    with pytest.raises(
+        DataError, match=r"^the-file: expected a pickled CIFAR-10 batch, got UnpicklingError"
+    ):
         cifar.parse_batch("the-file", hostile_pickles(witness)[name])
     assert not witness.exists()
 
 
-@pytest.mark.parametrize("name", ["system", "posix", "eval", "exec in the data", "protocol 4", "protocol 5"])
+@pytest.mark.parametrize(
+    "name", ["system", "posix", "eval", "exec in the data", "protocol 4", "protocol 5"]
+)
 def test_the_hostile_pickles_do_run_elsewhere(tmp_path: Path, name: str) -> None:
     witness = tmp_path / "it-ran"
     pickle.loads(hostile_pickles(witness)[name])
@@ -124,7 +132,10 @@ def test_the_hostile_pickles_do_run_elsewhere(tmp_path: Path, name: str) -> None
         (b"\x80\x02Nr\xff\xff\xff\x7f.", "a memo of 2147483647 entries"),
         (b"Np2147483647\n.", "a memo of 2147483647 entries"),
         (b"\x80\x02}N" + b"\x85" * 1_000_000 + b"Ns.", "opcode TUPLE1"),
-        (b"\x80\x02}N" + b"2\x86" * 60 + b"Ns.", "opcode TUPLE2"),  # whose hash is that of 2**60 values
+        (
+            b"\x80\x02}N" + b"2\x86" * 60 + b"Ns.",
+            "opcode TUPLE2",
+        ),  # whose hash is that of 2**60 values
         (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x.", "got"),
         (b"\x80\x02T\xff\xff\xff\x7fx.", "got"),
     ],
@@ -138,7 +149,9 @@ def test_a_pickle_that_would_use_up_memory_or_stack(data: bytes, expected: str) 
 def test_objects_of_the_extension_registry_are_refused_though_they_are_known() -> None:
     copyreg.add_extension("os", "getcwd", 0x77)
     try:
-        assert pickle.loads(b"\x80\x02\x82\x77.") is os.getcwd  # from now on without a look for its name
+        assert (
+            pickle.loads(b"\x80\x02\x82\x77.") is os.getcwd
+        )  # from now on without a look for its name
         with pytest.raises(DataError, match="the opcode EXT1, which is not allowed here"):
             cifar.parse_batch("x", b"\x80\x02\x82\x77)R.")
     finally:
@@ -160,16 +173,31 @@ def test_no_pickle_leaves_anything_behind() -> None:
         (b"PK\x03\x04 no pickle", "a pickled CIFAR-10 batch"),
         (b"\x80\x02]q\x00.", "a dictionary with 'data' and 'labels', got list"),
         (pickle.dumps({"data": PIXELS}, 2), "an entry 'labels', got"),
-        (pickle.dumps({"fine_labels": LABELS, "data": PIXELS}, 2), "an entry 'labels', got .*fine_labels"),
+        (
+            pickle.dumps({"fine_labels": LABELS, "data": PIXELS}, 2),
+            "an entry 'labels', got .*fine_labels",
+        ),
         (pickle.dumps({"data": [1, 2], "labels": LABELS}, 2), "'data' as an array, got list"),
         (pickle.dumps({"data": PIXELS[0], "labels": LABELS}, 2), "two-dimensional array"),
         (python2_batch(kind=b"O8"), r"type u1 \(uint8\), got b'O8'"),
-        (pickle.dumps({"data": PIXELS.astype(np.float32), "labels": LABELS}, 2), "u1 .uint8., got 'f4'"),
-        (pickle.dumps({"data": PIXELS.astype(object), "labels": LABELS}, 2), "u1 .uint8., got 'O8'"),
+        (
+            pickle.dumps({"data": PIXELS.astype(np.float32), "labels": LABELS}, 2),
+            "u1 .uint8., got 'f4'",
+        ),
+        (
+            pickle.dumps({"data": PIXELS.astype(object), "labels": LABELS}, 2),
+            "u1 .uint8., got 'O8'",
+        ),
         (python2_batch(fortran=b"\x88"), "Fortran order"),
-        (python2_batch(shape=b"J\xff\xff\xff\x7fM\x00\x0c\x86"), r"got shape \(2147483647, 3072\) with 9216 bytes"),
+        (
+            python2_batch(shape=b"J\xff\xff\xff\x7fM\x00\x0c\x86"),
+            r"got shape \(2147483647, 3072\) with 9216 bytes",
+        ),
         (python2_batch(shape=b"K\x09M\x00\x04\x86"), r"got shape \(9, 1024\) with 9216 bytes"),
-        (python2_batch(shape=b"K\x00M\x00\x0c\x86", pixels=b""), r"got shape \(0, 3072\) with 0 bytes"),
+        (
+            python2_batch(shape=b"K\x00M\x00\x0c\x86", pixels=b""),
+            r"got shape \(0, 3072\) with 0 bytes",
+        ),
         (python2_batch(shape=b"K\x03U\x01x\x86"), r"got shape \(3, b'x'\)"),
         (python2_batch(pixels=PIXELS.tobytes()[:-1]), "with 9215 bytes"),
         (python2_batch(labels=b"](K\x01K\x02e"), "'labels' as a list of 3 numbers, got 2"),
@@ -192,11 +220,16 @@ def test_no_damage_gives_another_kind_of_error() -> None:
     for _ in range(3000):
         place = draw.choice([draw.randrange(400), draw.randrange(9400, len(whole))])
         with suppress(DataError):
-            cifar.parse_batch("x", whole[:place] + bytes([draw.randrange(256)]) + whole[place + 1 :])
+            cifar.parse_batch(
+                "x", whole[:place] + bytes([draw.randrange(256)]) + whole[place + 1 :]
+            )
 
 
 def batches() -> dict[str, bytes]:
-    return {name: python2_batch(labels=b"](K" + bytes([i]) + b"K\x00K\x00e") for i, name in enumerate(cifar.BATCHES)}
+    return {
+        name: python2_batch(labels=b"](K" + bytes([i]) + b"K\x00K\x00e")
+        for i, name in enumerate(cifar.BATCHES)
+    }
 
 
 def archive(path: Path, members: dict[str, bytes], folder: str = cifar.FOLDER) -> Path:
@@ -217,7 +250,11 @@ def unpacked(folder: Path, members: dict[str, bytes]) -> Path:
 
 def test_a_folder_and_an_archive_give_the_same(tmp_path: Path) -> None:
     # the published archive has other files between the batches, and another order
-    members = {"batches.meta": b"no pickle", **dict(reversed(batches().items())), "readme.html": b"."}
+    members = {
+        "batches.meta": b"no pickle",
+        **dict(reversed(batches().items())),
+        "readme.html": b".",
+    }
     from_folder = cifar.read_folder(unpacked(tmp_path / "folder", members))
     from_archive = cifar.read_archive(archive(tmp_path / "a.tar.gz", members))
     assert set(from_folder) == set(from_archive) == set(cifar.BATCHES)
@@ -230,11 +267,17 @@ def test_a_folder_and_an_archive_give_the_same(tmp_path: Path) -> None:
 def test_a_missing_batch_is_named(tmp_path: Path) -> None:
     members = batches()
     del members["data_batch_3"]
-    with pytest.raises(DataError, match="folder/data_batch_3: expected a batch of CIFAR-10, got no file"):
+    with pytest.raises(
+        DataError, match="folder/data_batch_3: expected a batch of CIFAR-10, got no file"
+    ):
         cifar.read_folder(unpacked(tmp_path / "folder", members))
-    with pytest.raises(DataError, match=r"a\.tar\.gz: expected the batches .* got none named data_batch_3$"):
+    with pytest.raises(
+        DataError, match=r"a\.tar\.gz: expected the batches .* got none named data_batch_3$"
+    ):
         cifar.read_archive(archive(tmp_path / "a.tar.gz", members))
-    with pytest.raises(DataError, match=r"a\.tar\.gz: expected the batches .* got none named data_batch_1, "):
+    with pytest.raises(
+        DataError, match=r"a\.tar\.gz: expected the batches .* got none named data_batch_1, "
+    ):
         cifar.read_archive(archive(tmp_path / "a.tar.gz", batches(), folder="elsewhere"))
     with pytest.raises(DataError, match="absent: expected the archive of CIFAR-10, got no file"):
         cifar.read_archive(tmp_path / "absent")
@@ -247,7 +290,9 @@ def test_an_archive_packed_with_leading_dots(tmp_path: Path) -> None:
 
 def test_a_bad_batch_in_an_archive_is_named(tmp_path: Path) -> None:
     members = batches() | {"test_batch": b"junk"}
-    with pytest.raises(DataError, match=r"a\.tar\.gz \(cifar-10-batches-py/test_batch\): expected a pickled"):
+    with pytest.raises(
+        DataError, match=r"a\.tar\.gz \(cifar-10-batches-py/test_batch\): expected a pickled"
+    ):
         cifar.read_archive(archive(tmp_path / "a.tar.gz", members))
 
 
@@ -284,16 +329,26 @@ def test_a_damaged_archive_gives_no_other_kind_of_error(tmp_path: Path) -> None:
             assert str(error).startswith(str(path))
 
 
-def test_an_archive_that_unpacks_without_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_that_unpacks_without_end_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cifar, "_LARGEST_ARCHIVE", 1 << 20)
     path = archive(tmp_path / "a.tar.gz", {"batches.meta": bytes(4 << 20), **batches()})
-    with pytest.raises(DataError, match=r"a\.tar\.gz: expected at most 1048576 bytes when unpacked, got more"):
+    with pytest.raises(
+        DataError, match=r"a\.tar\.gz: expected at most 1048576 bytes when unpacked, got more"
+    ):
         cifar.read_archive(path)
 
 
-def test_a_batch_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_is_too_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cifar, "_LARGEST_BATCH", 100)
-    with pytest.raises(DataError, match="data_batch_1: expected a batch of at most 100 bytes, got more"):
+    with pytest.raises(
+        DataError, match="data_batch_1: expected a batch of at most 100 bytes, got more"
+    ):
         cifar.read_folder(unpacked(tmp_path / "folder", batches()))
-    with pytest.raises(DataError, match=r"\(cifar-10-batches-py/data_batch_1\): expected at most 100 bytes, got 9"):
+    with pytest.raises(
+        DataError, match=r"\(cifar-10-batches-py/data_batch_1\): expected at most 100 bytes, got 9"
+    ):
         cifar.read_archive(archive(tmp_path / "a.tar.gz", batches()))

@@ -1,4 +1,6 @@
-"""Digests of samples: equal for equal values in any process, other for other values; nothing random is moved on."""
+"""Digests of samples: equal for equal values in any process, other for other values; nothing random
+is moved on.
+"""
 
 from __future__ import annotations
 
@@ -77,11 +79,20 @@ PAIRS: dict[str, tuple[Callable[[], Any], Any]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
     "empty": (lambda: torch.zeros(0), torch.zeros(1)),
     "one hot": (lambda: torch.eye(2000)[7], torch.eye(2000)[8]),
-    "infinite": (lambda: torch.tensor([0.0, -torch.inf, 1.0]), torch.tensor([0.0, 1.0, -torch.inf])),
+    "infinite": (
+        lambda: torch.tensor([0.0, -torch.inf, 1.0]),
+        torch.tensor([0.0, 1.0, -torch.inf]),
+    ),
     "array": (lambda: np.arange(5), np.arange(1, 6)),
     "text array": (lambda: np.array(["a", "b"]), np.array(["a", "c"])),
-    "object array": (lambda: np.array([[1], "x"], dtype=object), np.array([[2], "x"], dtype=object)),
-    "read-only array": (lambda: np.broadcast_to(np.float32(3), (4,)), np.broadcast_to(np.float32(4), (4,))),
+    "object array": (
+        lambda: np.array([[1], "x"], dtype=object),
+        np.array([[2], "x"], dtype=object),
+    ),
+    "read-only array": (
+        lambda: np.broadcast_to(np.float32(3), (4,)),
+        np.broadcast_to(np.float32(4), (4,)),
+    ),
     "number": (lambda: 3, 4),
     "float": (lambda: 0.1, 0.2),
     "numpy number": (lambda: np.float32(0.5), np.float32(0.6)),
@@ -98,7 +109,10 @@ PAIRS: dict[str, tuple[Callable[[], Any], Any]] = {
     "attributes": (lambda: Plain(torch.ones(2)), Plain(torch.zeros(2))),
     "slots": (lambda: Slotted(1), Slotted(2)),
     "enumeration": (lambda: (Colour.RED, 1), (Colour.RED, 2)),
-    "image": (lambda: Picture(np.arange(12, dtype=np.uint8)), Picture(np.arange(1, 13, dtype=np.uint8))),
+    "image": (
+        lambda: Picture(np.arange(12, dtype=np.uint8)),
+        Picture(np.arange(1, 13, dtype=np.uint8)),
+    ),
 }
 
 
@@ -132,7 +146,17 @@ def test_what_is_no_difference_of_the_data(case: str) -> None:
     assert alike(*SAME[case])
 
 
-OF_AN_OBJECT = ["slots", "number", "float", "text", "list of tokens", "list of floats", "none", "enumeration", "set"]
+OF_AN_OBJECT = [
+    "slots",
+    "number",
+    "float",
+    "text",
+    "list of tokens",
+    "list of floats",
+    "none",
+    "enumeration",
+    "set",
+]
 
 
 def test_values_in_attributes_of_objects_may_differ_and_arrays_may_not() -> None:
@@ -143,7 +167,9 @@ def test_values_in_attributes_of_objects_may_differ_and_arrays_may_not() -> None
     for case in ("tensor", "integers", "array", "image", "sparse"):
         make, other = PAIRS[case]
         assert is_refused((1, Plain(make())), (1, Plain(other)))
-    assert not is_refused(Plain({0: torch.ones(2)}), Plain({1: torch.ones(2)}))  # what each process has kept
+    assert not is_refused(
+        Plain({0: torch.ones(2)}), Plain({1: torch.ones(2)})
+    )  # what each process has kept
 
 
 def test_a_path_may_differ_where_arrays_agree() -> None:
@@ -152,7 +178,9 @@ def test_a_path_may_differ_where_arrays_agree() -> None:
     assert not is_refused((paths[0], image), (paths[1], image))
     assert not is_refused((Path(paths[0]), image), (Path(paths[1]), image))
     assert is_refused((paths[0], image, 1), (paths[1], image, 2))
-    assert is_refused((paths[0], torch.tensor(1)), (paths[1], torch.tensor(1)))  # a label says nothing of an image
+    assert is_refused(
+        (paths[0], torch.tensor(1)), (paths[1], torch.tensor(1))
+    )  # a label says nothing of an image
     assert is_refused((paths[0], image), (paths[1], image + 1))
     assert is_refused(("/m/01yrx", image), ("/m/0bt9lr", image))
 
@@ -207,7 +235,10 @@ def test_reading_ends_when_the_time_is_up_and_passes_over_exceptions() -> None:
 
 class WithGenerators:
     def __init__(self) -> None:
-        self.transforms = [Plain(torch.Generator().manual_seed(1)), {"np": np.random.default_rng(1)}]
+        self.transforms = [
+            Plain(torch.Generator().manual_seed(1)),
+            {"np": np.random.default_rng(1)},
+        ]
         self.old, self.plain = np.random.RandomState(1), random.Random(1)
 
     def draw(self) -> list[float]:
@@ -242,7 +273,9 @@ def samples_read(sample_s: float, epochs: int) -> list[int]:
 
     def read(request: DigestRequest) -> SampleDigests:
         asked[-1] = len(request.indices)
-        return SampleDigests({index: [digest_of(index)] for index in request.indices}, 0.0, sample_s)
+        return SampleDigests(
+            {index: [digest_of(index)] for index in request.indices}, 0.0, sample_s
+        )
 
     same: Any = SameData(Two(), "data", read)  # type: ignore[arg-type]
     for epoch in range(epochs):

@@ -43,7 +43,10 @@ def test_the_digits_are_those_that_scikit_learn_loads() -> None:
 
 def test_the_digits_are_those_of_earlier_versions() -> None:
     """Whose fingerprints of runs and checkpoints stay comparable."""
-    train, test = (hashlib.sha256(part.images.numpy().tobytes() + part.labels.numpy().tobytes()) for part in digits())
+    train, test = (
+        hashlib.sha256(part.images.numpy().tobytes() + part.labels.numpy().tobytes())
+        for part in digits()
+    )
     assert train.hexdigest() == "6b109ea987a6e955f3f78bf4b833aa67e25d183e1ea4bd39d908cf2a315c2c99"
     assert test.hexdigest() == "b5f584ec28901a2e948e39de40175d6f25b074164ecd66b8ed07f1aa7ffc3df7"
 

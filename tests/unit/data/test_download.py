@@ -99,12 +99,16 @@ def test_the_next_address_is_tried(server: Server, refusing: str, tmp_path: Path
         ("/cut", CONTENT, "expected 76800 bytes, got 1000"),
     ],
 )
-def test_after_a_failure_nothing_stays(server: Server, tmp_path: Path, path: str, content: bytes, reason: str) -> None:
+def test_after_a_failure_nothing_stays(
+    server: Server, tmp_path: Path, path: str, content: bytes, reason: str
+) -> None:
     folder = tmp_path / "made" / "on the way"
     with pytest.raises(DataError) as caught:
         fetch([remote(f"{server.address}{path}", content=content)], folder)
     message = str(caught.value)
-    assert message.startswith(f"{folder / 'file.gz'}: cannot be downloaded ({server.address}{path}: ")
+    assert message.startswith(
+        f"{folder / 'file.gz'}: cannot be downloaded ({server.address}{path}: "
+    )
     assert reason in message
     assert f"Put file.gz into {folder} yourself" in message and "--data-dir" in message
     assert list(tmp_path.iterdir()) == []
@@ -119,14 +123,18 @@ def test_what_was_whole_before_a_failure_stays(server: Server, tmp_path: Path) -
 
 
 def test_a_network_that_is_not_there(refusing: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"\({refusing}: \[Errno \d+\] Connection refused\)\. Put file\.gz into"):
+    with pytest.raises(
+        DataError, match=rf"\({refusing}: \[Errno \d+\] Connection refused\)\. Put file\.gz into"
+    ):
         fetch([remote(refusing)], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DataError, match="file/x: expected a folder to download into, got Not a directory"):
+    with pytest.raises(
+        DataError, match="file/x: expected a folder to download into, got Not a directory"
+    ):
         fetch([remote("http://127.0.0.1/unused")], tmp_path / "file" / "x")
 
 
@@ -155,7 +163,10 @@ def test_nothing_is_printed_where_there_is_no_terminal(
 
 
 def test_a_terminal_gets_a_progress_bar(
-    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     fetch([remote(f"{server.address}/whole")], tmp_path)

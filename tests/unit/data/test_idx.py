@@ -31,7 +31,9 @@ IMAGES = idx((2, 3, 4), bytes(range(24)))
 LABELS = idx((2,), b"\x00\x09")
 
 contents = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)).flatmap(
-    lambda shape: st.tuples(st.just(shape), st.binary(min_size=(n := shape[0] * shape[1] * shape[2]), max_size=n))
+    lambda shape: st.tuples(
+        st.just(shape), st.binary(min_size=(n := shape[0] * shape[1] * shape[2]), max_size=n)
+    )
 )
 
 
@@ -80,7 +82,9 @@ def test_one_changed_byte_of_a_gzip_file_never_gives_other_items(tmp_path: Path)
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
         try:
-            assert bytes(read_idx(path, 3).flatten().tolist()) == IMAGES[16:]  # a changed date harms nobody
+            assert (
+                bytes(read_idx(path, 3).flatten().tolist()) == IMAGES[16:]
+            )  # a changed date harms nobody
         except DataError:
             refused += 1
     assert refused > len(whole) - 10
@@ -90,7 +94,11 @@ def test_one_changed_byte_of_a_gzip_file_never_gives_other_items(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "expected", "got"),
     [
-        (LABELS, "0x00000803 (images: uint8 with 3 dimensions)", "0x00000801 (labels: uint8 with 1 dimension)"),
+        (
+            LABELS,
+            "0x00000803 (images: uint8 with 3 dimensions)",
+            "0x00000801 (labels: uint8 with 1 dimension)",
+        ),
         (idx((1, 1, 1), b"....", 0x0D), "images: uint8", "images: float32 with 3 dimensions"),
         (idx((1, 1), b"."), "images", "array: uint8 with 2 dimensions"),
         (b"\x89PNG....", "0x00000803", "0x89504e47 (not an IDX file)"),
@@ -116,11 +124,15 @@ def test_the_message_names_what_was_expected_and_found(
 def test_a_name_that_does_not_fit_the_compression(tmp_path: Path) -> None:
     plain = tmp_path / "x.gz"
     plain.write_bytes(IMAGES)
-    with pytest.raises(DataError, match=r"x\.gz: expected a gzip file \(first bytes 1f8b\), got first bytes 0000"):
+    with pytest.raises(
+        DataError, match=r"x\.gz: expected a gzip file \(first bytes 1f8b\), got first bytes 0000"
+    ):
         read_idx(plain, 3)
     packed = tmp_path / "x"
     packed.write_bytes(gzip.compress(IMAGES))
-    with pytest.raises(DataError, match=r"got 0x1f8b0800 \(a gzip file, whose name must end in \.gz\)"):
+    with pytest.raises(
+        DataError, match=r"got 0x1f8b0800 \(a gzip file, whose name must end in \.gz\)"
+    ):
         read_idx(packed, 3)
 
 
@@ -132,7 +144,9 @@ def test_a_file_that_is_missing_or_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [idx((1, 1, 1), bytes(64 << 20)), idx((1, 1 << 15, 1 << 15), b"...")], ids=["bomb", "lying header"]
+    "content",
+    [idx((1, 1, 1), bytes(64 << 20)), idx((1, 1 << 15, 1 << 15), b"...")],
+    ids=["bomb", "lying header"],
 )
 def test_memory_is_used_for_what_is_there_alone(tmp_path: Path, content: bytes) -> None:
     path = write(tmp_path, "x.gz", content)
@@ -146,9 +160,13 @@ def test_memory_is_used_for_what_is_there_alone(tmp_path: Path, content: bytes) 
         tracemalloc.stop()
 
 
-def test_a_compressed_file_may_not_unpack_to_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compressed_file_may_not_unpack_to_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(idx_module, "_LARGEST_UNPACKED", 23)
-    with pytest.raises(DataError, match=r"x\.gz: expected at most 23 bytes .* states 24\. .* unpack the file first"):
+    with pytest.raises(
+        DataError, match=r"x\.gz: expected at most 23 bytes .* states 24\. .* unpack the file first"
+    ):
         read_idx(write(tmp_path, "x.gz", IMAGES), 3)
     assert read_idx(write(tmp_path, "x", IMAGES), 3).shape == (2, 3, 4)
 
@@ -156,9 +174,13 @@ def test_a_compressed_file_may_not_unpack_to_any_size(tmp_path: Path, monkeypatc
 def test_a_pair_has_one_label_for_each_image(tmp_path: Path) -> None:
     images, labels = write(tmp_path, "images", IMAGES), write(tmp_path, "labels.gz", LABELS)
     pixels, numbers = read_pair(images, labels, 10)
-    assert pixels.shape == (2, 1, 3, 4) and numbers.tolist() == [0, 9] and numbers.dtype == torch.int64
+    assert (
+        pixels.shape == (2, 1, 3, 4) and numbers.tolist() == [0, 9] and numbers.dtype == torch.int64
+    )
     three = write(tmp_path, "three", idx((3,), b"\0\1\2"))
-    with pytest.raises(DataError, match=r"three: expected 2 labels, one for each image in images, got 3"):
+    with pytest.raises(
+        DataError, match=r"three: expected 2 labels, one for each image in images, got 3"
+    ):
         read_pair(images, three, 10)
     with pytest.raises(DataError, match=r"labels\.gz: expected labels from 0 to 8, got 9"):
         read_pair(images, labels, 9)

@@ -13,7 +13,9 @@ from lockstep.data.sets import ImageSet
 from lockstep.errors import DataError
 
 
-def make(n: int = 6, shape: tuple[int, int, int] = (3, 5, 7), classes: int = 4, seed: int = 0) -> ImageSet:
+def make(
+    n: int = 6, shape: tuple[int, int, int] = (3, 5, 7), classes: int = 4, seed: int = 0
+) -> ImageSet:
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (n, *shape), dtype=torch.uint8, generator=generator)
     labels = torch.randint(0, classes, (n,), generator=generator)
@@ -37,7 +39,9 @@ def test_an_item_is_standardised_per_channel() -> None:
     seed=st.integers(0, 5),
 )
 @settings(deadline=None, max_examples=60)
-def test_a_batch_is_bitwise_the_stacked_items(shape: tuple[int, int, int], indices: list[int], seed: int) -> None:
+def test_a_batch_is_bitwise_the_stacked_items(
+    shape: tuple[int, int, int], indices: list[int], seed: int
+) -> None:
     images = make(shape=shape, seed=seed)
     inputs, labels = images.collated_batch(indices)
     assert inputs.dtype == torch.float32 and labels.dtype == torch.int64
@@ -91,7 +95,12 @@ GOOD_LABELS = torch.tensor([0, 1])
     ],
 )
 def test_what_does_not_fit_is_refused(
-    images: torch.Tensor, labels: torch.Tensor, mean: list[float], std: list[float], expected: str, got: str
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    mean: list[float],
+    std: list[float],
+    expected: str,
+    got: str,
 ) -> None:
     ImageSet(GOOD_IMAGES, GOOD_LABELS, ["a", "b"], "made", [0.5], [1.0])
     with pytest.raises(DataError) as caught:

@@ -1,4 +1,6 @@
-"""Iterable data sets on one worker: order, parts, positions, and what a data set is told and must keep to."""
+"""Iterable data sets on one worker: order, parts, positions, and what a data set is told and must
+keep to.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +80,19 @@ def test_its_order_is_that_of_the_data_set() -> None:
     with pytest.raises(TypeError, match="the number of steps in an epoch of Numbers is not known"):
         len(made)
     parts = list(made)
-    assert [(part.step, part.size, part.global_size) for part in parts] == [(0, 8, 8), (1, 8, 8), (2, 4, 4)]
+    assert [(part.step, part.size, part.global_size) for part in parts] == [
+        (0, 8, 8),
+        (1, 8, 8),
+        (2, 4, 4),
+    ]
     assert torch.cat([part.data[:, 0] for part in parts]).tolist() == list(range(20))
     assert torch.cat([part.indices for part in parts]).tolist() == list(range(20))
     assert (made.position, made.steps) == ((1, 0), 3)
-    assert [batch.data[0, 0].item() for batch in made] == [1000, 1008, 1016]  # `set_epoch` is called
+    assert [batch.data[0, 0].item() for batch in made] == [
+        1000,
+        1008,
+        1016,
+    ]  # `set_epoch` is called
 
 
 def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
@@ -92,7 +102,14 @@ def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
 
     expected = draws(loader(Numbers(20)))
     assert draws(loader(Numbers(20), 5)) == expected == draws(loader(Numbers(20), num_workers=1))
-    assert len(set(expected) | set(draws(loader(Numbers(20)), 1)) | set(draws(loader(Numbers(20), seed=1)))) == 60
+    assert (
+        len(
+            set(expected)
+            | set(draws(loader(Numbers(20)), 1))
+            | set(draws(loader(Numbers(20), seed=1)))
+        )
+        == 60
+    )
 
 
 def test_the_caller_keeps_its_random_numbers() -> None:
@@ -107,7 +124,8 @@ def test_the_caller_keeps_its_random_numbers() -> None:
 def test_each_batch_has_a_share_of_each_part(processes: int) -> None:
     made = loader(Substreams(Numbers(36), 3), num_workers=processes)
     *first, last = numbers(made)
-    # Three, three and two samples of the parts, which have twelve each: the first one ends after four batches.
+    # Three, three and two samples of the parts, which have twelve each: the first one ends after
+    # four batches.
     assert first[0] == [0, 3, 6, 1, 4, 7, 2, 5]
     assert first[3] == [27, 30, 33, 28, 31, 34, 20, 23]
     assert last == [26, 29, 32, 35]
@@ -119,7 +137,9 @@ def test_no_more_loader_processes_than_parts_are_started() -> None:
     assert loader(Substreams(Numbers(20), 3), num_workers=4).num_workers == 3
 
 
-@pytest.mark.parametrize(("make", "parts"), [(Numbers, 1), (Numbers, 3), (WithState, 1), (Shuffled, 1)])
+@pytest.mark.parametrize(
+    ("make", "parts"), [(Numbers, 1), (Numbers, 3), (WithState, 1), (Shuffled, 1)]
+)
 def test_every_position_leads_to_the_rest_of_the_epoch(make: Any, parts: int) -> None:
     expected = numbers(loader(Substreams(make(37), parts)))
     for done in range(1, len(expected)):
@@ -132,12 +152,16 @@ def test_every_position_leads_to_the_rest_of_the_epoch(make: Any, parts: int) ->
         resumed.load_state_dict(left.state_dict())
         assert [batch.data[:, 0].tolist() for batch in resumed] == expected[done:]
         if make is WithState:
-            assert dataset.yielded == 0  # a copy of it was read, as a state stays in what it is loaded into
+            assert (
+                dataset.yielded == 0
+            )  # a copy of it was read, as a state stays in what it is loaded into
 
 
 def test_a_state_is_used_and_nothing_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    monkeypatch.setattr(torch, "tensor", lambda values: read.append(values[0]) or torch.as_tensor(values))
+    monkeypatch.setattr(
+        torch, "tensor", lambda values: read.append(values[0]) or torch.as_tensor(values)
+    )
     left = loader(WithState(37))
     batches = iter(left)
     for _ in range(3):
@@ -217,10 +241,26 @@ class Failing(Numbers):
         (Substreams(Numbers(0), 2), {}, "Numbers: no samples"),
         (Numbers(5), {}, "Numbers: 5 samples, less than one global batch of 8"),
         (Substreams(Numbers(5), 2), {}, "Numbers: 5 samples, less than one global batch of 8"),
-        (Numbers(5), {"drop_last": True, "shuffle": False}, "Numbers: 5 samples, less than one global batch of 8"),
-        (Failing(20), {}, r"^Failing: sample 5: OSError: shard-3.tar is damaged, at test_iterable.py:\d+ in __iter__"),
-        (Failing(20), {"num_workers": 1}, r"^Failing: sample 5: OSError: .* \(in loader process 0\)$"),
-        (Substreams(Failing(20), 2), {}, r"^Failing \(part 0 of 2\): sample 5: OSError: shard-3.tar is damaged"),
+        (
+            Numbers(5),
+            {"drop_last": True, "shuffle": False},
+            "Numbers: 5 samples, less than one global batch of 8",
+        ),
+        (
+            Failing(20),
+            {},
+            r"^Failing: sample 5: OSError: shard-3.tar is damaged, at test_iterable.py:\d+ in __iter__",
+        ),
+        (
+            Failing(20),
+            {"num_workers": 1},
+            r"^Failing: sample 5: OSError: .* \(in loader process 0\)$",
+        ),
+        (
+            Substreams(Failing(20), 2),
+            {},
+            r"^Failing \(part 0 of 2\): sample 5: OSError: shard-3.tar is damaged",
+        ),
     ],
 )
 def test_bad_data(dataset: Any, options: dict[str, Any], message: str) -> None:
@@ -244,14 +284,26 @@ SPLIT._distributed = SimpleNamespace(rank=0, world_size=2)  # type: ignore[attr-
     [
         (lambda: Substreams(Numbers(3), 0), "parts: expected a whole number of at least 1, got 0"),
         (lambda: Substreams([1, 2], 2), "dataset: expected an iterable data set, got list"),
-        (lambda: Substreams(WITH_FILES, 3), "parts: expected at most 2, the number of files of the data set, got 3"),
+        (
+            lambda: Substreams(WITH_FILES, 3),
+            "parts: expected at most 2, the number of files of the data set, got 3",
+        ),
         (
             lambda: loader(SPLIT),
             "expected the whole data set on every worker, got a part of it. Leave split_dataset",
         ),
-        (lambda: loader(iter([1])), "dataset: expected an iterable data set, got a list_iterator. Each epoch reads it"),
-        (lambda: loader(Substreams(Numbers(9), 9)), "at least one sample for each of 9 parts of the data set, got 8"),
-        (lambda: loader(Numbers(9), batch_sampler=[[1]]), "batch_sampler: expected None, got list. An iterable data"),
+        (
+            lambda: loader(iter([1])),
+            "dataset: expected an iterable data set, got a list_iterator. Each epoch reads it",
+        ),
+        (
+            lambda: loader(Substreams(Numbers(9), 9)),
+            "at least one sample for each of 9 parts of the data set, got 8",
+        ),
+        (
+            lambda: loader(Numbers(9), batch_sampler=[[1]]),
+            "batch_sampler: expected None, got list. An iterable data",
+        ),
         (
             lambda: loader(Numbers(9)).order(0),
             "dataset: expected a map-style data set, whose samples have indices, got Numbers",

@@ -37,21 +37,32 @@ def joined(parts: Iterable[torch.Tensor]) -> list[int]:
     return torch.cat(list(parts)).tolist()
 
 
-def batches(n: int, global_batch_size: int, size: int, epoch: int = 0, **options: Any) -> list[list[Batch]]:
+def batches(
+    n: int, global_batch_size: int, size: int, epoch: int = 0, **options: Any
+) -> list[list[Batch]]:
     """By step, the parts of all ranks."""
     ranks = [
-        Loader(numbers(n), global_batch_size, comm=rank_of(rank, size), **options).epoch(epoch) for rank in range(size)
+        Loader(numbers(n), global_batch_size, comm=rank_of(rank, size), **options).epoch(epoch)
+        for rank in range(size)
     ]
     return [list(parts) for parts in zip(*ranks, strict=True)]
 
 
 @settings(deadline=None)
-@given(n=st.integers(8, 60), global_batch_size=st.integers(8, 70), size=st.integers(1, 8), epoch=st.integers(0, 3))
+@given(
+    n=st.integers(8, 60),
+    global_batch_size=st.integers(8, 70),
+    size=st.integers(1, 8),
+    epoch=st.integers(0, 3),
+)
 def test_every_sample_once_and_the_same_order_at_any_size(
     n: int, global_batch_size: int, size: int, epoch: int
 ) -> None:
     alone = [batch.indices.tolist() for (batch,) in batches(n, global_batch_size, 1, epoch)]
-    together = [joined(part.indices for part in parts) for parts in batches(n, global_batch_size, size, epoch)]
+    together = [
+        joined(part.indices for part in parts)
+        for parts in batches(n, global_batch_size, size, epoch)
+    ]
     assert together == alone
     assert sorted(chain.from_iterable(together)) == list(range(n))
 
@@ -81,7 +92,9 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 
 
 def test_the_order_is_that_of_earlier_versions() -> None:
-    """What a seed stands for may not change: runs are resumed in mid-epoch, and compared with earlier ones."""
+    """What a seed stands for may not change: runs are resumed in mid-epoch, and compared with
+    earlier ones.
+    """
     few = Loader(numbers(12), 5, seed=3, comm=rank_of(0, 1))
     assert few.order(0).tolist() == [9, 8, 3, 6, 7, 4, 5, 1, 10, 11, 2, 0]
     assert few.order(1).tolist() == [4, 2, 1, 11, 5, 6, 9, 10, 7, 0, 8, 3]
@@ -109,10 +122,16 @@ class Numbered(Dataset[int]):
 def test_an_epoch_is_held_in_four_bytes_a_sample_of_this_worker(
     monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
-    """Counted are the bytes of Python's objects, and those of the tensors that are there at the first batch."""
+    """Counted are the bytes of Python's objects, and those of the tensors that are there at the
+    first batch.
+    """
     n, size = 400_000, 4
-    monkeypatch.setattr(fetching, "DataLoader", lambda batches, sampler, **_: (batches[each] for each in sampler))
-    next(Loader(Numbered(16), 16, comm=rank_of(1, size)).epoch(0))  # what is imported at the first use counts not
+    monkeypatch.setattr(
+        fetching, "DataLoader", lambda batches, sampler, **_: (batches[each] for each in sampler)
+    )
+    next(
+        Loader(Numbered(16), 16, comm=rank_of(1, size)).epoch(0)
+    )  # what is imported at the first use counts not
     loader = Loader(Numbered(n), 16, comm=rank_of(1, size), num_workers=num_workers)
     others = {id(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
     tracemalloc.start()
@@ -153,8 +172,14 @@ def test_position_resumes_with_another_number_of_workers() -> None:
     after = [Loader(numbers(31), 6, comm=rank_of(rank, 2)) for rank in range(2)]
     for loader in after:
         loader.load_state_dict(before[0].state_dict())
-    rest = [batch.indices.tolist() for parts in zip(*(x.epoch(1) for x in after), strict=True) for batch in parts]
-    assert [*chain.from_iterable(seen + rest)] == Loader(numbers(31), 6, comm=rank_of(0, 1)).order(1).tolist()
+    rest = [
+        batch.indices.tolist()
+        for parts in zip(*(x.epoch(1) for x in after), strict=True)
+        for batch in parts
+    ]
+    assert [*chain.from_iterable(seen + rest)] == Loader(numbers(31), 6, comm=rank_of(0, 1)).order(
+        1
+    ).tolist()
     assert after[0].position == (2, 0)
 
 
@@ -175,11 +200,15 @@ def test_the_position_is_behind_what_was_handed_out_not_behind_what_was_prefetch
     loader.close()
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"global_batch_size": 5}, {"n": 30}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"shuffle": False}, {"global_batch_size": 5}, {"n": 30}]
+)
 def test_a_position_of_another_loader_is_refused(change: dict[str, Any]) -> None:
     options = {"n": 31, "global_batch_size": 6, **change}
     saved = Loader(numbers(31), 6, comm=rank_of(0, 1)).state_dict()
-    other = Loader(numbers(options.pop("n")), options.pop("global_batch_size"), comm=rank_of(0, 1), **options)
+    other = Loader(
+        numbers(options.pop("n")), options.pop("global_batch_size"), comm=rank_of(0, 1), **options
+    )
     with pytest.raises(CheckpointError, match="does not fit"):
         other.load_state_dict(saved)
 
@@ -228,7 +257,11 @@ class Whole:
 def test_a_data_set_that_returns_batches_is_called_once_a_step() -> None:
     dataset = Whole()
     loader = Loader(dataset, 3, shuffle=False, comm=rank_of(0, 1))
-    assert [batch.data.tolist() for batch in loader.epoch(0)] == [[0, 1, 2], [3, 4, 5], [6]] == dataset.asked
+    assert (
+        [batch.data.tolist() for batch in loader.epoch(0)]
+        == [[0, 1, 2], [3, 4, 5], [6]]
+        == dataset.asked
+    )
     # a collate of one's own needs single samples
     loader = Loader(dataset, 3, comm=rank_of(0, 1), collate_fn=list)
     with pytest.raises(DataError, match=r"sample 4 of Whole: TypeError: .* not subscriptable"):
@@ -236,7 +269,9 @@ def test_a_data_set_that_returns_batches_is_called_once_a_step() -> None:
 
 
 class Doubled(TensorDataset):
-    """Has a method `batch` that means something else, and samples that are not its tensors' rows."""
+    """Has a method `batch` that means something else, and samples that are not its tensors'
+    rows.
+    """
 
     batch = "size"
 
@@ -261,7 +296,10 @@ class Unmeasured(Failing):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"global_batch_size": 0}, "global_batch_size: expected a whole number of at least 1, got 0"),
+        (
+            {"global_batch_size": 0},
+            "global_batch_size: expected a whole number of at least 1, got 0",
+        ),
         ({"global_batch_size": -3}, "got -3"),
         ({"global_batch_size": 2.5}, "got 2.5"),
         ({"global_batch_size": True}, "got True"),
@@ -272,10 +310,19 @@ class Unmeasured(Failing):
             "prefetch: expected at least 3, one for each of the loader processes, got 2",
         ),
         ({"seed": -1}, "seed"),
-        ({"dataset": DataLoader(numbers(3))}, "dataset: expected an iterable data set, got DataLoader"),
+        (
+            {"dataset": DataLoader(numbers(3))},
+            "dataset: expected an iterable data set, got DataLoader",
+        ),
         ({"dataset": Unmeasured()}, "a map-style data set"),
-        ({"dataset": numbers(0)}, "dataset: expected at least one sample for each of 1 workers, got 0"),
-        ({"dataset": numbers(2), "size": 3}, "dataset: expected at least one sample for each of 3 workers, got 2"),
+        (
+            {"dataset": numbers(0)},
+            "dataset: expected at least one sample for each of 1 workers, got 0",
+        ),
+        (
+            {"dataset": numbers(2), "size": 3},
+            "dataset: expected at least one sample for each of 3 workers, got 2",
+        ),
         ({"global_batch_size": 2, "size": 3}, "one sample for each of 3 workers, got 2"),
     ],
 )
@@ -292,7 +339,10 @@ def ragged(n: int) -> list[Any]:
 
 
 def test_samples_that_cannot_be_collated_are_named() -> None:
-    with pytest.raises(DataError, match=r"a batch of samples 0, 1, 2, 3, 4 and 3 more of list: .*collate_fn that pads"):
+    with pytest.raises(
+        DataError,
+        match=r"a batch of samples 0, 1, 2, 3, 4 and 3 more of list: .*collate_fn that pads",
+    ):
         next(iter(Loader(ragged(8), 8, shuffle=False, comm=rank_of(0, 1))))
 
 
@@ -300,12 +350,15 @@ def test_a_collate_function_that_fails_is_named_with_its_line() -> None:
     def failing(samples: list[Any]) -> Any:
         raise KeyError("label")
 
-    expected = r"a batch of samples 0, 1 of list: KeyError: 'label', at test_loader.py:\d+ in failing$"
+    expected = (
+        r"a batch of samples 0, 1 of list: KeyError: 'label', at test_loader.py:\d+ in failing$"
+    )
     with pytest.raises(DataError, match=expected):
         next(iter(Loader(ragged(4), 2, shuffle=False, collate_fn=failing, comm=rank_of(0, 1))))
 
 
-# --- batch samplers -------------------------------------------------------------------------------------------
+# --- batch samplers
+# -------------------------------------------------------------------------------------------
 
 
 class Fixed:
@@ -322,7 +375,9 @@ class Fixed:
 
 
 def test_a_batch_sampler_yields_the_global_batches() -> None:
-    loader = Loader(numbers(10), 4, batch_sampler=Fixed([[3, 1, 7], [0], [2, 2, 9, 8]]), comm=rank_of(0, 1))
+    loader = Loader(
+        numbers(10), 4, batch_sampler=Fixed([[3, 1, 7], [0], [2, 2, 9, 8]]), comm=rank_of(0, 1)
+    )
     assert len(loader) == 3 and loader.order(0).tolist() == [3, 1, 7, 0, 2, 2, 9, 8]
     found = [(batch.indices.tolist(), batch.global_size, batch.step) for batch in loader]
     assert found == [([3, 1, 7], 3, 0), ([0], 1, 1), ([2, 2, 9, 8], 4, 2)]
@@ -334,7 +389,11 @@ def test_samplers_that_draw_have_an_order_for_each_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         torch.rand(3)  # the program draws other numbers, and need not notice
         before = torch.get_rng_state()
-        found = Loader(numbers(40), 8, seed=seed, batch_sampler=sampler, comm=rank_of(0, 1)).order(epoch).tolist()
+        found = (
+            Loader(numbers(40), 8, seed=seed, batch_sampler=sampler, comm=rank_of(0, 1))
+            .order(epoch)
+            .tolist()
+        )
         assert torch.equal(before, torch.get_rng_state())
         return found  # type: ignore[no-any-return]
 
@@ -344,7 +403,9 @@ def test_samplers_that_draw_have_an_order_for_each_seed_and_epoch() -> None:
 
 @settings(deadline=None)
 @given(n=st.integers(1, 200), global_batch_size=st.integers(1, 20), pool=st.integers(1, 4))
-def test_batches_by_length_have_every_sample_once(n: int, global_batch_size: int, pool: int) -> None:
+def test_batches_by_length_have_every_sample_once(
+    n: int, global_batch_size: int, pool: int
+) -> None:
     sampler = LengthBatchSampler([index * index % 7 for index in range(n)], global_batch_size, pool)
     batches = list(sampler)
     assert len(batches) == len(sampler)
@@ -354,7 +415,10 @@ def test_batches_by_length_have_every_sample_once(n: int, global_batch_size: int
 
 def test_batches_by_length_pad_little() -> None:
     lengths = torch.randint(1, 500, (4000,), generator=torch.Generator().manual_seed(0))
-    spread = [int(lengths[batch].max() - lengths[batch].min()) for batch in LengthBatchSampler(lengths.tolist(), 16)]
+    spread = [
+        int(lengths[batch].max() - lengths[batch].min())
+        for batch in LengthBatchSampler(lengths.tolist(), 16)
+    ]
     assert sum(spread) / len(spread) < 25  # of 500: in any order it would be some 440
 
 
@@ -371,7 +435,9 @@ def test_batches_by_tokens_have_every_sample_once(lengths: list[int], tokens: in
 
 def test_batches_by_tokens_change_with_the_epoch() -> None:
     sampler = TokenBatchSampler([1 + index % 9 for index in range(300)], 50)
-    with Loader(numbers(300), sampler.global_batch_size, batch_sampler=sampler, comm=rank_of(0, 1)) as loader:
+    with Loader(
+        numbers(300), sampler.global_batch_size, batch_sampler=sampler, comm=rank_of(0, 1)
+    ) as loader:
         orders = [loader.order(epoch).tolist() for epoch in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
 
@@ -381,7 +447,11 @@ def test_batches_by_tokens_change_with_the_epoch() -> None:
     [
         ([3], 0, "global_batch_tokens: expected a whole number of at least 1, got 0"),
         ([[3]], 9, r"lengths: expected one number for each sample, got shape \[1, 1\]"),
-        ([3, 10], 9, r"lengths: expected numbers from 1 to 9 \(global_batch_tokens\), got 10 tokens in sample 1"),
+        (
+            [3, 10],
+            9,
+            r"lengths: expected numbers from 1 to 9 \(global_batch_tokens\), got 10 tokens in sample 1",
+        ),
         ([3, 0], 9, "got 0 tokens in sample 1"),
     ],
 )
@@ -399,9 +469,13 @@ def test_a_position_with_a_batch_sampler_is_restored() -> None:
     batches = iter(first.epoch(1))
     seen = [next(batches).indices.tolist() for _ in range(2)]
     second.load_state_dict(first.state_dict())
-    assert [batch.indices.tolist() for batch in second] == [batch.indices.tolist() for batch in batches]
+    assert [batch.indices.tolist() for batch in second] == [
+        batch.indices.tolist() for batch in batches
+    ]
     assert len(seen) == 2
-    with pytest.raises(CheckpointError, match="batch_sampler was 'LengthBatchSampler', here it is None"):
+    with pytest.raises(
+        CheckpointError, match="batch_sampler was 'LengthBatchSampler', here it is None"
+    ):
         Loader(numbers(40), 8, comm=rank_of(0, 1)).load_state_dict(first.state_dict())
 
 
@@ -416,7 +490,9 @@ def test_a_sampler_with_a_generator_of_its_own_is_found_out_on_resuming() -> Non
     next(iter(loader))
     resumed = Loader(numbers(6), 2, batch_sampler=sampler, comm=rank_of(0, 1))
     resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(MismatchError, match="batches of epoch 0 are others than before the run was resumed"):
+    with pytest.raises(
+        MismatchError, match="batches of epoch 0 are others than before the run was resumed"
+    ):
         next(iter(resumed))
 
 
@@ -441,9 +517,14 @@ def test_bad_batch_samplers(sampler: Any, options: dict[str, Any], message: str)
         next(iter(Loader(numbers(6), 2, batch_sampler=sampler, comm=rank_of(0, 1), **options)))
 
 
-@pytest.mark.parametrize("lengths", [[index % 7 for index in range(50)], [70_000 + index % 7 for index in range(50)]])
+@pytest.mark.parametrize(
+    "lengths", [[index % 7 for index in range(50)], [70_000 + index % 7 for index in range(50)]]
+)
 def test_batches_as_tensors_are_those_that_are_iterated_over(lengths: list[int]) -> None:
-    for sampler in (LengthBatchSampler(lengths, 8, pool=2), TokenBatchSampler([1 + each for each in lengths], 300_000)):
+    for sampler in (
+        LengthBatchSampler(lengths, 8, pool=2),
+        TokenBatchSampler([1 + each for each in lengths], 300_000),
+    ):
         torch.manual_seed(0)
         as_tensors = [batch.tolist() for batch in sampler.tensors()]
         torch.manual_seed(0)
@@ -451,6 +532,8 @@ def test_batches_as_tensors_are_those_that_are_iterated_over(lengths: list[int])
         pools = order.split(16) if isinstance(sampler, LengthBatchSampler) else [order]
         for pool in pools:
             by_length = pool[torch.tensor(lengths)[pool].argsort(stable=True)]
-            batches += by_length.split(8 if isinstance(sampler, LengthBatchSampler) else sampler._sizes)
+            batches += by_length.split(
+                8 if isinstance(sampler, LengthBatchSampler) else sampler._sizes
+            )
         expected = [batches[number].tolist() for number in torch.randperm(len(batches))]
         assert as_tensors == expected

@@ -1,4 +1,6 @@
-"""Loader processes: they live from epoch to epoch, serve one caller at a time, and leave nothing behind."""
+"""Loader processes: they live from epoch to epoch, serve one caller at a time, and leave nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,15 @@ def test_an_epoch_that_was_left_in_the_middle_leaves_nothing_to_the_next() -> No
     left, following = loader.epoch(0), loader.epoch(1)
     next(left)
     found = [next(following)]
-    with pytest.raises(ConfigError, match=r"one epoch at a time .* before the last batch of epoch 0"):
+    with pytest.raises(
+        ConfigError, match=r"one epoch at a time .* before the last batch of epoch 0"
+    ):
         next(left)
     found += following
     expected = Loader(dataset, 4, comm=ALONE).epoch(1)
-    assert [batch.data[0].tolist() for batch in found] == [batch.data[0].tolist() for batch in expected]
+    assert [batch.data[0].tolist() for batch in found] == [
+        batch.data[0].tolist() for batch in expected
+    ]
     loader.close()
 
 
@@ -76,7 +82,10 @@ def test_without_processes_epochs_do_not_disturb_each_other() -> None:
     loader = Loader(TensorDataset(torch.arange(24)), 4, comm=ALONE)
     pairs = list(zip(loader.epoch(0), loader.epoch(1), strict=True))
     for epoch in (0, 1):
-        assert torch.cat([pair[epoch].indices for pair in pairs]).tolist() == loader.order(epoch).tolist()
+        assert (
+            torch.cat([pair[epoch].indices for pair in pairs]).tolist()
+            == loader.order(epoch).tolist()
+        )
 
 
 def test_the_position_is_that_of_the_epoch_last_iterated() -> None:
@@ -166,9 +175,12 @@ for _ in loader.epoch(0):
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_they_end_though_the_parent_could_not_end_them(method: str) -> None:
-    program = subprocess.run([sys.executable, "-c", ORPHANED, method], stdout=subprocess.PIPE, text=True, check=False)
+    program = subprocess.run(
+        [sys.executable, "-c", ORPHANED, method], stdout=subprocess.PIPE, text=True, check=False
+    )
     assert program.returncode == -signal.SIGKILL
-    # They look for their parent every few seconds; reading all of the output has waited for the last one that held it.
+    # They look for their parent every few seconds; reading all of the output has waited for the
+    # last one that held it.
     with suppress(psutil.NoSuchProcess):
         assert psutil.Process(int(program.stdout)).status() == psutil.STATUS_ZOMBIE
 
@@ -195,7 +207,9 @@ def pairs(numbers):
 
 
 @pytest.mark.parametrize("of_main", ["Numbers", "pairs"])
-def test_a_class_or_function_of_the_main_module_is_sent_by_value(of_main: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_or_function_of_the_main_module_is_sent_by_value(
+    of_main: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared: list[torch.Tensor] = []
 
     def share(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -238,7 +252,9 @@ def test_no_more_steps_are_in_flight_than_allowed(
 
 def test_by_default_two_are_in_flight_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(fetching, "DataLoader", lambda *_, **options: given.update(options) or iter([None] * 6))
+    monkeypatch.setattr(
+        fetching, "DataLoader", lambda *_, **options: given.update(options) or iter([None] * 6)
+    )
     list(Loader(Who(), 4, num_workers=3, comm=ALONE).epoch(0))
     assert given["prefetch_factor"] == 2
 
@@ -299,5 +315,8 @@ class Dies(Dataset[Any]):
 )
 def test_a_process_that_dies_is_named(end: Callable[[], Any], how: str) -> None:
     message = rf"^loader process [01] of 2 \(PID \d+\) {how}"
-    with Loader(Dies(end), 8, num_workers=2, comm=ALONE) as loader, pytest.raises(DataError, match=message):
+    with (
+        Loader(Dies(end), 8, num_workers=2, comm=ALONE) as loader,
+        pytest.raises(DataError, match=message),
+    ):
         list(loader)

@@ -34,12 +34,20 @@ def read(dataset: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("virtual_workers", [None, 2])
 @pytest.mark.parametrize(("processes", "where"), [(0, ""), (2, r" \(in loader process [01]\)")])
-def test_it_names_the_sample_and_the_line(processes: int, where: str, virtual_workers: int | None) -> None:
+def test_it_names_the_sample_and_the_line(
+    processes: int, where: str, virtual_workers: int | None
+) -> None:
     message = (
-        r"^sample 7 of Damaged: ValueError: a bad image, at test_sample_errors.py:\d+ in __getitem__" + where + "$"
+        r"^sample 7 of Damaged: ValueError: a bad image, at test_sample_errors.py:\d+ in __getitem__"
+        + where
+        + "$"
     )
     with pytest.raises(DataError, match=message) as info:
-        read(Damaged(ValueError("a bad\n image")), num_workers=processes, virtual_workers=virtual_workers)
+        read(
+            Damaged(ValueError("a bad\n image")),
+            num_workers=processes,
+            virtual_workers=virtual_workers,
+        )
     assert info.value.__cause__ is None
 
 
@@ -62,12 +70,16 @@ def test_the_line_is_the_programs_own(processes: int, where: str) -> None:
     named = r"JSONDecodeError: Expecting property name [^,]*, at test_sample_errors\.py:\d+ in "
     with pytest.raises(DataError, match=rf"^sample 0 of Lines: {named}__getitem__{where}$"):
         read(Lines(), num_workers=processes)
-    with pytest.raises(DataError, match=rf"^a batch of samples 0, 1, 2, 3 of list: {named}first_line{where}$"):
+    with pytest.raises(
+        DataError, match=rf"^a batch of samples 0, 1, 2, 3 of list: {named}first_line{where}$"
+    ):
         read([1.0] * 4, num_workers=processes, collate_fn=first_line)
 
 
 def test_an_error_of_lockstep_leaves_a_loader_process_in_one_line() -> None:
-    with pytest.raises(DataError, match=r"^root: expected a folder, got 'x' \(in loader process [01]\)$"):
+    with pytest.raises(
+        DataError, match=r"^root: expected a folder, got 'x' \(in loader process [01]\)$"
+    ):
         read(Damaged(ConfigError("root", "a folder", "x")), num_workers=2)
 
 

@@ -37,12 +37,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_jsonl(path: Path) -> Path:
     lines = [json.dumps(row) for row in ROWS]
-    path.write_text("\r\n\n".join(lines[:1200]) + "\n" + "\n".join(lines[1200:]))  # empty lines, none at the end
+    path.write_text(
+        "\r\n\n".join(lines[:1200]) + "\n" + "\n".join(lines[1200:])
+    )  # empty lines, none at the end
     return path
 
 
 def write_parquet(path: Path) -> Path:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=700, write_page_checksum=True)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(ROWS), path, row_group_size=700, write_page_checksum=True
+    )
     return path
 
 
@@ -91,7 +95,8 @@ def open_stream(path: Path) -> Stream:
     return Stream(path, block_size=8) if path.suffix == ".bin" else Stream(path)
 
 
-# --- round trips ----------------------------------------------------------------------------------------------
+# --- round trips
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow", "stream.arrow"])
@@ -108,7 +113,9 @@ def test_rows(tmp_path: Path, name: str) -> None:
 def test_some_columns(tmp_path: Path, name: str) -> None:
     path = WRITERS[name](tmp_path / name)
     assert Stream(path, columns=["text"])[5] == {"text": "é5"}
-    with pytest.raises(DataError, match=f"{name}: ValueError: it has no column 'label', only number, values, text"):
+    with pytest.raises(
+        DataError, match=f"{name}: ValueError: it has no column 'label', only number, values, text"
+    ):
         Stream(path, columns=["label"])
 
 
@@ -145,7 +152,9 @@ def test_tokens(tmp_path: Path) -> None:
     stream = Stream(write_tokens(tmp_path / "a.bin"), block_size=1000)
     assert len(stream) == 60 and stream.block_sizes.tolist() == [60]
     inputs, targets = stream[59]
-    assert inputs.tolist() == [*range(59_000, 60_000)] and targets.tolist() == [*range(59_001, 60_001)]
+    assert inputs.tolist() == [*range(59_000, 60_000)] and targets.tolist() == [
+        *range(59_001, 60_001)
+    ]
     stream = Stream(tmp_path / "a.bin", block_size=3)
     assert len(stream) == 20_000 and stream[19_999][1].tolist() == [59_998, 59_999, 60_000]
     np.array([5, -1, 7], dtype=np.int32).tofile(tmp_path / "b.bin")
@@ -218,7 +227,10 @@ def test_mds(tmp_path: Path, kind: str) -> None:
     stream = Stream(write_mds(tmp_path / "mds", data, **changes))
     assert len(stream) == 3 and stream.block_sizes.tolist() == [3]
     sample = stream[2]
-    assert sample.pop("array").tolist() == [[0, 1, 2]] and sample.pop("fixed").tolist() == [2.0, 0.5]
+    assert sample.pop("array").tolist() == [[0, 1, 2]] and sample.pop("fixed").tolist() == [
+        2.0,
+        0.5,
+    ]
     assert sample == {
         "int": -2,
         "str": "é2",
@@ -239,10 +251,13 @@ def test_files_are_taken_in_the_order_of_their_names_or_as_given(tmp_path: Path)
     assert list(Stream(tmp_path / "a.jsonl", read="bin", block_size=1, dtype="uint16")) != []
 
 
-# --- kept indices ---------------------------------------------------------------------------------------------
+# --- kept indices
+# ---------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_counted_once_and_again_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_counted_once_and_again_when_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl")
     kept = tmp_path / ".a.jsonl.lockstep-index.json"
     stream = Stream(path)
@@ -252,7 +267,13 @@ def test_a_file_is_counted_once_and_again_when_it_has_changed(tmp_path: Path, mo
         assert list(Stream(path)) == list(stream)
     path.write_text('"other"\n')
     assert list(Stream(path)) == ["other"]
-    for damaged in ("", "{}", text, kept.read_text().replace("[1]", "[0]"), kept.read_text().replace("[1]", "[1,1]")):
+    for damaged in (
+        "",
+        "{}",
+        text,
+        kept.read_text().replace("[1]", "[0]"),
+        kept.read_text().replace("[1]", "[1,1]"),
+    ):
         kept.write_text(damaged)
         assert list(Stream(path)) == ["other"], damaged
 
@@ -262,14 +283,18 @@ def test_the_index_of_a_folder_that_cannot_be_written_is_in_the_home(
 ) -> None:
     (tmp_path / "data").mkdir()
     path = write_tar(tmp_path / "data" / "a.tar", 3)
-    (tmp_path / "data" / ".a.tar.lockstep-index.json").mkdir()  # root may write into any folder, but not over this
+    (
+        tmp_path / "data" / ".a.tar.lockstep-index.json"
+    ).mkdir()  # root may write into any folder, but not over this
     assert len(Stream(path)) == 3
     assert len([*(home / ".cache" / "lockstep" / "index").iterdir()]) == 1
     monkeypatch.setattr(tar_files.Tar, "blocks", None)
     assert len(Stream(path)) == 3
 
 
-def test_many_files_of_a_folder_have_one_index(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_of_a_folder_have_one_index(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(40):
         (tmp_path / f"{number:02d}.jsonl").write_text(f"{number}\n")
     pattern, kept = str(tmp_path / "*.jsonl"), tmp_path / ".folder.lockstep-index.json"
@@ -285,7 +310,12 @@ def test_many_files_of_a_folder_have_one_index(tmp_path: Path, home: Path, monke
     (tmp_path / "07.jsonl").write_text("700\n701\n")
     changed = [*range(7), 700, 701, *range(8, 40)]
     assert list(Stream(pattern)) == changed
-    for damaged in ("", "{}", kept.read_text().replace("[1]", "[0]"), kept.read_text().replace("[1]", "[1,1]")):
+    for damaged in (
+        "",
+        "{}",
+        kept.read_text().replace("[1]", "[0]"),
+        kept.read_text().replace("[1]", "[1,1]"),
+    ):
         kept.write_text(damaged)
         assert list(Stream(pattern)) == changed, damaged
     kept.unlink()
@@ -294,13 +324,18 @@ def test_many_files_of_a_folder_have_one_index(tmp_path: Path, home: Path, monke
     assert len([*(home / ".cache" / "lockstep" / "index").iterdir()]) == 1
 
 
-def test_the_settings_of_the_order_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_of_the_order_are_found_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = Stream(write_jsonl(tmp_path / "a.jsonl"))
-    monkeypatch.setattr(stream, "_files", None)  # which a position of the loader does not go through
+    monkeypatch.setattr(
+        stream, "_files", None
+    )  # which a position of the loader does not go through
     assert stream.order_settings()["files"].startswith("1 from a.jsonl, ")
 
 
-# --- damage ---------------------------------------------------------------------------------------------------
+# --- damage
+# --------------------------------------------------------------------------------------------------
 
 
 def message(action: Callable[[], object]) -> str:
@@ -384,10 +419,26 @@ def test_no_samples_at_all_is_an_error(tmp_path: Path) -> None:
         (SHARD[:-9], {}, "shard shard.00000.mds: 635 bytes, in the index 644"),
         (SHARD, {"samples": 2}, "3 samples, in the index 2"),
         (SHARD[:12] + b"\xff" + SHARD[13:], {}, "the offsets of its samples are damaged"),
-        (SHARD, {"column_sizes": [None] * 9}, "record 0 .*shard.00000.mds: the sizes of its columns do not fit"),
-        (SHARD.replace(b'{"a": [2]}', b'{"a": [2}]'), {}, "record 2 .* shard shard.00000.mds, column json: "),
-        (SHARD.replace(b"\x11\x08\x01\x03", b"\x07\x08\x01\x03"), {}, "record 2 .* shard.00000.mds, column array: 7"),
-        (SHARD, {"compression": "gz", "zip_data": packed("gz", 644)}, "block 0 .*: shard shard.00000.mds.gz: Error -3"),
+        (
+            SHARD,
+            {"column_sizes": [None] * 9},
+            "record 0 .*shard.00000.mds: the sizes of its columns do not fit",
+        ),
+        (
+            SHARD.replace(b'{"a": [2]}', b'{"a": [2}]'),
+            {},
+            "record 2 .* shard shard.00000.mds, column json: ",
+        ),
+        (
+            SHARD.replace(b"\x11\x08\x01\x03", b"\x07\x08\x01\x03"),
+            {},
+            "record 2 .* shard.00000.mds, column array: 7",
+        ),
+        (
+            SHARD,
+            {"compression": "gz", "zip_data": packed("gz", 644)},
+            "block 0 .*: shard shard.00000.mds.gz: Error -3",
+        ),
         (SHARD, {"format": "csv"}, "not an index of MDS shards: ValueError: format 'csv'"),
         (SHARD, {"samples": None}, "not an index of MDS shards: TypeError"),
     ],
@@ -399,7 +450,9 @@ def test_damaged_mds(tmp_path: Path, data: bytes, changes: dict[str, Any], said:
     assert re.search(said, text), text
 
 
-def test_a_shard_that_is_larger_than_its_index_says_is_not_decompressed_as_a_whole(tmp_path: Path) -> None:
+def test_a_shard_that_is_larger_than_its_index_says_is_not_decompressed_as_a_whole(
+    tmp_path: Path,
+) -> None:
     data = gzip.compress(bytes(50_000_000))
     folder = write_mds(tmp_path / "mds", data, compression="gz", zip_data=packed("gz", len(data)))
     assert "does not have 644 bytes" in message(lambda: Stream(folder)[0])
@@ -409,7 +462,9 @@ def test_pickles_and_shards_elsewhere_are_refused(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "mds", column_encodings=["pkl", *COLUMNS.values()][:9])
     with pytest.raises(ConfigError, match=r"got pkl of column array\. Pickle can run any program"):
         Stream(folder)
-    folder = write_mds(tmp_path / "mds", raw_data={"basename": "../mds/shard.00000.mds", "bytes": 644})
+    folder = write_mds(
+        tmp_path / "mds", raw_data={"basename": "../mds/shard.00000.mds", "bytes": 644}
+    )
     assert "a shard outside of the folder" in message(lambda: Stream(folder))
 
 
@@ -423,22 +478,32 @@ def test_pickles_and_shards_elsewhere_are_refused(tmp_path: Path) -> None:
         ([[3]], {}, "files: expected paths or patterns of files, got 3"),
         (["{}/a.csv"], {}, "names that end with .jsonl, .*got 'a.csv'. Or give the format"),
         (["{}/a.csv", "cvs"], {}, "read: expected one of "),
-        (["{}/a.csv", "jsonl"], {"columns": ["a"]}, r"Stream\(\): expected options of the format \"jsonl\""),
+        (
+            ["{}/a.csv", "jsonl"],
+            {"columns": ["a"]},
+            r"Stream\(\): expected options of the format \"jsonl\"",
+        ),
         (["{}/a.csv", "bin"], {}, "block_size: expected the number of tokens"),
         (["{}/a.csv", "bin"], {"block_size": 2, "dtype": "float32"}, "dtype: expected uint16"),
         (["{}/a.csv", "jsonl"], {"lanes": 0}, "lanes: expected a whole number of at least 1"),
         (["{}/a.csv", "jsonl"], {"shuffle_window": 1.5}, "shuffle_window"),
     ],
 )
-def test_bad_arguments(tmp_path: Path, arguments: list[Any], options: dict[str, Any], said: str) -> None:
+def test_bad_arguments(
+    tmp_path: Path, arguments: list[Any], options: dict[str, Any], said: str
+) -> None:
     (tmp_path / "a.csv").write_text("1,2\n")
     given = [each.format(tmp_path) if isinstance(each, str) else each for each in arguments]
     with pytest.raises(ConfigError, match=said):
         Stream(*given, **options)
 
 
-def test_a_missing_package_is_named_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_parquet(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"needs the package pyarrow: pip install 'lockstep-train\[streams\]'$"):
+    with pytest.raises(
+        ConfigError, match=r"needs the package pyarrow: pip install 'lockstep-train\[streams\]'$"
+    ):
         Stream(path)

@@ -89,7 +89,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 @pytest.mark.parametrize(
     "rename",
-    [str, "{}.gz".format, lambda n: n.replace("-idx", ".idx"), lambda n: n.replace("-idx", ".idx") + ".gz"],
+    [
+        str,
+        "{}.gz".format,
+        lambda n: n.replace("-idx", ".idx"),
+        lambda n: n.replace("-idx", ".idx") + ".gz",
+    ],
     ids=["plain", "gz", "dotted", "dotted gz"],
 )
 @pytest.mark.parametrize(
@@ -121,7 +126,9 @@ def test_names_and_classes(tmp_path: Path) -> None:
     assert sets.mnist(tmp_path / "data")[0].classes == tuple("0123456789")
 
 
-def test_without_a_folder_the_system_comes_first_then_the_cache(tmp_path: Path, asked: Asked) -> None:
+def test_without_a_folder_the_system_comes_first_then_the_cache(
+    tmp_path: Path, asked: Asked
+) -> None:
     cache = put(tmp_path / "home" / ".cache" / "lockstep" / "fashion-mnist", idx_files(3, 2))
     assert sizes(sets.fashion_mnist()) == (3, 2)
     put(tmp_path / "system", idx_files(7, 6))
@@ -136,7 +143,9 @@ def test_a_folder_that_is_given_is_the_only_one_looked_into(tmp_path: Path) -> N
         sets.fashion_mnist(tmp_path / "data", download=False)
     names = ", ".join(f"{name}.gz" for name in idx_files())
     places = f"{tmp_path / 'data'} or {tmp_path / 'data' / 'FashionMNIST' / 'raw'}"
-    assert str(caught.value).startswith(f"fashion-mnist: expected {names} in {places}, got no such file. Put them")
+    assert str(caught.value).startswith(
+        f"fashion-mnist: expected {names} in {places}, got no such file. Put them"
+    )
 
 
 def test_only_what_is_missing_is_downloaded(tmp_path: Path, asked: Asked) -> None:
@@ -144,11 +153,14 @@ def test_only_what_is_missing_is_downloaded(tmp_path: Path, asked: Asked) -> Non
     del files["t10k-images-idx3-ubyte"], files["t10k-labels-idx1-ubyte"]
     put(tmp_path / "data" / "MNIST" / "raw", files)
     assert sizes(sets.mnist(tmp_path / "data")) == (5, 4)
-    assert asked == [(["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"], tmp_path / "data")]
+    assert asked == [
+        (["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"], tmp_path / "data")
+    ]
 
 
 @pytest.mark.parametrize(
-    ("load", "name"), [(sets.mnist, "mnist"), (sets.fashion_mnist, "fashion-mnist"), (sets.cifar10, "cifar10")]
+    ("load", "name"),
+    [(sets.mnist, "mnist"), (sets.fashion_mnist, "fashion-mnist"), (sets.cifar10, "cifar10")],
 )
 def test_downloads_go_into_the_cache_and_are_found_there(
     tmp_path: Path, asked: Asked, load: Callable[[], tuple[ImageSet, ImageSet]], name: str
@@ -194,7 +206,9 @@ def test_mislabelled_files_are_named(tmp_path: Path) -> None:
     files = idx_files()
     files["t10k-images-idx3-ubyte"] = files["t10k-labels-idx1-ubyte"]
     put(tmp_path / "data", files)
-    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte: expected magic .*images.* got .*labels"):
+    with pytest.raises(
+        DataError, match=r"t10k-images-idx3-ubyte: expected magic .*images.* got .*labels"
+    ):
         sets.mnist(tmp_path / "data")
 
 
@@ -202,7 +216,9 @@ def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
     files = idx_files()
     files["t10k-images-idx3-ubyte"] = struct.pack(">4I", 0x803, 2, 8, 9) + bytes(2 * 72)
     put(tmp_path / "data", files)
-    with pytest.raises(DataError, match="t10k-images-idx3-ubyte: expected images of 28x28, got 8x9"):
+    with pytest.raises(
+        DataError, match="t10k-images-idx3-ubyte: expected images of 28x28, got 8x9"
+    ):
         sets.mnist(tmp_path / "data")
 
 
@@ -227,7 +243,9 @@ def test_cifar10_in_an_archive_also_beside_half_a_folder(tmp_path: Path, asked: 
 
 
 def test_cifar10_that_is_missing(tmp_path: Path, asked: Asked) -> None:
-    with pytest.raises(DataError, match=r"cifar10: expected cifar-10-python\.tar\.gz in .*data, got no such file"):
+    with pytest.raises(
+        DataError, match=r"cifar10: expected cifar-10-python\.tar\.gz in .*data, got no such file"
+    ):
         sets.cifar10(tmp_path / "data", download=False)
     assert sizes(sets.cifar10(tmp_path / "data")) == (10, 2)
     assert asked == [([cifar.ARCHIVE], tmp_path / "data")]
@@ -240,11 +258,14 @@ def test_every_source_gives_two_image_sets() -> None:
 
 @pytest.mark.parametrize("name", sets.__all__)
 def test_no_module_hides_a_source_of_its_name(name: str) -> None:
-    # importing a submodule sets it as an attribute of its package, over whatever the package offers there
+    # importing a submodule sets it as an attribute of its package, over whatever the package offers
+    # there
     assert getattr(data, name) is getattr(sets, name)
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"no Fashion-MNIST in {REAL} (Debian: dataset-fashion-mnist)")
+@pytest.mark.skipif(
+    not REAL.is_dir(), reason=f"no Fashion-MNIST in {REAL} (Debian: dataset-fashion-mnist)"
+)
 def test_the_real_fashion_mnist() -> None:
     train, test = sets.fashion_mnist(REAL, download=False)
     assert sizes((train, test)) == (60_000, 10_000)
@@ -252,4 +273,7 @@ def test_the_real_fashion_mnist() -> None:
     assert torch.bincount(train.labels).tolist() == [6_000] * 10
     assert torch.bincount(test.labels).tolist() == [1_000] * 10
     pixels = train.images.double() / 255
-    assert (round(float(pixels.mean()), 4), round(float(pixels.std(correction=0)), 4)) == REAL_SET.scale
+    assert (
+        round(float(pixels.mean()), 4),
+        round(float(pixels.std(correction=0)), 4),
+    ) == REAL_SET.scale

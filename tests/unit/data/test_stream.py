@@ -1,4 +1,6 @@
-"""A data set in sharded files: which blocks are read, by whom, how often; positions, other numbers of workers."""
+"""A data set in sharded files: which blocks are read, by whom, how often; positions, other numbers
+of workers.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def indices(batches: Iterator[Batch]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"drop_last": True}, {"virtual_workers": 4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"shuffle": False}, {"drop_last": True}, {"virtual_workers": 4}]
+)
 def test_the_same_batches_at_any_number_of_workers(log: Path, options: dict[str, Any]) -> None:
     _, stream = made(log, 50)
     expected = Loader(stream, 64, comm=rank_of(0, 1), **options).order(2).split(64)
@@ -93,7 +97,11 @@ def test_the_same_batches_at_any_number_of_workers(log: Path, options: dict[str,
 def test_a_last_batch_with_fewer_samples_than_workers(log: Path) -> None:
     _, stream = made(log, 13, 5)
     lasts = [list(Loader(stream, 64, comm=rank_of(rank, 3)).epoch(0))[-1] for rank in range(3)]
-    assert [(last.size, last.data.shape[0], last.global_size) for last in lasts] == [(1, 1, 1), (0, 0, 1), (0, 0, 1)]
+    assert [(last.size, last.data.shape[0], last.global_size) for last in lasts] == [
+        (1, 1, 1),
+        (0, 0, 1),
+        (0, 0, 1),
+    ]
 
 
 def test_from_three_workers_to_two_in_mid_epoch(log: Path) -> None:
@@ -102,7 +110,9 @@ def test_from_three_workers_to_two_in_mid_epoch(log: Path) -> None:
     running = [loader.epoch(1) for loader in before]
     seen = [sample for _ in range(5) for epoch in running for sample in next(epoch).data.tolist()]
     states = [loader.state_dict() for loader in before]
-    assert states[0] == states[1] == states[2] and states[0]["epoch"] == 1 and states[0]["step"] == 5
+    assert (
+        states[0] == states[1] == states[2] and states[0]["epoch"] == 1 and states[0]["step"] == 5
+    )
 
     after = [Loader(made(log, 50)[1], 64, comm=rank_of(rank, 2)) for rank in range(2)]
     for loader in after:
@@ -128,7 +138,9 @@ def test_resuming_at_sample_10_000_000_reads_nothing_before_it(log: Path) -> Non
 
 
 @pytest.mark.parametrize(("workers", "processes"), [(1, 0), (2, 0), (4, 0), (1, 2), (2, 2)])
-def test_blocks_are_read_once_by_one_process_of_one_worker(log: Path, workers: int, processes: int) -> None:
+def test_blocks_are_read_once_by_one_process_of_one_worker(
+    log: Path, workers: int, processes: int
+) -> None:
     blocks = 400
     reader, stream = made(log, blocks)
     readers: list[list[int]] = []  # of each process, the blocks that it has read
@@ -146,10 +158,14 @@ def test_blocks_are_read_once_by_one_process_of_one_worker(log: Path, workers: i
     assert sum(count == 2 for count in times.values()) <= 31
 
 
-def test_a_worker_keeps_the_blocks_of_a_window_alone(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_keeps_the_blocks_of_a_window_alone(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, stream = made(log, 400, shuffle_window=640)
     readers = []
-    monkeypatch.setattr(stream, "reader", lambda: readers.append(Stream.reader(stream)) or readers[-1])
+    monkeypatch.setattr(
+        stream, "reader", lambda: readers.append(Stream.reader(stream)) or readers[-1]
+    )
     for _ in Loader(stream, 64, comm=rank_of(0, 2)).epoch(0):
         # 16 lanes, each with a window of 20 samples: at most two blocks of 20
         assert len(readers[0]._blocks) <= 32
@@ -175,7 +191,9 @@ def test_an_epoch_that_was_left_in_the_middle_leaves_nothing_to_the_next(log: Pa
         left, following = loader.epoch(0), loader.epoch(1)
         next(left)
         found = [next(following).data.tolist()]
-        with pytest.raises(ConfigError, match=r"one epoch at a time .* before the last batch of epoch 0"):
+        with pytest.raises(
+            ConfigError, match=r"one epoch at a time .* before the last batch of epoch 0"
+        ):
             next(left)
         found += [batch.data.tolist() for batch in following]
     assert found == indices(Loader(stream, 64, comm=rank_of(0, 1)).epoch(1))
@@ -189,7 +207,8 @@ def test_a_data_loader_of_torch_over_a_stream(log: Path) -> None:
     assert found == indices(Loader(stream, 64, comm=rank_of(0, 1)).epoch(1))
 
 
-# --- samples --------------------------------------------------------------------------------------------------
+# --- samples
+# --------------------------------------------------------------------------------------------------
 
 
 class Augmented:
@@ -217,8 +236,12 @@ def collate(samples: list[Any]) -> Any:
 def test_samples_and_draws_are_the_same_in_loader_processes(log: Path, processes: int) -> None:
     _, stream = made(log, 10, map=Augmented())
     state = torch.get_rng_state()
-    alone = [batch.data for batch in Loader(stream, 32, collate_fn=collate, comm=rank_of(0, 1)).epoch(1)]
-    with Loader(stream, 32, collate_fn=collate, num_workers=processes, comm=rank_of(0, 1)) as loader:
+    alone = [
+        batch.data for batch in Loader(stream, 32, collate_fn=collate, comm=rank_of(0, 1)).epoch(1)
+    ]
+    with Loader(
+        stream, 32, collate_fn=collate, num_workers=processes, comm=rank_of(0, 1)
+    ) as loader:
         loaded = [batch.data for batch in loader.epoch(1)]
     assert torch.equal(state, torch.get_rng_state())
     assert len(alone) == len(loaded) == 7
@@ -230,7 +253,9 @@ def test_samples_and_draws_are_the_same_in_loader_processes(log: Path, processes
         for batch in Loader(stream, 20, collate_fn=collate, comm=rank_of(1, 2)).epoch(1)
         for sample in batch.data[1:]
     }
-    assert len(other) == 100 and all(torch.equal(noise, by_number[number]) for number, noise in other.items())
+    assert len(other) == 100 and all(
+        torch.equal(noise, by_number[number]) for number, noise in other.items()
+    )
 
 
 def fail_at_7(number: int) -> int:
@@ -266,13 +291,17 @@ def test_samples_that_cannot_be_sent_by_a_loader_process_are_one_line(log: Path)
         assert next(iter(loader)).data[0]() >= 0
 
 
-# --- bad input ------------------------------------------------------------------------------------------------
+# --- bad input
+# ------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_shorter_than_a_global_batch_is_refused_unless_it_is_not_shuffled(log: Path) -> None:
+def test_a_stream_shorter_than_a_global_batch_is_refused_unless_it_is_not_shuffled(
+    log: Path,
+) -> None:
     _, stream = made(log, 3)
     with pytest.raises(
-        ConfigError, match=r"global_batch_size: expected at most .* Stream\(.*made.x: 60 samples\), got 64"
+        ConfigError,
+        match=r"global_batch_size: expected at most .* Stream\(.*made.x: 60 samples\), got 64",
     ):
         Loader(stream, 64, comm=rank_of(0, 1))
     assert len(indices(Loader(stream, 64, shuffle=False, comm=rank_of(0, 1)).epoch(0))) == 1
@@ -306,7 +335,8 @@ def test_a_file_that_has_changed_since_is_an_error(log: Path) -> None:
     assert stream[3] == 3
     log.with_name("made.x").write_text("more")
     with pytest.raises(
-        DataError, match=r"made\.x: block 4 \(records 80 to 99\): .*changed since its samples were counted"
+        DataError,
+        match=r"made\.x: block 4 \(records 80 to 99\): .*changed since its samples were counted",
     ):
         stream[-1]
 
@@ -317,7 +347,9 @@ class Fewer(Made):
 
 
 def test_a_block_with_another_number_of_samples_is_an_error(log: Path) -> None:
-    with pytest.raises(DataError, match=r"block 2 \(records 40 to 59\): ValueError: 19 samples, expected 20"):
+    with pytest.raises(
+        DataError, match=r"block 2 \(records 40 to 59\): ValueError: 19 samples, expected 20"
+    ):
         Stream(log.with_name("made.x"), Fewer(log, 3))[41]
 
 

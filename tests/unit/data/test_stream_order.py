@@ -1,4 +1,6 @@
-"""The order of sharded files: every sample once, the same at any number of workers, few blocks at a time."""
+"""The order of sharded files: every sample once, the same at any number of workers, few blocks at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 def order(sizes: Any, global_batch_size: int, **options: Any) -> StreamOrder:
     chosen = {"seed": 0, "epoch": 0, "shuffle": True, "shuffle_window": 100, "lanes": 8, **options}
-    return StreamOrder(np.asarray(sizes, dtype=np.int64), OrderSettings(global_batch_size, **chosen))
+    return StreamOrder(
+        np.asarray(sizes, dtype=np.int64), OrderSettings(global_batch_size, **chosen)
+    )
 
 
 def batches(found: StreamOrder, global_batch_size: int) -> list[list[int]]:
@@ -35,7 +39,9 @@ def batches(found: StreamOrder, global_batch_size: int) -> list[list[int]]:
     window=st.integers(1, 300),
     lanes=st.integers(1, 40),
 )
-def test_every_sample_once(sizes: list[int], global_batch_size: int, shuffle: bool, window: int, lanes: int) -> None:
+def test_every_sample_once(
+    sizes: list[int], global_batch_size: int, shuffle: bool, window: int, lanes: int
+) -> None:
     found = order(sizes, global_batch_size, shuffle=shuffle, shuffle_window=window, lanes=lanes)
     whole = batches(found, global_batch_size)
     assert {len(batch) for batch in whole[:-1]} <= {global_batch_size}
@@ -54,7 +60,10 @@ def test_every_sample_once(sizes: list[int], global_batch_size: int, shuffle: bo
 def test_parts_of_a_batch_and_the_blocks_that_they_need(
     sizes: list[int], global_batch_size: int, shuffle: bool, workers: int, processes: int
 ) -> None:
-    whole, found = batches(order(sizes, global_batch_size, shuffle=shuffle), global_batch_size), None
+    whole, found = (
+        batches(order(sizes, global_batch_size, shuffle=shuffle), global_batch_size),
+        None,
+    )
     block_of = np.repeat(np.arange(len(sizes)), sizes)
     for step in reversed(range(len(whole))):  # at any step first, in any order
         found = found or order(sizes, global_batch_size, shuffle=shuffle)
@@ -71,12 +80,18 @@ def test_parts_of_a_batch_and_the_blocks_that_they_need(
 
 
 def test_seed_and_epoch_choose_the_order() -> None:
-    found = {str(batches(order([7] * 20, 16, seed=seed, epoch=epoch), 16)) for seed in (0, 1) for epoch in (0, 1)}
+    found = {
+        str(batches(order([7] * 20, 16, seed=seed, epoch=epoch), 16))
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
     assert len(found) == 4
 
 
 def test_the_order_is_that_of_earlier_versions() -> None:
-    """What a seed stands for may not change: runs are resumed in mid-epoch, and compared with earlier ones."""
+    """What a seed stands for may not change: runs are resumed in mid-epoch, and compared with
+    earlier ones.
+    """
     few = order([5, 3, 4], 4, lanes=2, shuffle_window=8, seed=3)
     assert batches(few, 4) == [[8, 10, 5, 4], [9, 11, 3, 2], [0, 1, 6, 7]]
     many = order([100] * 30, 64, lanes=16, shuffle_window=640, seed=7, epoch=1)
@@ -93,7 +108,9 @@ def test_samples_of_a_window_are_shuffled_among_blocks() -> None:
 
 
 def reads(found: StreamOrder, global_batch_size: int, worker: int, workers: int) -> int:
-    """The number of blocks that a worker reads in an epoch, if it keeps those of the current window."""
+    """The number of blocks that a worker reads in an epoch, if it keeps those of the current
+    window.
+    """
     count, kept = 0, set[int]()
     for step in range(-(-found.samples // global_batch_size)):
         part = bounds(found.batch_size(step), workers, worker)
@@ -114,7 +131,8 @@ def amplification(workers: int, global_batch_size: int, lanes: int) -> float:
     [
         # read twice is little more than the blocks at the edges of lanes
         *((workers, 64, 1.02) for workers in (1, 2, 4, 8)),
-        # and, where the number of workers does not divide that of lanes, a lane for each border between workers
+        # and, where the number of workers does not divide that of lanes, a lane for each border
+        # between workers
         *((3, 64, 1.08), (2, 100, 1.04), (8, 100, 1.25)),
     ],
 )

@@ -42,7 +42,9 @@ def test_the_test_images_are_others() -> None:
 
 def test_the_patterns_distinguish_the_classes_also_in_the_test_images() -> None:
     train, test = synthetic(train=200, test=100)
-    means = torch.stack([train.images[train.labels == c].float().mean(0) for c in range(10)]).flatten(1)
+    means = torch.stack(
+        [train.images[train.labels == c].float().mean(0) for c in range(10)]
+    ).flatten(1)
     nearest = torch.cdist(test.images.float().flatten(1), means).argmin(1)
     assert (nearest == test.labels).float().mean() > 0.95
     inputs, _ = train.collated_batch(range(len(train)))
@@ -51,7 +53,12 @@ def test_the_patterns_distinguish_the_classes_also_in_the_test_images() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [({"classes": 0}, "classes"), ({"train": 0}, "train"), ({"test": -1}, "test"), ({"shape": (1, 0, 2)}, "shape")],
+    [
+        ({"classes": 0}, "classes"),
+        ({"train": 0}, "train"),
+        ({"test": -1}, "test"),
+        ({"shape": (1, 0, 2)}, "shape"),
+    ],
 )
 def test_sizes_below_one_are_refused(arguments: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError) as caught:

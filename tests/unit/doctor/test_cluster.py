@@ -1,4 +1,6 @@
-"""`lockstep doctor` on the nodes of a scheduler: the address of the first one, its port, and the versions of all."""
+"""`lockstep doctor` on the nodes of a scheduler: the address of the first one, its port, and the
+versions of all.
+"""
 
 from __future__ import annotations
 
@@ -47,20 +49,24 @@ def test_without_a_scheduler_there_is_nothing_to_say(monkeypatch: pytest.MonkeyP
 def test_a_first_node_without_an_address_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     section = given(monkeypatch, STEP)
     assert facts(section)["scheduler"] == "Slurm: rank 1 of 2, which meet at nowhere.invalid:16790"
-    assert "the first node, nowhere.invalid, has no address here -> Set MASTER_ADDR" in problems(section)
+    assert "the first node, nowhere.invalid, has no address here -> Set MASTER_ADDR" in problems(
+        section
+    )
 
 
 def test_incomplete_variables_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     section = given(monkeypatch, {"SKYPILOT_NODE_RANK": "0"})
     assert "SKYPILOT_NUM_NODES (SkyPilot): expected a whole number" in problems(section)
     section = given(
-        monkeypatch, {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1"}
+        monkeypatch,
+        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1"},
     )
     assert facts(section)["scheduler"] == "SkyPilot: node 0 of 1"
     assert section.problems == []
 
 
-# --- The other nodes --------------------------------------------------------------------------------------------------
+# --- The other nodes
+# --------------------------------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -76,7 +82,9 @@ def meet(count: int, places: list[int], limit: float) -> list[Section]:
     def examine(section: Section, number: int) -> None:
         cluster._add_nodes(section, _Place("X", number, count, "node", "127.0.0.1", port), limit)
 
-    threads = [threading.Thread(target=examine, args=each) for each in zip(sections, places, strict=True)]
+    threads = [
+        threading.Thread(target=examine, args=each) for each in zip(sections, places, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -114,9 +122,13 @@ def test_a_port_that_is_in_use_is_a_problem() -> None:
 
 def test_versions_that_differ_are_named() -> None:
     first = _Node(0, "a", {"torch": "2.13.0", "python": "3.11.9"})
-    text, found = compare_nodes({0: first, 1: _Node(1, "b", {"torch": "2.12.1", "python": "3.11.9"})}, "rank")
+    text, found = compare_nodes(
+        {0: first, 1: _Node(1, "b", {"torch": "2.12.1", "python": "3.11.9"})}, "rank"
+    )
     assert text == "differ between ranks"
     assert [problem.what for problem in found] == ["rank 1 (b) has torch 2.12.1, rank 0 (a) 2.13.0"]
     text, found = compare_nodes({0: first, 1: _Node(1, "b", {"torch": "2.13.0"})}, "node")
-    assert [problem.what for problem in found] == ["node 1 (b) has python missing, node 0 (a) 3.11.9"]
+    assert [problem.what for problem in found] == [
+        "node 1 (b) has python missing, node 0 (a) 3.11.9"
+    ]
     assert compare_nodes({1: first}, "node") == ("unknown", [])

@@ -40,12 +40,16 @@ def test_a_report_for_programs() -> None:
     section.add("x", "1")
     section.add("y", "2", Problem("bad", "Do this."))
     assert as_json([section, Section("b", problems=[Problem("worse", "Do that.")])]) == {
-        "sections": {"a": {"x": {"text": "1", "good": None}, "y": {"text": "2", "good": False}}, "b": {}},
+        "sections": {
+            "a": {"x": {"text": "1", "good": None}, "y": {"text": "2", "good": False}},
+            "b": {},
+        },
         "problems": [{"what": "bad", "fix": "Do this."}, {"what": "worse", "fix": "Do that."}],
     }
 
 
-# --- this host ----------------------------------------------------------------------------------------------
+# --- this host
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,11 +79,17 @@ def test_a_small_or_full_shared_memory_is_to_be_fixed() -> None:
 def test_few_open_files_and_little_locked_memory_are_to_be_fixed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    limits = {this_host.resource.RLIMIT_NOFILE: (256, 4096), this_host.resource.RLIMIT_MEMLOCK: (8 << 20, 8 << 20)}
+    limits = {
+        this_host.resource.RLIMIT_NOFILE: (256, 4096),
+        this_host.resource.RLIMIT_MEMLOCK: (8 << 20, 8 << 20),
+    }
     monkeypatch.setattr(this_host.resource, "getrlimit", limits.__getitem__)
     section = Section("host")
     this_host._add_limits(section)
-    assert "a process may open 256 files only: Run `ulimit -n 1024` before (at most 4096)." in fixes(section)
+    assert (
+        "a process may open 256 files only: Run `ulimit -n 1024` before (at most 4096)."
+        in fixes(section)
+    )
     assert ("memlock" in fixes(section)) == this_host.INFINIBAND.is_dir()
     monkeypatch.setattr(this_host, "INFINIBAND", tmp_path)
     section = Section("host")
@@ -109,10 +119,13 @@ def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-# --- devices ------------------------------------------------------------------------------------------------
+# --- devices
+# ------------------------------------------------------------------------------------------------
 
 
-def fake_torch(cuda: str | None, gpus: int = 0, busy: Callable[[int], int] | None = None, memory: Any = None) -> Any:
+def fake_torch(
+    cuda: str | None, gpus: int = 0, busy: Callable[[int], int] | None = None, memory: Any = None
+) -> Any:
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     gpu = SimpleNamespace(
         is_available=lambda: gpus > 0,
@@ -122,19 +135,26 @@ def fake_torch(cuda: str | None, gpus: int = 0, busy: Callable[[int], int] | Non
         utilization=busy or (lambda index: 1 // 0),
     )
     mps = SimpleNamespace(mps=SimpleNamespace(is_available=lambda: False))
-    return SimpleNamespace(cuda=gpu, backends=mps, version=SimpleNamespace(cuda=cuda), __version__="2.13.0")
+    return SimpleNamespace(
+        cuda=gpu, backends=mps, version=SimpleNamespace(cuda=cuda), __version__="2.13.0"
+    )
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The file that NVIDIA's driver has its version in."""
     path = tmp_path / "version"
-    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC version: 12.2.0\n")
+    path.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC version: "
+        "12.2.0\n"
+    )
     monkeypatch.setattr(this_host, "_DRIVER", path)
     return path
 
 
-def devices_with(torch: Any, monkeypatch: pytest.MonkeyPatch, accelerator: str | None = None) -> Section:
+def devices_with(
+    torch: Any, monkeypatch: pytest.MonkeyPatch, accelerator: str | None = None
+) -> Section:
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(devices, "accelerator", lambda: accelerator)
     return this_host.examine_devices()
@@ -142,26 +162,40 @@ def devices_with(torch: Any, monkeypatch: pytest.MonkeyPatch, accelerator: str |
 
 def test_gpus_with_memory_load_and_driver(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
     section = devices_with(fake_torch("12.8", 2, busy=lambda index: 37), monkeypatch)
-    assert text_of(section, "cuda:1") == "NVIDIA H200, 10 GiB used of 140 GiB, 37 % busy, capability 9.0"
+    assert (
+        text_of(section, "cuda:1")
+        == "NVIDIA H200, 10 GiB used of 140 GiB, 37 % busy, capability 9.0"
+    )
     assert text_of(section, "driver") == "NVIDIA 570.86.15"
     assert fixes(section) == ""
     without = devices_with(fake_torch("12.8", 1), monkeypatch)
     assert text_of(without, "cuda:0") == "NVIDIA H200, 10 GiB used of 140 GiB, capability 9.0"
 
 
-def test_a_gpu_that_cannot_be_used_is_a_problem(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
+def test_a_gpu_that_cannot_be_used_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, driver: Path
+) -> None:
     def memory(index: int) -> tuple[int, int]:
         raise RuntimeError("CUDA error: out of memory\nmore")
 
     section = devices_with(fake_torch("12.8", 1, memory=memory), monkeypatch)
-    assert "cuda:0 cannot be used: CUDA error: out of memory: Look for other programs" in fixes(section)
-    assert "built without CUDA: Install a build" in fixes(devices_with(fake_torch(None), monkeypatch))
-    assert "torch (CUDA 12.8) cannot use it: Check CUDA_VISIBLE" in fixes(devices_with(fake_torch("12.8"), monkeypatch))
+    assert "cuda:0 cannot be used: CUDA error: out of memory: Look for other programs" in fixes(
+        section
+    )
+    assert "built without CUDA: Install a build" in fixes(
+        devices_with(fake_torch(None), monkeypatch)
+    )
+    assert "torch (CUDA 12.8) cannot use it: Check CUDA_VISIBLE" in fixes(
+        devices_with(fake_torch("12.8"), monkeypatch)
+    )
 
 
 def test_other_accelerators_are_named(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
     driver.unlink()
-    assert text_of(devices_with(fake_torch(None), monkeypatch, "mps"), "mps") == "Apple GPU, for one worker"
+    assert (
+        text_of(devices_with(fake_torch(None), monkeypatch, "mps"), "mps")
+        == "Apple GPU, for one worker"
+    )
     monkeypatch.setattr(devices, "count", lambda kind: 2)
     monkeypatch.setattr(devices, "name_of", lambda device: f"the one {device}")
     torch_with_devices = fake_torch(None)
@@ -172,10 +206,14 @@ def test_other_accelerators_are_named(monkeypatch: pytest.MonkeyPatch, driver: P
 def test_no_gpu_is_nothing_to_fix(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
     driver.unlink()
     section = devices_with(fake_torch(None), monkeypatch)
-    assert (fixes(section), text_of(section, "GPU")) == ("", "none that torch can use; workers compute on the CPU")
+    assert (fixes(section), text_of(section, "GPU")) == (
+        "",
+        "none that torch can use; workers compute on the CPU",
+    )
 
 
-# --- versions, network, job ---------------------------------------------------------------------------------
+# --- versions, network, job
+# ---------------------------------------------------------------------------------
 
 
 def test_old_versions_are_to_be_fixed() -> None:
@@ -195,7 +233,9 @@ def test_a_name_that_cannot_be_looked_up_is_a_problem(monkeypatch: pytest.Monkey
 def test_a_slow_name_lookup_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 5.0])
     monkeypatch.setattr(this_host, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    monkeypatch.setattr(this_host.socket, "getaddrinfo", lambda *arguments: [(0, 0, 0, "", ("10.0.0.2", 0))])
+    monkeypatch.setattr(
+        this_host.socket, "getaddrinfo", lambda *arguments: [(0, 0, 0, "", ("10.0.0.2", 0))]
+    )
     assert "takes 5.0 s: Add a line" in fixes(this_host.examine_network())
 
 
@@ -218,7 +258,11 @@ MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
     [
         (STEP, "slurm", "at n1:16790, the first node of the step"),
         (MPICH, "mpich", "on this host, at a port that rank 0 publishes"),
-        ({**MPICH, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "mpich", "at MASTER_ADDR and MASTER_PORT: a:1"),
+        (
+            {**MPICH, "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "mpich",
+            "at MASTER_ADDR and MASTER_PORT: a:1",
+        ),
     ],
 )
 def test_what_init_would_do(
@@ -227,7 +271,11 @@ def test_what_init_would_do(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     section = this_host.examine_job()
-    assert (text_of(section, "launcher"), text_of(section, "rendezvous"), fixes(section)) == (launcher, rendezvous, "")
+    assert (text_of(section, "launcher"), text_of(section, "rendezvous"), fixes(section)) == (
+        launcher,
+        rendezvous,
+        "",
+    )
 
 
 def test_what_init_would_refuse_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +283,8 @@ def test_what_init_would_refuse_is_a_problem(monkeypatch: pytest.MonkeyPatch) ->
     assert "WORLD_SIZE: expected a whole number, got nothing" in fixes(this_host.examine_job())
 
 
-# --- backends -----------------------------------------------------------------------------------------------
+# --- backends
+# -----------------------------------------------------------------------------------------------
 
 
 def test_the_text_about_a_backend() -> None:
@@ -270,14 +319,18 @@ def test_a_trial_that_hangs_or_dies_is_given_up_and_the_others_are_tried(
     monkeypatch.setenv("RANK", "7")  # a trial is a job of its own
     os.mkfifo(tmp_path / "alive")
     reader = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
-    assert backends._test_launched(["one", "dies", "two", "hangs", "three"], str(tmp_path), 1.5) == {
+    assert backends._test_launched(
+        ["one", "dies", "two", "hangs", "three"], str(tmp_path), 1.5
+    ) == {
         "one": {"rank": None},
         "dies": {"error": "the reason"},
         "two": {"rank": None},
         "hangs": {"error": "no answer within 1.5 s"},
         "three": {"rank": None},
     }
-    assert select.select([reader], [], [], 20)[0]  # nothing that it has started holds the other end any more
+    assert select.select([reader], [], [], 20)[
+        0
+    ]  # nothing that it has started holds the other end any more
     os.close(reader)
 
 
@@ -289,16 +342,29 @@ def test_a_missing_compiled_extension_is_a_problem(monkeypatch: pytest.MonkeyPat
     assert fixes(backends.examine_backends(1)) == ""
 
 
-# --- other hosts --------------------------------------------------------------------------------------------
+# --- other hosts
+# --------------------------------------------------------------------------------------------
 
 
 def test_how_ssh_is_called(tmp_path: Path) -> None:
     job = JobOptions((), hosts=(Host("a", 4, "me"),), ssh_port=2222, identity=str(tmp_path / "key"))
     command = remote.login_command(job, job.hosts[0], "echo 'x'", 3)
-    options = ["-p", "2222", "-i", str(tmp_path / "key"), "-o", "BatchMode=yes", "-o", "ConnectTimeout=3"]
+    options = [
+        "-p",
+        "2222",
+        "-i",
+        str(tmp_path / "key"),
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        "ConnectTimeout=3",
+    ]
     assert command[:-1] == ["ssh", *options, "--", "me@a"]
     # the shell of the login, whichever it is, hands one word on to sh
-    assert subprocess.run(["sh", "-c", command[-1]], capture_output=True, text=True, check=True).stdout == "x\n"
+    assert (
+        subprocess.run(["sh", "-c", command[-1]], capture_output=True, text=True, check=True).stdout
+        == "x\n"
+    )
 
 
 @pytest.fixture
@@ -326,7 +392,10 @@ def test_a_host_with_the_same_versions_is_good(ssh: Path) -> None:
         ("ssh: connect to host a port 22: Connection refused", "Start sshd there"),
         ("ssh: Could not resolve hostname a: Name or service not known", "Check the name"),
         ("Host key verification failed.", "Log in once by hand (ssh me@a)"),
-        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "ssh-keygen -R a."),
+        (
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "ssh-keygen -R a.",
+        ),
         ("sh: 1: python3: not found", "Try `ssh me@a python3 --version` by hand."),
     ],
 )
@@ -338,7 +407,9 @@ def test_a_host_that_cannot_be_reached_is_a_problem(ssh: Path, told: str, fix: s
     assert told.splitlines()[-1] in fixes(section)
 
 
-@pytest.mark.parametrize("answer", ["[1]", "{}", '{"python": 3}', '{"python": "3.11", "cores": "many"}', "{"])
+@pytest.mark.parametrize(
+    "answer", ["[1]", "{}", '{"python": 3}', '{"python": "3.11", "cores": "many"}', "{"]
+)
 def test_a_damaged_answer_of_a_host_is_a_problem(ssh: Path, answer: str) -> None:
     ssh.write_text(f"#!/bin/sh\necho 'lockstep-doctor {answer}'\n")
     section = remote.examine_hosts(JobOptions((), hosts=(Host("a", 1, "me"),)), 30)
@@ -370,7 +441,13 @@ def test_other_versions_are_problems() -> None:
 
 
 def test_the_line_of_an_error_output_that_says_what_went_wrong() -> None:
-    framed = "------\nmpiexec has detected an attempt to run as root.\n\nRunning as root is discouraged.\n------\n"
+    framed = (
+        "------\nmpiexec has detected an attempt to run as root.\n\nRunning as root is "
+        "discouraged.\n------\n"
+    )
     assert backends.error_line(framed) == "mpiexec has detected an attempt to run as root."
-    assert backends.error_line("Traceback (most recent call last):\n  line\nValueError: 3\n") == "ValueError: 3"
+    assert (
+        backends.error_line("Traceback (most recent call last):\n  line\nValueError: 3\n")
+        == "ValueError: 3"
+    )
     assert backends.error_line("") == ""

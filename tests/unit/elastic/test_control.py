@@ -52,7 +52,9 @@ def _ask(selector: selectors.BaseSelector, path: str, workers: int) -> str:
         return asked.result()
 
 
-@pytest.mark.parametrize("data", [b"\n", b'{"what": 3}\n', b'{"what": "", "number": 1e99}\n', b"[" * 60000])
+@pytest.mark.parametrize(
+    "data", [b"\n", b'{"what": 3}\n', b'{"what": "", "number": 1e99}\n', b"[" * 60000]
+)
 def test_a_damaged_request_is_refused(data: bytes, tmp_path: Path) -> None:
     with controlled(tmp_path) as (path, selector), socket.socket(socket.AF_UNIX) as end:
         end.connect(path)
@@ -77,7 +79,9 @@ def test_a_launcher_that_is_gone_is_an_error(tmp_path: Path) -> None:
         request(str(tmp_path / "none"), "resize", 2)
 
 
-def test_who_sends_no_request_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sends_no_request_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     path = str(tmp_path / "control")
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
@@ -103,7 +107,9 @@ def test_who_sends_no_request_holds_up_nobody(tmp_path: Path, monkeypatch: pytes
 def test_who_is_gone_before_the_answer_is_no_error(tmp_path: Path) -> None:
     path, answers = str(tmp_path / "control"), list[Answer]()
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
-        control = ControlSocket(path, lambda what, number, host, answer: answers.append(answer), selector)
+        control = ControlSocket(
+            path, lambda what, number, host, answer: answers.append(answer), selector
+        )
         stack.callback(control.close)
         with socket.socket(socket.AF_UNIX) as end:
             end.connect(path)

@@ -1,4 +1,6 @@
-"""A worker of a job on several hosts completes steps only as long as its launcher says that it may."""
+"""A worker of a job on several hosts completes steps only as long as its launcher says that it
+may.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_a_lease_that_is_over_is_waited_for(client: MembershipClient, job: FakeJ
 
 
 @pytest.mark.parametrize("end", ["change", "loss"])
-def test_who_has_to_leave_its_group_waits_no_more(end: str, client: MembershipClient, job: FakeJob) -> None:
+def test_who_has_to_leave_its_group_waits_no_more(
+    end: str, client: MembershipClient, job: FakeJob
+) -> None:
     job.receive(Lease(0.0))
     thread = begun(client)
     if end == "change":

@@ -1,4 +1,6 @@
-"""The membership under random schedules of losses, joins, leaves and delays; and its answers one by one."""
+"""The membership under random schedules of losses, joins, leaves and delays; and its answers one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,12 @@ def down(message: Down) -> Down:
     return DOWN.decode(msgspec.msgpack.encode(message))
 
 
-# --- random schedules ---------------------------------------------------------------------------------------
-# A step of a group: every member contributes; when all have, each receives the sum and commits, or fails to, if a
-# member has left the group or died meanwhile. Messages keep their order on each connection, and take any time.
-# Between two steps a node's program may be anywhere, and nobody can take it over, except where all have agreed to
-# regroup: at a boundary.
+# --- random schedules
+# --------------------------------------------------------------------------------------- A step of
+# a group: every member contributes; when all have, each receives the sum and commits, or fails to,
+# if a member has left the group or died meanwhile. Messages keep their order on each connection,
+# and take any time. Between two steps a node's program may be anywhere, and nobody can take it
+# over, except where all have agreed to regroup: at a boundary.
 
 
 class Group:
@@ -100,7 +103,9 @@ class Node:
 
     def is_broken(self) -> bool:
         """Whether a wait in the group ends with an error."""
-        gone = self.group.left | {number for number in self.group.members if self.world.nodes[number].is_dead}
+        gone = self.group.left | {
+            number for number in self.group.members if self.world.nodes[number].is_dead
+        }
         return self.due > self.generation or bool(gone)
 
     def actions(self) -> list[Callable[[], None]]:
@@ -148,7 +153,10 @@ class Node:
         assert best >= self.commit, "a commit is taken back"
         first = best == NO_STATE
         assert not first or self.generation == 1, "an empty state is handed over as if it were one"
-        joins = any(commit == NO_STATE and number >= self.world.workers for number, commit in commits.items())
+        joins = any(
+            commit == NO_STATE and number >= self.world.workers
+            for number, commit in commits.items()
+        )
         if self.commit == best and joins:
             assert self.is_at_boundary, "a worker joins while a member is within a step"
         if known and self.commit and self.commit < best:
@@ -227,7 +235,11 @@ class Node:
             return self._end
         if self.next > self.generation:
             return lambda: setattr(self, "doing", "regroups")
-        return self._use_view if self.view is not None and self.view.generation == self.generation else None
+        return (
+            self._use_view
+            if self.view is not None and self.view.generation == self.generation
+            else None
+        )
 
     def _finish(self) -> None:
         self.outbox.append(Done(self.generation))
@@ -248,7 +260,9 @@ class Node:
 
 
 class Host:
-    """The launcher of one host: it passes on what its workers send and are told, and remembers it."""
+    """The launcher of one host: it passes on what its workers send and are told, and remembers
+    it.
+    """
 
     def __init__(self, number: int) -> None:
         self.memory = HostMemory(number)
@@ -306,10 +320,16 @@ class World:
                 self.start()
 
     def lose_host(self) -> None:
-        """A host ends with its workers; another one coordinates if it did. What is in flight to and from it is lost."""
+        """A host ends with its workers; another one coordinates if it did. What is in flight to and
+        from it is lost.
+        """
         lost = self.random.choice(list(self.hosts))
         del self.hosts[lost]
-        gone = {node.number for node in self.nodes.values() if node.host == lost and node.doing != "over"}
+        gone = {
+            node.number
+            for node in self.nodes.values()
+            if node.host == lost and node.doing != "over"
+        }
         for number in gone:
             self.nodes[number].is_dead = True
             self.nodes[number].inbox.clear()
@@ -335,7 +355,9 @@ class World:
         number = self.unseen.popleft()
         node = self.nodes[number]
         host = self.hosts.get(node.host)
-        while node.outbox and host is not None:  # what it has sent arrives before its end is seen, or never
+        while (
+            node.outbox and host is not None
+        ):  # what it has sent arrives before its end is seen, or never
             message = node.outbox.popleft()
             if self.random.random() < 0.5:
                 self.send_up(node, message)
@@ -372,7 +394,11 @@ class World:
                 return
             events: list[Callable[[], object]] = [self.lose] if self.unseen else []
             for host in self.hosts.values():
-                events += [lambda host=host: self.coordinator.receive(*host.up.popleft())] if host.up else []
+                events += (
+                    [lambda host=host: self.coordinator.receive(*host.up.popleft())]
+                    if host.up
+                    else []
+                )
                 events += [lambda host=host: self.send_down(host)] if host.down else []
             for node in self.living():
                 events += [node.take] if node.inbox else []
@@ -390,13 +416,25 @@ class World:
         stuck = {node.number: node.doing for node in self.living() if node.number not in candidates}
         assert not stuck, f"they wait for ever: {stuck}"
         ended = [node for node in self.nodes.values() if node.doing == "over" and not node.leaving]
-        assert all(node.steps == self.steps for node in ended if not node.signal and node.commit), "steps are missing"
+        assert all(node.steps == self.steps for node in ended if not node.signal and node.commit), (
+            "steps are missing"
+        )
 
     def check_failure(self) -> None:
-        """The state may only be lost if nobody is left who has it in a training that all have begun."""
-        alive = [node for node in self.living() if node.commit and node.number in self.coordinator.members]
-        begun = all(worker.fit >= 0 for worker in self.coordinator._workers.values() if worker.seniority > 0)
-        assert not (alive and begun) or "outside" in self.coordinator.failure, self.coordinator.failure
+        """The state may only be lost if nobody is left who has it in a training that all have
+        begun.
+        """
+        alive = [
+            node
+            for node in self.living()
+            if node.commit and node.number in self.coordinator.members
+        ]
+        begun = all(
+            worker.fit >= 0 for worker in self.coordinator._workers.values() if worker.seniority > 0
+        )
+        assert not (alive and begun) or "outside" in self.coordinator.failure, (
+            self.coordinator.failure
+        )
 
 
 @pytest.mark.parametrize(("block", "hosts"), [*enumerate([1, 2, 2, 3])])
@@ -408,7 +446,8 @@ def test_every_schedule_ends_with_all_steps_made_once(block: int, hosts: int) ->
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
-# --- single answers -----------------------------------------------------------------------------------------
+# --- single answers
+# -----------------------------------------------------------------------------------------
 
 
 def formed(workers: int, **options: int) -> Coordinator:
@@ -445,7 +484,12 @@ def lose_the_second(coordinator: Coordinator) -> None:
     assert told(coordinator) == [(0, Change(2))]
     coordinator.receive(0, Arrived(2, (0, 5, 0)))
     (_, view), (_, wish) = told(coordinator)
-    assert isinstance(view, View) and view.members == (0,) and wish == Wish(2) and not coordinator.waiting
+    assert (
+        isinstance(view, View)
+        and view.members == (0,)
+        and wish == Wish(2)
+        and not coordinator.waiting
+    )
     coordinator.receive(0, Boundary(2))
     assert told(coordinator) == [(0, Turn(3))]
     coordinator.receive(0, Arrived(3, (0, 6, 0)))
@@ -465,7 +509,12 @@ def test_below_the_minimum_the_members_wait_until_a_worker_has_joined() -> None:
     start(coordinator, 2)
     (first, view), (second, _) = told(coordinator)
     assert (first, second) == (0, 2) and not coordinator.waiting
-    assert isinstance(view, View) and view.members == (0, 2) and view.commits == ((0, 6, 0), ()) and view.source == 0
+    assert (
+        isinstance(view, View)
+        and view.members == (0, 2)
+        and view.commits == ((0, 6, 0), ())
+        and view.source == 0
+    )
 
 
 def test_who_is_lost_while_the_others_wait_below_the_minimum_leaves_them_waiting() -> None:
@@ -540,11 +589,18 @@ def test_who_alone_has_the_state_hands_it_over_before_it_leaves() -> None:
     assert told(coordinator) == [(0, Turn(2))]
     coordinator.receive(0, Arrived(2, (0, 3, 0), leaving=True))
     messages = told(coordinator)
-    assert [(number, type(message)) for number, message in messages] == [(0, View), (1, View), (0, Wish), (1, Wish)]
+    assert [(number, type(message)) for number, message in messages] == [
+        (0, View),
+        (1, View),
+        (0, Wish),
+        (1, Wish),
+    ]
     coordinator.receive(0, Boundary(2))
     coordinator.receive(0, Arrived(3, (0, 4, 0), leaving=True))
     coordinator.receive(1, Arrived(3, (0, 4, 0)))
-    leaves = [(number, message) for number, message in told(coordinator) if isinstance(message, Bye)]
+    leaves = [
+        (number, message) for number, message in told(coordinator) if isinstance(message, Bye)
+    ]
     assert leaves == [(0, Bye(leaves=True))] and coordinator.view == (1,)
 
 
@@ -626,7 +682,9 @@ def test_when_all_are_done_all_are_told() -> None:
 
 
 def ended_alone(*down: Down, in_good_order: bool = True) -> HostMemory:
-    """What a host remembers of its only worker, the last member, which was told this and has ended."""
+    """What a host remembers of its only worker, the last member, which was told this and has
+    ended.
+    """
     memory = HostMemory(7)
     memory.started(3, True)
     memory.note_up(3, Enter(0, 8))
@@ -639,11 +697,14 @@ def ended_alone(*down: Down, in_good_order: bool = True) -> HostMemory:
 def test_who_coordinates_next_knows_that_the_program_of_the_last_member_has_ended() -> None:
     coordinator = Coordinator(2)
     coordinator.resume([ended_alone(Bye()).report()])
-    assert coordinator.complete and not coordinator.failure and not list(coordinator.take_messages())
+    assert (
+        coordinator.complete and not coordinator.failure and not list(coordinator.take_messages())
+    )
 
 
 @pytest.mark.parametrize(
-    "memory", [ended_alone(), ended_alone(Bye(), in_good_order=False), ended_alone(Bye(leaves=True))]
+    "memory",
+    [ended_alone(), ended_alone(Bye(), in_good_order=False), ended_alone(Bye(leaves=True))],
 )
 def test_who_coordinates_next_knows_that_the_last_member_was_lost(memory: HostMemory) -> None:
     assert memory.report().finished == ()

@@ -1,4 +1,6 @@
-"""The connections between the launchers of several hosts: who is let in, and what is known when one ends."""
+"""The connections between the launchers of several hosts: who is let in, and what is known when one
+ends.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def a_host(number: int, key: str = "secret", former: Sequence[int] = ()) -> Iter
     listener = socket.create_server(("127.0.0.1", 0))
     with selectors.DefaultSelector() as selector, listener:
         entry = own_entry(number, listener)
-        found = Host(Mesh(entry, key, listener.dup(), selector, KIND, 3.0, former), selector, listener, entry)
+        found = Host(
+            Mesh(entry, key, listener.dup(), selector, KIND, 3.0, former), selector, listener, entry
+        )
         found.mesh.on_link = lambda host, link: found.links.append((host, link))
         found.mesh.on_message = lambda host, message: found.messages.append((host, message))
         try:
@@ -87,7 +91,11 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
     with a_host(0) as first, a_host(1) as second:
         first.mesh.add_hosts([second.entry])
         second.mesh.add_hosts([first.entry])
-        turn_until(lambda: (1, Link.CONNECTED) in first.links and (0, Link.CONNECTED) in second.links, first, second)
+        turn_until(
+            lambda: (1, Link.CONNECTED) in first.links and (0, Link.CONNECTED) in second.links,
+            first,
+            second,
+        )
         yield first, second
 
 
@@ -115,18 +123,24 @@ def test_messages_reach_the_host_that_they_are_sent_to(two: tuple[Host, Host]) -
     assert (first.messages, second.messages) == ([(1, Reject(4))], [(0, Reject(3))])
 
 
-def test_a_launcher_that_has_ended_is_told_from_a_connection_that_has_broken(two: tuple[Host, Host]) -> None:
+def test_a_launcher_that_has_ended_is_told_from_a_connection_that_has_broken(
+    two: tuple[Host, Host],
+) -> None:
     first, second = two
     peer = second.mesh._peers[0]
     peer.connection.socket.shutdown(socket.SHUT_RDWR)
     turn_until(lambda: (1, Link.SILENT) in first.links, *two)
-    turn_until(lambda: first.links[-1] == (1, Link.CONNECTED), *two)  # the host with the greater number dials again
+    turn_until(
+        lambda: first.links[-1] == (1, Link.CONNECTED), *two
+    )  # the host with the greater number dials again
     second.end()
     turn_until(lambda: first.links[-1] == (1, Link.ENDED), first)
 
 
 def end_with_unread(first: Host, second: Host) -> None:
-    """End the second host as the kernel ends a process that is killed before it has read what has come."""
+    """End the second host as the kernel ends a process that is killed before it has read what has
+    come.
+    """
     end = second.mesh._peers[0].connection.socket
     first.mesh.send(1, Reject(3))
     assert select.select([end], [], [], DEADLINE)[0]
@@ -142,8 +156,12 @@ def test_a_launcher_whose_connection_is_reset_may_have_sent_more(two: tuple[Host
     assert first.messages == [(1, Reject(4))]
 
 
-def test_a_reset_that_sending_finds_first_is_not_the_end_of_all_that_was_sent(two: tuple[Host, Host]) -> None:
-    """The kernel tells of it once; who reads afterwards finds the end of a connection, as in good order."""
+def test_a_reset_that_sending_finds_first_is_not_the_end_of_all_that_was_sent(
+    two: tuple[Host, Host],
+) -> None:
+    """The kernel tells of it once; who reads afterwards finds the end of a connection, as in good
+    order.
+    """
     first, second = two
     second.mesh.send(0, Reject(4))
     end_with_unread(first, second)
@@ -172,7 +190,9 @@ def test_a_connection_to_a_host_whose_address_is_not_known_yet_may_end() -> None
     """That of a host that waits with others until the job begins, to the one that has let it in."""
     with a_host(1) as host, socket.create_server(("127.0.0.1", 0)) as listener:
         for heard in (-100.0, time.monotonic()):
-            host.mesh.adopt(Connection(socket.create_connection(listener.getsockname()[:2]), KIND), 0)
+            host.mesh.adopt(
+                Connection(socket.create_connection(listener.getsockname()[:2]), KIND), 0
+            )
             host.mesh._peers[0].heard = heard
             host.mesh._drop(host.mesh._peers[0])
             turn_for(0.05, host)
@@ -187,7 +207,9 @@ def test_how_long_a_host_has_been_silent(two: tuple[Host, Host]) -> None:
     assert first.mesh.silent_s(7) == math.inf
 
 
-def test_a_launcher_whose_connections_end_before_its_socket_has_ended(two: tuple[Host, Host]) -> None:
+def test_a_launcher_whose_connections_end_before_its_socket_has_ended(
+    two: tuple[Host, Host],
+) -> None:
     first, second = two
     second.mesh.close()
     links = len(first.links)
@@ -197,7 +219,9 @@ def test_a_launcher_whose_connections_end_before_its_socket_has_ended(two: tuple
     turn_until(lambda: first.links[links:] == [(1, Link.ENDED)], first)
 
 
-def test_a_host_that_has_not_been_heard_of_is_silent_even_if_nobody_listens(two: tuple[Host, Host]) -> None:
+def test_a_host_that_has_not_been_heard_of_is_silent_even_if_nobody_listens(
+    two: tuple[Host, Host],
+) -> None:
     first, second = two
     turn_until(lambda: not first.mesh.has_unsent, first)
     second.end()
@@ -207,7 +231,9 @@ def test_a_host_that_has_not_been_heard_of_is_silent_even_if_nobody_listens(two:
 
 
 def test_after_a_reset_it_is_open_what_the_other_side_had_sent(two: tuple[Host, Host]) -> None:
-    """A process that is killed with input that it has not read resets its connections, and what it has sent is lost."""
+    """A process that is killed with input that it has not read resets its connections, and what it
+    has sent is lost.
+    """
     first, second = two
     end, sent = second.mesh._peers[0].connection.socket, 0
     first.mesh.send(1, Reject(1))
@@ -229,10 +255,17 @@ def unacknowledged(end: socket.socket) -> int:
 
 @pytest.mark.parametrize(
     "data",
-    [b"\xff\xff\xff\xff", b"\0\0\0\2\xc1\xc1", struct.pack("!I", 4) + b"\x92\xa3xyz", b"\0\0\0\1\xc0"],
+    [
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\2\xc1\xc1",
+        struct.pack("!I", 4) + b"\x92\xa3xyz",
+        b"\0\0\0\1\xc0",
+    ],
     ids=["too long", "no message", "half a message", "nil"],
 )
-def test_damaged_messages_end_the_connection_and_nothing_else(data: bytes, two: tuple[Host, Host]) -> None:
+def test_damaged_messages_end_the_connection_and_nothing_else(
+    data: bytes, two: tuple[Host, Host]
+) -> None:
     first, second = two
     second.mesh._peers[0].connection.socket.send(data)
     turn_until(lambda: (1, Link.SILENT) in first.links, *two)
@@ -293,8 +326,12 @@ def _ends(end: socket.socket) -> bool:
     return False
 
 
-def test_a_host_that_does_not_know_its_number_yet_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts that begin a job at once would otherwise never be connected, and both wait when the leader is lost."""
+def test_a_host_that_does_not_know_its_number_yet_is_dialled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two hosts that begin a job at once would otherwise never be connected, and both wait when the
+    leader is lost.
+    """
     monkeypatch.setattr(mesh_module, "_REDIAL_S", 0.05)
     with a_host(NEW) as first, a_host(2) as second:
         entry = msgspec.structs.replace(first.entry, number=1)
@@ -303,7 +340,11 @@ def test_a_host_that_does_not_know_its_number_yet_is_dialled_again(monkeypatch: 
         turn_until(lambda: not second.mesh._answering, first, second)
         assert not second.links
         first.mesh.own = entry
-        turn_until(lambda: (1, Link.CONNECTED) in second.links and (2, Link.CONNECTED) in first.links, first, second)
+        turn_until(
+            lambda: (1, Link.CONNECTED) in second.links and (2, Link.CONNECTED) in first.links,
+            first,
+            second,
+        )
 
 
 def test_a_host_that_joins_again_is_not_dialled_as_the_one_that_it_was() -> None:
@@ -320,7 +361,9 @@ def test_a_stranger_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch
         turn_until(lambda: is_closed(end), host)
 
 
-def test_a_stranger_that_sends_one_byte_after_another_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_sends_one_byte_after_another_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
     with a_host(0) as host, stranger(host) as end:
         monkeypatch.setattr(host.mesh._strangers, "_clock", lambda: now)
@@ -354,7 +397,18 @@ def packed(message: object) -> bytes:
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x00" * 70000,
     ],
-    ids=["not ASCII", "no key", "welcome", "refused", "of a host", "pings", "nested", "nested field", "http", "zeros"],
+    ids=[
+        "not ASCII",
+        "no key",
+        "welcome",
+        "refused",
+        "of a host",
+        "pings",
+        "nested",
+        "nested field",
+        "http",
+        "zeros",
+    ],
 )
 def test_whatever_strangers_send_they_are_dropped(data: bytes, two: tuple[Host, Host]) -> None:
     first, second = two
@@ -388,7 +442,15 @@ def test_who_dribbles_an_answer_is_not_waited_for() -> None:
         thread.start()
         try:
             with pytest.raises(LockstepError, match="is no elastic job"):
-                knock("127.0.0.1", listener.getsockname()[1], "secret", HostEntry(-1, "", "", 1, 2), "", KIND, 0.2)
+                knock(
+                    "127.0.0.1",
+                    listener.getsockname()[1],
+                    "secret",
+                    HostEntry(-1, "", "", 1, 2),
+                    "",
+                    KIND,
+                    0.2,
+                )
         finally:
             over.set()
             thread.join()
@@ -448,7 +510,8 @@ def test_a_host_with_a_greater_number_that_has_joined_again_is_asked_who_it_is()
         assert not first.links and not second.links
 
 
-# --- A new host -------------------------------------------------------------------------------------------------------
+# --- A new host
+# --------------------------------------------------------------------------------------------------
 
 
 def knock_at(host: Host, *others: Host, key: str = "secret") -> Any:
@@ -458,7 +521,9 @@ def knock_at(host: Host, *others: Host, key: str = "secret") -> Any:
     def run() -> None:
         try:
             entry = HostEntry(-1, "new", "127.0.0.1", 1, 2)
-            connection, welcome = knock("127.0.0.1", host.entry.port, key, entry, "about", KIND, DEADLINE)
+            connection, welcome = knock(
+                "127.0.0.1", host.entry.port, key, entry, "about", KIND, DEADLINE
+            )
             connection.close()
             answers.append(welcome)
         except (OSError, LockstepError) as error:
@@ -481,9 +546,16 @@ def test_a_new_host_is_let_in_with_a_number() -> None:
 
         host.mesh.on_knock = answer
         welcome = knock_at(host)
-        assert (welcome.number, welcome.leader, welcome.hosts, welcome.about) == (3, 0, (host.entry,), "what to run")
+        assert (welcome.number, welcome.leader, welcome.hosts, welcome.about) == (
+            3,
+            0,
+            (host.entry,),
+            "what to run",
+        )
         assert seen[0].about == "about"
-        turn_until(lambda: len(host.links) == 2, host)  # it has ended, and nobody listens at its address
+        turn_until(
+            lambda: len(host.links) == 2, host
+        )  # it has ended, and nobody listens at its address
         assert host.links == [(3, Link.CONNECTED), (3, Link.ENDED)]
 
 

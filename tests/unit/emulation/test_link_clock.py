@@ -1,4 +1,6 @@
-"""The link clocks in shared memory: ranks of a group share them, and settle each collective once."""
+"""The link clocks in shared memory: ranks of a group share them, and settle each collective
+once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_the_last_rank_settles_a_collective_for_all(tmp_path: Path) -> None:
             ranks[rank].arrive(numbers[rank], "all_reduce", 3e6, 0, now)
             assert [each.done_at(1) for each in ranks] == [None] * 3
         ranks[1].arrive(numbers[1], "all_reduce", 3e6, 0, now)
-        assert [each.done_at(1) for each in ranks] == pytest.approx([now + 4 * (1e-3 + 1e6 / 1e8)] * 3)
+        assert [each.done_at(1) for each in ranks] == pytest.approx(
+            [now + 4 * (1e-3 + 1e6 / 1e8)] * 3
+        )
 
 
 def test_collectives_share_the_cards(tmp_path: Path) -> None:
@@ -56,7 +60,9 @@ def test_too_many_pending_collectives_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dilation", "behind_s"), [("1", 20.0), ("4", 10.0)])
-def test_the_summary_says_what_this_host_could_not_emulate(tmp_path: Path, dilation: str, behind_s: float) -> None:
+def test_the_summary_says_what_this_host_could_not_emulate(
+    tmp_path: Path, dilation: str, behind_s: float
+) -> None:
     network = parse_network(f"3 hosts, 100MB, 1ms, dilation {dilation}")
     clock = LinkClock(tmp_path, network)
     clock.note_wait()

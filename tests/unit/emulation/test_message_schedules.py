@@ -1,4 +1,6 @@
-"""Collectives on emulated networks against closed forms, and what the cards do when messages meet."""
+"""Collectives on emulated networks against closed forms, and what the cards do when messages
+meet.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def cards(hosts: int, more: str = "") -> Cards:
     return Cards(parse_network(f"{hosts} hosts, 100MB, 1ms{more}"))
 
 
-def ends(operation: str, hosts: int, more: str = "", arrivals: list[float] | None = None) -> list[float]:
+def ends(
+    operation: str, hosts: int, more: str = "", arrivals: list[float] | None = None
+) -> list[float]:
     rounds = ROUNDS[operation]([SIZE] * hosts, 0)
     return finish_times(cards(hosts, more), rounds, range(hosts), arrivals or [0.0] * hosts)
 
@@ -29,7 +33,9 @@ def test_closed_forms_on_an_idle_network(n: int) -> None:
     assert ends("reduce_scatter", n) == pytest.approx([(n - 1) * (LATENCY + part)] * n)
     assert ends("all_gather", n) == pytest.approx([(n - 1) * (LATENCY + SIZE / BANDWIDTH)] * n)
     assert ends("barrier", n) == pytest.approx([depth * LATENCY] * n)
-    if n & (n - 1) == 0:  # else the last message may come from the root, which need not receive before it sends
+    if (
+        n & (n - 1) == 0
+    ):  # else the last message may come from the root, which need not receive before it sends
         assert max(ends("broadcast", n)) == pytest.approx(depth * (LATENCY + SIZE / BANDWIDTH))
     # the root's card receives all messages, one after another
     assert ends("gather", n)[0] == pytest.approx(LATENCY + (n - 1) * SIZE / BANDWIDTH)
@@ -45,7 +51,9 @@ def test_every_rank_gets_all_of_a_reduction() -> None:
 
 
 def test_dilation_stretches_everything_and_a_slow_host_its_own_messages() -> None:
-    assert ends("all_reduce", 4, ", dilation 3") == pytest.approx([3 * each for each in ends("all_reduce", 4)])
+    assert ends("all_reduce", 4, ", dilation 3") == pytest.approx(
+        [3 * each for each in ends("all_reduce", 4)]
+    )
     slow = ends("all_reduce", 4, ", slow host 2 5x")
     assert min(slow) > 2 * max(ends("all_reduce", 4))
 
@@ -96,7 +104,9 @@ def test_a_cut_link_delivers_nothing_from_then_on() -> None:
 def test_jitter_only_delays_and_is_the_same_with_the_same_seed() -> None:
     def run(seed: int) -> list[float]:
         rounds = ROUNDS["all_reduce"]([SIZE] * 4, 0)
-        return finish_times(cards(4, ", jitter 5ms"), rounds, range(4), [0.0] * 4, random.Random(seed))
+        return finish_times(
+            cards(4, ", jitter 5ms"), rounds, range(4), [0.0] * 4, random.Random(seed)
+        )
 
     assert run(1) == run(1) != run(2)
     exact = max(ends("all_reduce", 4))

@@ -1,4 +1,6 @@
-"""Virtual time goes on by computing and waiting, and not by the time for which other threads had the core."""
+"""Virtual time goes on by computing and waiting, and not by the time for which other threads had
+the core.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import pytest
 from lockstep.emulation import virtual_time
 from lockstep.emulation.virtual_time import AwakeCore, OperationTime, VirtualTime, sleep_until
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not tell how long a thread had no core")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel does not tell how long a thread had no core"
+)
 
 
 def compute(seconds: float) -> None:
@@ -59,7 +63,9 @@ def test_a_sleep_never_ends_early() -> None:
 def test_computing_is_dilated_and_having_no_core_does_not_count(
     dilation: float, passed: tuple[float, ...], expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = iter([(10.0, 2.0, 1.0), tuple(a + b for a, b in zip((10.0, 2.0, 1.0), passed, strict=True))])
+    read = iter(
+        [(10.0, 2.0, 1.0), tuple(a + b for a, b in zip((10.0, 2.0, 1.0), passed, strict=True))]
+    )
     monkeypatch.setattr(virtual_time._ThreadTime, "_read", lambda _: next(read))
     own = virtual_time._ThreadTime(threading.current_thread(), dilation)
     began = own.now
@@ -132,7 +138,9 @@ def test_who_is_waited_for_takes_the_waiting_thread_along() -> None:
         thread.join()
         assert found[0] >= later
         own = virtual.now()
-        virtual.release(threading.get_ident(), own + 100)  # this thread computes, and does not wait for it
+        virtual.release(
+            threading.get_ident(), own + 100
+        )  # this thread computes, and does not wait for it
         assert virtual.now() < own + 50
 
 

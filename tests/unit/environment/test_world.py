@@ -42,7 +42,10 @@ def test_rank_and_size_are_enough() -> None:
         ({"RANK": "8"}, "RANK: expected 0 to 7, as WORLD_SIZE gives 8, got 8"),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK: expected 0 to 3, as LOCAL_WORLD_SIZE gives 4, got -1"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE: expected at least 1, got 0"),
-        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE: expected at most WORLD_SIZE, which is 8, got 9"),
+        (
+            {"LOCAL_WORLD_SIZE": "9"},
+            "LOCAL_WORLD_SIZE: expected at most WORLD_SIZE, which is 8, got 9",
+        ),
         ({"GROUP_RANK": "2"}, "GROUP_RANK: expected 0 to 1, as GROUP_WORLD_SIZE gives 2, got 2"),
     ],
 )

@@ -22,14 +22,20 @@ def base_in(parent: Path, monkeypatch: pytest.MonkeyPatch, runtime: Path | None 
     return jobs.make_base()
 
 
-def test_a_folder_of_an_unknown_user_is_not_taken_for_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container all users of the host whom it does not know have one number, which may be this user's."""
+def test_a_folder_of_an_unknown_user_is_not_taken_for_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container all users of the host whom it does not know have one number, which may be this
+    user's.
+    """
     base = base_in(tmp_path, monkeypatch)
     monkeypatch.setattr(private_folders.os, "access", lambda path, mode: Path(path) != base)
     assert jobs.make_base() != base
 
 
-def test_jobs_of_other_containers_are_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_other_containers_are_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their process ids say nothing here: a lock says whether a process of the job lives."""
     base = base_in(tmp_path, monkeypatch)
     locks = {}
@@ -44,12 +50,20 @@ def test_jobs_of_other_containers_are_not_taken_for_dead(tmp_path: Path, monkeyp
     assert [path.name for path in base.iterdir()] == ["living"]
 
 
-def test_a_job_that_ends_while_others_look_for_jobs_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ends_while_others_look_for_jobs_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = base_in(tmp_path, monkeypatch)
     for name in ("ended", "other"):
         (base / name / "attempt-0").mkdir(parents=True)
-        jobs.write_description(base / name / "attempt-0", jobs.JobDescription("program", os.getpid(), 1))
-    for module, name in ((os, "scandir"), (os, "listdir"), (Path, "iterdir")):  # in Python 3.10 the last calls neither
+        jobs.write_description(
+            base / name / "attempt-0", jobs.JobDescription("program", os.getpid(), 1)
+        )
+    for module, name in (
+        (os, "scandir"),
+        (os, "listdir"),
+        (Path, "iterdir"),
+    ):  # in Python 3.10 the last calls neither
         listing = getattr(module, name)
 
         def gone(path: Any, listing: Callable[[Any], Any] = listing) -> Any:

@@ -1,4 +1,6 @@
-"""A rank's reader: what is written is what others read, while it is written and after its rank has gone."""
+"""A rank's reader: what is written is what others read, while it is written and after its rank has
+gone.
+"""
 
 from __future__ import annotations
 
@@ -50,19 +52,36 @@ def reader(recorder: FlightRecorder) -> Iterator[RecorderReader]:
 
 
 def enter(
-    recorder: FlightRecorder, slot: int, sequence: int, what: str = "barrier()", call_site: str = "a.py:1 in f\nx()"
+    recorder: FlightRecorder,
+    slot: int,
+    sequence: int,
+    what: str = "barrier()",
+    call_site: str = "a.py:1 in f\nx()",
 ) -> int:
     call = CallSignature(sequence, what, recorder.texts.intern(what))
     return recorder.enter(KEY, slot, sequence, call, 7, recorder.texts.intern(call_site), 0, 0, -1)
 
 
-def test_a_collective_is_read_as_it_was_written(recorder: FlightRecorder, reader: RecorderReader) -> None:
+def test_a_collective_is_read_as_it_was_written(
+    recorder: FlightRecorder, reader: RecorderReader
+) -> None:
     slot = recorder.open_group(KEY)
     recorder.note_batch(4, 1)
-    number = enter(recorder, slot, 1, "all_reduce(float32[4], sum)", "train.py:31 in main\ndist.all_reduce(loss)")
+    number = enter(
+        recorder,
+        slot,
+        1,
+        "all_reduce(float32[4], sum)",
+        "train.py:31 in main\ndist.all_reduce(loss)",
+    )
     recorder.begin_wait(number, time.monotonic())
     state = reader.state()
-    assert (state.rank, state.world_size, state.host, state.program) == (3, 8, "here", "train.py --lr 1")
+    assert (state.rank, state.world_size, state.host, state.program) == (
+        3,
+        8,
+        "here",
+        "train.py --lr 1",
+    )
     assert (state.phase, state.records, state.batch, state.finished) == ("waits", 1, 4, False)
     call = state.call
     assert call is not None
@@ -80,7 +99,9 @@ def test_a_collective_is_read_as_it_was_written(recorder: FlightRecorder, reader
     assert reader.state().waited_s >= record.left - record.entered - 0.01
 
 
-def test_others_find_a_collective_by_its_group_and_number(recorder: FlightRecorder, reader: RecorderReader) -> None:
+def test_others_find_a_collective_by_its_group_and_number(
+    recorder: FlightRecorder, reader: RecorderReader
+) -> None:
     slots = [recorder.open_group(key) for key in (99, KEY)]
     for sequence in range(1, 1001):
         enter(recorder, slots[1], sequence)
@@ -95,7 +116,9 @@ def test_others_find_a_collective_by_its_group_and_number(recorder: FlightRecord
     assert len(reader.records()) == RING
 
 
-def test_a_call_that_was_refused_has_not_been_made(recorder: FlightRecorder, reader: RecorderReader) -> None:
+def test_a_call_that_was_refused_has_not_been_made(
+    recorder: FlightRecorder, reader: RecorderReader
+) -> None:
     slot = recorder.open_group(KEY)
     enter(recorder, slot, 1)
     enter(recorder, slot, 2)
@@ -120,7 +143,9 @@ def test_a_group_that_was_left_can_be_read_until_its_room_is_needed(
     assert reader.last_sequence(left) == 0
 
 
-def test_texts_that_are_used_stay_readable_however_many_come(recorder: FlightRecorder, reader: RecorderReader) -> None:
+def test_texts_that_are_used_stay_readable_however_many_come(
+    recorder: FlightRecorder, reader: RecorderReader
+) -> None:
     turns = []
     recorder.texts.on_wraparound = lambda: turns.append(1)
     for number in range(5 * TEXT_SLOTS):
@@ -142,7 +167,9 @@ def test_names_begin_with_the_method_that_the_program_has_called() -> None:
     assert current.thread.name == ""
 
 
-def test_a_loop_over_a_loader_that_is_left_counts_no_more(recorder: FlightRecorder, reader: RecorderReader) -> None:
+def test_a_loop_over_a_loader_that_is_left_counts_no_more(
+    recorder: FlightRecorder, reader: RecorderReader
+) -> None:
     current.recorder = recorder
     data = TensorDataset(torch.arange(12))
     loops = set()
@@ -156,7 +183,9 @@ def test_a_loop_over_a_loader_that_is_left_counts_no_more(recorder: FlightRecord
     assert len(loops) == 2  # training and evaluation on the same data are not compared
 
 
-def test_a_hook_of_a_callback_is_what_a_rank_is_doing(recorder: FlightRecorder, reader: RecorderReader) -> None:
+def test_a_hook_of_a_callback_is_what_a_rank_is_doing(
+    recorder: FlightRecorder, reader: RecorderReader
+) -> None:
     seen = []
 
     class Mine(Callback):
@@ -181,7 +210,9 @@ def test_a_hook_of_a_callback_is_what_a_rank_is_doing(recorder: FlightRecorder, 
     assert seen[1] == ("the callback Mine.on_row", False, True)
 
 
-def test_the_end_of_a_loop_is_distinguished_from_its_batches(recorder: FlightRecorder, reader: RecorderReader) -> None:
+def test_the_end_of_a_loop_is_distinguished_from_its_batches(
+    recorder: FlightRecorder, reader: RecorderReader
+) -> None:
     current.recorder = recorder
     assert reader.state().batch is None
     note_batch(0)
@@ -198,7 +229,9 @@ def test_the_end_of_a_loop_is_distinguished_from_its_batches(recorder: FlightRec
     assert current.thread.name == ""
 
 
-def test_a_final_traceback_is_kept_completely_or_its_end(recorder: FlightRecorder, reader: RecorderReader) -> None:
+def test_a_final_traceback_is_kept_completely_or_its_end(
+    recorder: FlightRecorder, reader: RecorderReader
+) -> None:
     recorder.write_traceback("ValueError: no")
     recorder.set_phase("raised")
     assert (reader.state().phase, reader.state().traceback) == ("raised", "ValueError: no")
@@ -215,7 +248,9 @@ def test_a_rank_that_has_exited_can_still_be_read(recorder: FlightRecorder) -> N
         recorder.record_heartbeat()  # nobody sees it, and nothing breaks
 
 
-@pytest.mark.parametrize("data", [b"", b"LOCKSTEP", b"another thing" * 100, b"LOCKSTEP" + b"\xff" * 900])
+@pytest.mark.parametrize(
+    "data", [b"", b"LOCKSTEP", b"another thing" * 100, b"LOCKSTEP" + b"\xff" * 900]
+)
 def test_what_is_no_flight_record_is_refused(tmp_path: Path, data: bytes) -> None:
     path = rank_file(tmp_path, 0)
     path.write_bytes(data)
@@ -234,7 +269,9 @@ def test_a_truncated_flight_record_is_refused(recorder: FlightRecorder, tmp_path
     found[3].close()
 
 
-def test_the_log_has_every_collective_up_to_the_last_whole_line(recorder: FlightRecorder, tmp_path: Path) -> None:
+def test_the_log_has_every_collective_up_to_the_last_whole_line(
+    recorder: FlightRecorder, tmp_path: Path
+) -> None:
     slot = recorder.open_group(KEY)
     with RecorderReader(recorder.path) as own:
         log = RecordLog(tmp_path / "logs", own)

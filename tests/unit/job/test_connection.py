@@ -26,7 +26,9 @@ def ends() -> Iterator[tuple[Connection[Down, Up], Connection[Up, Down]]]:
         yield Connection(near, Down), launcher_end(far)
 
 
-def test_messages_arrive_as_they_were_sent(ends: tuple[Connection[Down, Up], Connection[Up, Down]]) -> None:
+def test_messages_arrive_as_they_were_sent(
+    ends: tuple[Connection[Down, Up], Connection[Up, Down]],
+) -> None:
     worker, coordinator = ends
     sent = [Hello(3), Arrived(2, (0, 7, 1), True), Set(2, "key", b"\0value"), Get(5, 2, ("a", "b"))]
     for message in sent:
@@ -75,7 +77,9 @@ class _Collects:
         return len(piece)
 
 
-def test_the_end_of_a_connection_is_told(ends: tuple[Connection[Down, Up], Connection[Up, Down]]) -> None:
+def test_the_end_of_a_connection_is_told(
+    ends: tuple[Connection[Down, Up], Connection[Up, Down]],
+) -> None:
     worker, coordinator = ends
     worker.send(Hello(1))
     worker.socket.shutdown(socket.SHUT_WR)
@@ -88,14 +92,18 @@ def test_the_end_of_a_connection_is_told(ends: tuple[Connection[Down, Up], Conne
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\0\0\0\2\xc1\xc1", b"\0\0\0\3\x92\xa1x"])
-def test_what_is_no_message_is_an_error(data: bytes, ends: tuple[Connection[Down, Up], Connection[Up, Down]]) -> None:
+def test_what_is_no_message_is_an_error(
+    data: bytes, ends: tuple[Connection[Down, Up], Connection[Up, Down]]
+) -> None:
     worker, coordinator = ends
     worker.socket.send(data)
     with pytest.raises(msgspec.DecodeError):
         list(coordinator.receive_available())
 
 
-def test_pings_are_counted_and_are_no_messages(ends: tuple[Connection[Down, Up], Connection[Up, Down]]) -> None:
+def test_pings_are_counted_and_are_no_messages(
+    ends: tuple[Connection[Down, Up], Connection[Up, Down]],
+) -> None:
     worker, coordinator = ends
     worker.ping()
     worker.send(Hello(1))

@@ -1,4 +1,6 @@
-"""Views of an elastic job's hosts as files on shared storage: the first one wins, and all get to know it."""
+"""Views of an elastic job's hosts as files on shared storage: the first one wins, and all get to
+know it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def view(leader: int, number: int = 3) -> HostView:
 
 def test_the_first_claim_wins_and_all_get_to_know_it(tmp_path: Path) -> None:
     winners = []
-    threads = [threading.Thread(target=lambda n=n: winners.append(claim(tmp_path, view(n)))) for n in range(8)]
+    threads = [
+        threading.Thread(target=lambda n=n: winners.append(claim(tmp_path, view(n))))
+        for n in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -51,7 +56,9 @@ def test_a_claim_is_made_in_a_thread(tmp_path: Path) -> None:
     assert list(shared.decided) == [view(1)]
 
 
-def test_storage_that_does_not_answer_is_asked_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_does_not_answer_is_asked_once_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answers, asked = threading.Event(), []
 
     def hang(folder: Path, wanted: HostView) -> HostView:

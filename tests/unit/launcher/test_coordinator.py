@@ -1,4 +1,6 @@
-"""When the workers of all hosts start, start again and end: events of hosts in, messages to them out."""
+"""When the workers of all hosts start, start again and end: events of hosts in, messages to them
+out.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ NAMES = {0: "a", 1: "b", 2: "c"}
 
 
 class Job:
-    """A coordinator and what it has sent. Attributes: sent, messages by host; ports, of the stores that were opened."""
+    """A coordinator and what it has sent. Attributes: sent, messages by host; ports, of the stores
+    that were opened.
+    """
 
     def __init__(self) -> None:
         self.sent: dict[int, list[FromCoordinator]] = {host: [] for host in NAMES}
         self.ports: Iterator[int] = count(1000)
-        self.coordinator = Coordinator(NAMES, lambda host, message: self.sent[host].append(message), self._serve)
+        self.coordinator = Coordinator(
+            NAMES, lambda host, message: self.sent[host].append(message), self._serve
+        )
         self.receive = self.coordinator.receive
 
     def _serve(self) -> int:
@@ -68,7 +74,9 @@ def test_workers_start_when_all_hosts_are_ready_in_the_order_of_the_hosts(job: J
     assert job.take() == [[Round(0, 0, 9, 1000)], [Round(0, 2, 9, 1000)], [Round(0, 5, 9, 1000)]]
 
 
-def test_a_host_that_starts_its_workers_again_is_followed_by_all_with_another_store(job: Job) -> None:
+def test_a_host_that_starts_its_workers_again_is_followed_by_all_with_another_store(
+    job: Job,
+) -> None:
     job.start()
     job.take()
     job.receive(1, Join(1, 3))
@@ -81,7 +89,9 @@ def test_a_host_that_starts_its_workers_again_is_followed_by_all_with_another_st
 def test_hosts_whose_workers_fail_at_the_same_time_open_one_round(job: Job) -> None:
     for number in range(3):
         job.start(number)
-        assert [sent[-1] for sent in job.take()] == [Round(number, first, 9, 1000 + number) for first in (0, 2, 5)]
+        assert [sent[-1] for sent in job.take()] == [
+            Round(number, first, 9, 1000 + number) for first in (0, 2, 5)
+        ]
 
 
 def test_nothing_is_started_again_after_a_host_has_finished(job: Job) -> None:

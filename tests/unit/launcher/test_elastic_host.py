@@ -1,4 +1,6 @@
-"""One host of an elastic job: what it keeps while nobody leads, how it joins again, and how it ends."""
+"""One host of an elastic job: what it keeps while nobody leads, how it joins again, and how it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from unittest.mock import Mock
 import pytest
 
 from lockstep.elastic.membership import Leave
-from lockstep.elastic.mesh import NOBODY_LEADS, WAITS_TO_JOIN, HostEntry, NobodyLeadsError, WaitsToJoinError
+from lockstep.elastic.mesh import (
+    NOBODY_LEADS,
+    WAITS_TO_JOIN,
+    HostEntry,
+    NobodyLeadsError,
+    WaitsToJoinError,
+)
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launcher import elastic_node
 from lockstep.launcher.elastic_host import ElasticHost, OutsideError, _Inbox
@@ -29,7 +37,12 @@ def ended(number: int) -> Ended:
 
 def test_what_a_report_says_is_not_handled_again() -> None:
     inbox = _Inbox()
-    before: list[HostMessages] = [Saved("one"), FromWorker(3, Leave()), ended(3), Ask(1, "resize", 2)]
+    before: list[HostMessages] = [
+        Saved("one"),
+        FromWorker(3, Leave()),
+        ended(3),
+        Ask(1, "resize", 2),
+    ]
     after: list[HostMessages] = [FromWorker(4, Leave()), ended(4)]
     for message in before:
         inbox.add(1, message)
@@ -65,13 +78,17 @@ class FakeHost:
 
 
 @pytest.mark.parametrize(
-    ("error", "is_final"), [(None, True), (LockstepError("ended"), True), (OutsideError("went on"), False)]
+    ("error", "is_final"),
+    [(None, True), (LockstepError("ended"), True), (OutsideError("went on"), False)],
 )
 def test_a_host_listens_no_more_when_its_part_is_over(
     error: Exception | None, is_final: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # others that still find it listening when its connections end take it for a host that is cut off, and wait for it
-    monkeypatch.setattr(elastic_node, "interface_with_address", lambda address: None)  # no variables are set
+    # others that still find it listening when its connections end take it for a host that is cut
+    # off, and wait for it
+    monkeypatch.setattr(
+        elastic_node, "interface_with_address", lambda address: None
+    )  # no variables are set
     listener, setup = Listener("127.0.0.1"), cast(HostSetup, SimpleNamespace(multiplexer=Mock()))
     with listener.socket:
         try:
@@ -108,7 +125,9 @@ def test_hosts_that_all_wait_to_join_again_end(monkeypatch: pytest.MonkeyPatch) 
     gone.socket.close()
     with ThreadPoolExecutor(3) as pool:
         ends = [
-            pool.submit(knock_until, own, *(other for other in (*listeners, gone) if other is not own))
+            pool.submit(
+                knock_until, own, *(other for other in (*listeners, gone) if other is not own)
+            )
             for own in listeners
         ]
         texts = [end.result(60.0) for end in ends]
@@ -119,7 +138,12 @@ def test_hosts_that_all_wait_to_join_again_end(monkeypatch: pytest.MonkeyPatch) 
 def test_a_host_that_waits_joins_as_soon_as_somebody_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting(monkeypatch)
     monkeypatch.setattr(elastic_node, "ALONE_S", 60.0)
-    answers = [NobodyLeadsError(NOBODY_LEADS), WaitsToJoinError(WAITS_TO_JOIN), ConnectionRefusedError(), "welcome"]
+    answers = [
+        NobodyLeadsError(NOBODY_LEADS),
+        WaitsToJoinError(WAITS_TO_JOIN),
+        ConnectionRefusedError(),
+        "welcome",
+    ]
 
     def knock(*_: object) -> object:
         answer = answers.pop(0)
@@ -134,7 +158,9 @@ def test_a_host_that_waits_joins_as_soon_as_somebody_leads(monkeypatch: pytest.M
     assert not answers
 
 
-def test_a_host_that_waits_for_hosts_that_do_not_answer_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_waits_for_hosts_that_do_not_answer_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waiting(monkeypatch)
 
     def knock(*_: object) -> object:
@@ -142,16 +168,24 @@ def test_a_host_that_waits_for_hosts_that_do_not_answer_ends_in_time(monkeypatch
 
     monkeypatch.setattr(elastic_node, "knock", knock)
     listener = Listener("127.0.0.1", name="a")
-    with listener.socket, pytest.raises(LockstepError, match=r"no host of the job has let a in again for 0\.2 s"):
+    with (
+        listener.socket,
+        pytest.raises(LockstepError, match=r"no host of the job has let a in again for 0\.2 s"),
+    ):
         elastic_node._knock_until([("127.0.0.1", 1)], listener, 1, "", math.inf, 0.2)
 
 
-def test_who_joins_for_the_first_time_is_told_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_joins_for_the_first_time_is_told_why_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waiting(monkeypatch)
     listener = Listener("127.0.0.1")
     gone = Listener("127.0.0.1")
     gone.socket.close()
-    with listener.socket, pytest.raises(ConfigError, match=r"a launcher of the job that answers within 0\.1 s"):
+    with (
+        listener.socket,
+        pytest.raises(ConfigError, match=r"a launcher of the job that answers within 0\.1 s"),
+    ):
         elastic_node._knock_until([("127.0.0.1", gone.port)], listener, 1, "", 0.1)
 
 

@@ -1,4 +1,6 @@
-"""The decisions of an elastic job: events of workers, hosts and users in, messages to the hosts out."""
+"""The decisions of an elastic job: events of workers, hosts and users in, messages to the hosts
+out.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,15 @@ NAMES = ("alpha", "beta", "gamma")
 class World:
     """A job on hosts that do at once what they are told, and what it has said."""
 
-    def __init__(self, slots: tuple[int, ...], target: int, minimum: int = 1, maximum: int = 8) -> None:
+    def __init__(
+        self, slots: tuple[int, ...], target: int, minimum: int = 1, maximum: int = 8
+    ) -> None:
         self.sent: list[tuple[int, Any]] = []
         self.said: list[str] = []
         hosts = {number: entry(number, count) for number, count in enumerate(slots)}
-        self.job = ElasticJob(Limits(minimum, maximum), JobState(target), hosts, self._send, self.said.append)
+        self.job = ElasticJob(
+            Limits(minimum, maximum), JobState(target), hosts, self._send, self.said.append
+        )
         self.job.supervise()
 
     def _send(self, host: int, message: object) -> None:
@@ -119,7 +125,9 @@ def test_the_first_workers_are_on_the_hosts_with_most_free_slots(
 ) -> None:
     world = World(slots, target)
     assert list(world.placed().values()) == expected
-    assert [(start.rank, start.joins) for _, start in world.of(Start)] == [(i, False) for i in range(len(expected))]
+    assert [(start.rank, start.joins) for _, start in world.of(Start)] == [
+        (i, False) for i in range(len(expected))
+    ]
 
 
 def test_a_worker_that_was_lost_is_replaced_where_a_slot_is_free() -> None:
@@ -193,7 +201,9 @@ def test_a_host_that_joins_gets_workers_up_to_its_slots_and_the_most() -> None:
 def test_a_host_that_is_removed_gets_no_workers_and_its_own_leave() -> None:
     world = World((2, 2), 4)
     world.train()
-    assert world.job.ask(0, Ask(1, "remove", host="beta")) == ("beta leaves after the step in progress, with 2 workers")
+    assert world.job.ask(0, Ask(1, "remove", host="beta")) == (
+        "beta leaves after the step in progress, with 2 workers"
+    )
     assert world.of(Kill) == [(1, Kill((2, 3), gently=True))]
     assert (world.job.state.target, world.job.state.leaving) == (2, (1,))
     world.end(2, host=1, code=0)
@@ -217,9 +227,13 @@ def test_workers_that_are_told_to_leave_when_the_training_is_complete_are_not_lo
 def test_a_host_cannot_be_removed_below_the_minimum_but_may_leave() -> None:
     world = World((1, 1), 2, minimum=2)
     world.train()
-    with pytest.raises(LockstepError, match="expected at least 2 workers, without beta there are 1"):
+    with pytest.raises(
+        LockstepError, match="expected at least 2 workers, without beta there are 1"
+    ):
         world.job.ask(0, Ask(1, "remove", host="beta"))
-    with pytest.raises(LockstepError, match="expected one of the job's hosts, alpha, beta, got delta"):
+    with pytest.raises(
+        LockstepError, match="expected one of the job's hosts, alpha, beta, got delta"
+    ):
         world.job.ask(0, Ask(2, "remove", host="delta"))
     assert not world.of(Kill)
     world.job.ask(1, Ask(3, "leave"))
@@ -229,7 +243,11 @@ def test_a_host_cannot_be_removed_below_the_minimum_but_may_leave() -> None:
 
 @pytest.mark.parametrize(
     ("workers", "said"),
-    [(1, "expected 2 to 6 workers"), (7, "expected 2 to 6 workers"), (5, "at most 4 workers, the slots of the hosts")],
+    [
+        (1, "expected 2 to 6 workers"),
+        (7, "expected 2 to 6 workers"),
+        (5, "at most 4 workers, the slots of the hosts"),
+    ],
 )
 def test_limits_of_resize(workers: int, said: str) -> None:
     world = World((2, 2), 3, minimum=2, maximum=6)
@@ -268,7 +286,9 @@ def test_a_host_may_have_more_or_fewer_slots() -> None:
     world.train()
     assert world.job.ask(1, Ask(1, "slots", 3)) == "beta had 1 slot, and has 3 now"
     world.job.supervise()
-    assert [(host, start.number) for host, start in world.of(Start)] == [(1, 3)]  # and not a fifth one
+    assert [(host, start.number) for host, start in world.of(Start)] == [
+        (1, 3)
+    ]  # and not a fifth one
     assert {message.hosts[0].slots for _, message in world.of(Hosts)} == {3}
     world.job.ask(0, Ask(2, "slots", 1))
     assert [(host, kill.gently) for host, kill in world.of(Kill)] == [(0, True)]
@@ -285,11 +305,15 @@ def test_workers_that_cannot_join_are_not_started_for_ever() -> None:
         assert world.of(Start)[-1][1].number == number
         world.end(number, host=1, code=7)
     assert len(world.of(Start)) == 3
-    assert world.said[-1] == "lockstep: no more workers are started, as 3 could not join (exit code 7)"
+    assert (
+        world.said[-1] == "lockstep: no more workers are started, as 3 could not join (exit code 7)"
+    )
     assert world.job.state.target == 2 and not world.job.state.is_ending
 
 
-def test_an_error_ends_the_job_once_with_the_name_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_ends_the_job_once_with_the_name_of_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = fake_clock(monkeypatch)
     world = World((1, 1), 2)
     world.train()
@@ -333,14 +357,25 @@ def test_all_workers_are_started_again_from_the_checkpoint_until_it_is_in_vain()
                 (1, False, "/run/step-5"),
             ]
     assert world.job.is_over
-    assert world.job.failure.startswith("the workers were started again 3 times without any progress, and then")
+    assert world.job.failure.startswith(
+        "the workers were started again 3 times without any progress, and then"
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "is_finished", "ends"),
-    [(-6, True, True), (-11, False, True), (7, False, True), (-9, True, True), (-9, False, False), (-15, False, False)],
+    [
+        (-6, True, True),
+        (-11, False, True),
+        (7, False, True),
+        (-9, True, True),
+        (-9, False, False),
+        (-15, False, False),
+    ],
 )
-def test_a_crash_after_the_training_ends_the_job_with_its_code(code: int, is_finished: bool, ends: bool) -> None:
+def test_a_crash_after_the_training_ends_the_job_with_its_code(
+    code: int, is_finished: bool, ends: bool
+) -> None:
     world = World((2,), 2)
     world.train()
     for number in (0, 1):
@@ -390,12 +425,17 @@ def test_it_is_said_once_that_members_wait(monkeypatch: pytest.MonkeyPatch) -> N
     world.arrive()  # for a view of the one that is left, which completes its step and waits then
     world.job.receive(0, Boundary(world.job.coordinator.formed))
     world.arrive()
-    assert world.said == ["lockstep: beta was lost with 1 worker; 1 worker is left of the 2 that the training needs"]
+    assert world.said == [
+        "lockstep: beta was lost with 1 worker; 1 worker is left of the 2 that the training needs"
+    ]
     for _ in range(3):
         now[0] += 2.0
         world.job.supervise()
     assert len(world.said) == 2
-    assert world.said[1] == "lockstep: 1 worker waits for 1 more (beta was lost with 1 worker at 12:00:00)"
+    assert (
+        world.said[1]
+        == "lockstep: 1 worker waits for 1 more (beta was lost with 1 worker at 12:00:00)"
+    )
 
 
 def test_below_the_minimum_a_worker_that_leaves_waits_for_its_replacement() -> None:
@@ -439,8 +479,12 @@ def test_a_signal_ends_the_job_and_nothing_is_started_any_more() -> None:
         world.job.ask(0, Ask(2, "resize", 2))
 
 
-def test_who_has_lost_the_host_with_the_state_does_not_start_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It notices a cut a moment later, or its launcher is stopped and its worker trains: two sides would train."""
+def test_who_has_lost_the_host_with_the_state_does_not_start_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It notices a cut a moment later, or its launcher is stopped and its worker trains: two sides
+    would train.
+    """
     now = fake_clock(monkeypatch)
     world = World((1, 1, 1), 1)
     world.train()
@@ -460,7 +504,10 @@ def test_who_has_lost_the_host_with_the_state_does_not_start_again_at_once(monke
     for _ in range(2):
         world.job.supervise()
     assert len(world.of(Start)) == 1
-    assert "all workers that had the training's state were lost; all workers are started again" in world.said[-1]
+    assert (
+        "all workers that had the training's state were lost; all workers are started again"
+        in world.said[-1]
+    )
 
 
 def test_the_first_group_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +534,9 @@ def test_all_members_are_held_wherever_they_are() -> None:
     assert held == [(0, 0, Change(2)), (1, 1, Change(2))]
 
 
-def waiting_below_the_minimum(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> tuple[World, list[float]]:
+def waiting_below_the_minimum(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float
+) -> tuple[World, list[float]]:
     now = fake_clock(monkeypatch)
     world = World((1, 1), 2, minimum=2)
     world.job.limits = Limits(2, 8, pause_s)
@@ -510,7 +559,10 @@ def test_who_waits_for_workers_for_too_long_saves_and_ends(monkeypatch: pytest.M
     now[0] += 2
     world.job.supervise()
     reason = "fewer than 2 workers for 600 s (--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT)"
-    assert world.job.failure == reason and world.said[-1] == f"lockstep: {reason}; the job saves and ends"
+    assert (
+        world.job.failure == reason
+        and world.said[-1] == f"lockstep: {reason}; the job saves and ends"
+    )
     assert world.job.state.stops == (signal.SIGTERM,) and not world.job.coordinator.waiting
 
 
@@ -541,7 +593,11 @@ def reports_of(world: World, leaving: int = -1) -> list[HostReport]:
     """What the hosts tell of the workers that were started."""
     places, view = world.job._living, world.job.coordinator.view
     newest = View(
-        world.job.coordinator.formed, view, tuple(places[each] for each in view), ((0, 5),) * len(view), view[0]
+        world.job.coordinator.formed,
+        view,
+        tuple(places[each] for each in view),
+        ((0, 5),) * len(view),
+        view[0],
     )
     reports = []
     for host in world.job.hosts:

@@ -1,4 +1,5 @@
-"""Which host leads, under random schedules of lost hosts, cut networks and joins; and its answers one by one.
+"""Which host leads, under random schedules of lost hosts, cut networks and joins; and its answers
+one by one.
 
 A schedule is tried again by its number: ``python tests/unit/launcher/test_election.py 4711``.
 """
@@ -33,11 +34,14 @@ from lockstep.launcher.election import (
 
 MESSAGE: msgspec.msgpack.Decoder[ElectionMessage] = msgspec.msgpack.Decoder(ElectionMessage)
 
-# --- random schedules ---------------------------------------------------------------------------------------
+# --- random schedules
+# ---------------------------------------------------------------------------------------
 
 
 class Wire:
-    """The connection of two hosts. What is in flight arrives in order, or is lost with the connection."""
+    """The connection of two hosts. What is in flight arrives in order, or is lost with the
+    connection.
+    """
 
     def __init__(self, one: int, other: int) -> None:
         self.flying: dict[int, deque[ElectionMessage]] = {one: deque(), other: deque()}
@@ -59,7 +63,10 @@ class Net:
         self.wires: dict[frozenset[int], Wire] = {}
         self.claimed: dict[int, HostView] = {}
         self.views = {0: first}
-        self.faults, self.fault_rate = self.random.randrange(0, 16), self.random.choice([0.05, 0.15, 0.4])
+        self.faults, self.fault_rate = (
+            self.random.randrange(0, 16),
+            self.random.choice([0.05, 0.15, 0.4]),
+        )
         for number in self.hosts:
             for other in range(number):
                 self.connect(frozenset((number, other)))
@@ -72,11 +79,15 @@ class Net:
             self.do(other, lambda host: host.set_link(one, Link.CONNECTED))
 
     def do(self, number: int, event: Callable[[Election], None]) -> None:
-        """Let an event happen on a host; check what it takes for decided, and send what it has to say."""
+        """Let an event happen on a host; check what it takes for decided, and send what it has to
+        say.
+        """
         host = self.hosts[number]
         event(host)
         if host.view is not None:
-            assert self.views.setdefault(host.view.number, host.view) == host.view, "two views have the same number"
+            assert self.views.setdefault(host.view.number, host.view) == host.view, (
+                "two views have the same number"
+            )
         for to, message in host.take_messages():
             wire = self.wires.get(frozenset((number, to)))
             if wire is not None and number not in wire.broken_for:
@@ -151,7 +162,19 @@ class Net:
 
     def disturb(self) -> None:
         self.faults -= 1
-        kinds = ["process", "process", "reset", "power", "cut", "cut", "split", "drop", "heal", "join", "exclude"]
+        kinds = [
+            "process",
+            "process",
+            "reset",
+            "power",
+            "cut",
+            "cut",
+            "split",
+            "drop",
+            "heal",
+            "join",
+            "exclude",
+        ]
         kind = self.random.choice([*kinds, "tick", "confirm"])
         alive = self.alive()
         if kind in ("process", "reset", "power") and len(alive) > 1:
@@ -202,7 +225,9 @@ class Net:
 
     def exclude_one(self, leader: int) -> None:
         view = self.hosts[leader].view
-        followers = [number for number in (view.hosts if view is not None else ()) if number != leader]
+        followers = [
+            number for number in (view.hosts if view is not None else ()) if number != leader
+        ]
         if followers:
             excluded = self.random.choice(followers)
             self.do(leader, lambda host: host.exclude(excluded))
@@ -240,7 +265,9 @@ class Net:
         self.check_progress()
 
     def check_progress(self) -> None:
-        """When nothing fails any more, one host leads all that are not outside, unless a dead one may have done so."""
+        """When nothing fails any more, one host leads all that are not outside, unless a dead one
+        may have done so.
+        """
         inside = [number for number in self.alive() if not self.hosts[number].is_outside]
         inside = [number for number in inside if self.hosts[number].view is not None]
         leaders = [number for number in inside if self.hosts[number].leads]
@@ -276,11 +303,14 @@ def test_the_views_of_random_schedules_change_often() -> None:
     assert len({view.leader for view in views}) > 3
 
 
-# --- single answers -------------------------------------------------------------------------------------------
+# --- single answers
+# -------------------------------------------------------------------------------------------
 
 
 def test_a_host_that_was_never_connected_may_go_on() -> None:
-    """When the leader is lost, who waits for it says so, and looks for it; nobody would know otherwise."""
+    """When the leader is lost, who waits for it says so, and looks for it; nobody would know
+    otherwise.
+    """
     host = Election(1, HostView(2, 0, (0, 1, 2)))
     host.set_link(0, Link.CONNECTED)
     assert host.is_settled and host.unanswered == [2]
@@ -326,7 +356,9 @@ def test_one_of_two_hosts_goes_on_when_the_other_one_has_ended(link: Link) -> No
 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["end of file", "reset"])
 def test_who_has_ended_may_have_accepted_what_the_others_do_not_know(is_reset: bool) -> None:
-    """When 0 has ended, 1 does not reach 2 and 5. It goes on with 3 and 4; these tell 2 and 5, and end."""
+    """When 0 has ended, 1 does not reach 2 and 5. It goes on with 3 and 4; these tell 2 and 5, and
+    end.
+    """
     net = Net(0, size=6, claims="")
     net.end(0, *range(1, 6))
     for other in (2, 5):
@@ -437,7 +469,10 @@ def test_a_connection_begins_with_what_its_host_has_accepted() -> None:
     host.receive(0, Accept(vote))
     list(host.take_messages())
     host.set_link(2, Link.CONNECTED)
-    assert list(host.take_messages()) == [(2, Decided(HostView(0, 0, (0, 1, 2)))), (2, Accepted(vote))]
+    assert list(host.take_messages()) == [
+        (2, Decided(HostView(0, 0, (0, 1, 2)))),
+        (2, Accepted(vote)),
+    ]
 
 
 if __name__ == "__main__":

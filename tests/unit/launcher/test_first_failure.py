@@ -47,16 +47,22 @@ def test_the_first_failure(results: WorkerResults, first: int | None) -> None:
     assert (error and error.rank) == first
 
 
-def test_a_breakpoint_without_a_terminal_names_the_option_that_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breakpoint_without_a_terminal_names_the_option_that_gives_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    assert worker._message(bdb.BdbQuit()).endswith("Start the job with `lockstep run --debug-rank 0 ...`.")
+    assert worker._message(bdb.BdbQuit()).endswith(
+        "Start the job with `lockstep run --debug-rank 0 ...`."
+    )
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     assert worker._message(bdb.BdbQuit()) == ""  # the user has left the debugger
 
 
 def bad(rank: int, text: str = "a") -> Failure:
     error = DataError(text)
-    return Failure(rank, rank, "DataError", text, pickled=base64.b64encode(pickle_by_value(error)).decode())
+    return Failure(
+        rank, rank, "DataError", text, pickled=base64.b64encode(pickle_by_value(error)).decode()
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,14 +94,23 @@ STOPPED = Failure(1, 9, "InterruptedRunError", "stopped", signal_number=15, chec
         (WorkerResults([STOPPED]), InterruptedRunError),
         (WorkerResults([STOPPED], signals=[15]), InterruptedRunError),
         (WorkerResults([failed(0, 1), STOPPED], signals=[15]), WorkerError),
-        (WorkerResults([failed(0, 1, kind="KeyboardInterrupt"), STOPPED], signals=[2]), InterruptedRunError),
+        (
+            WorkerResults([failed(0, 1, kind="KeyboardInterrupt"), STOPPED], signals=[2]),
+            InterruptedRunError,
+        ),
         (WorkerResults([failed(0, 1, kind="KeyboardInterrupt")], signals=[2]), KeyboardInterrupt),
         (WorkerResults([failed(0, 1, kind="KeyboardInterrupt")]), WorkerError),
-        (WorkerResults([replace(failed(0, 1), in_collective=True)], signals=[2]), KeyboardInterrupt),
+        (
+            WorkerResults([replace(failed(0, 1), in_collective=True)], signals=[2]),
+            KeyboardInterrupt,
+        ),
         (WorkerResults([replace(failed(0, 1), in_collective=True), STOPPED]), InterruptedRunError),
         (WorkerResults([replace(failed(0, 1), in_collective=True)]), WorkerError),
         (WorkerResults(dead_ranks=[0], codes={0: -15}, signals=[15]), InterruptedRunError),
-        (WorkerResults(dead_ranks=[0], signals=[15]), InterruptedRunError),  # nobody has its exit code
+        (
+            WorkerResults(dead_ranks=[0], signals=[15]),
+            InterruptedRunError,
+        ),  # nobody has its exit code
         (WorkerResults(dead_ranks=[0], codes={0: -15}), WorkerError),
         (WorkerResults(dead_ranks=[0], codes={0: -9}, signals=[2]), WorkerError),
         (WorkerResults(dead_ranks=[0], codes={0: -9}, signals=[2], killed=True), KeyboardInterrupt),

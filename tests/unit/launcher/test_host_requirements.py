@@ -21,7 +21,9 @@ def test_a_usual_host_has_all(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_shared_memory_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_that_cannot_be_written_to_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 

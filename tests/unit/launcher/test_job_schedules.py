@@ -1,6 +1,8 @@
-"""Elastic jobs on several simulated hosts under random schedules of faults: what must hold, and that it is seen.
+"""Elastic jobs on several simulated hosts under random schedules of faults: what must hold, and
+that it is seen.
 
-A schedule is tried again by its number: ``python tests/support/job_simulation.py 1 --first 4711 --verbose``.
+A schedule is tried again by its number: ``python tests/support/job_simulation.py 1 --first 4711
+--verbose``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _results = Counter[str]()
 
 @pytest.mark.parametrize("block", range(4))
 def test_what_must_hold_does_in_every_schedule(block: int) -> None:
-    """See `World`: one view of each number, one side that trains, no step lost that is left, all well in the end."""
+    """See `World`: one view of each number, one side that trains, no step lost that is left, all
+    well in the end.
+    """
     _results.update(try_schedules(range(block * SCHEDULES, (block + 1) * SCHEDULES)))
 
 
@@ -32,7 +36,8 @@ def test_most_jobs_succeed() -> None:
     assert 0.7 < results["success"] / results.total() < 0.95, results
 
 
-# --- each guard is needed, or the schedules would not see that it is missing ----------------------------------
+# --- each guard is needed, or the schedules would not see that it is missing
+# ----------------------------------
 
 
 def half_is_enough(self: Election, hosts: Iterable[int], attempt: _Attempt) -> bool:

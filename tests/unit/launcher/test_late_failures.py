@@ -1,4 +1,6 @@
-"""The failure of a program is reported though a thread, or a function of `atexit`, keeps it running."""
+"""The failure of a program is reported though a thread, or a function of `atexit`, keeps it
+running.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,24 @@ def test_the_report_has_the_code_and_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = report(SystemExit(4), monkeypatch)
-    assert (found.exit_code, found.kind, found.reason) == (4, "SystemExit", "ended with exit code 4")
+    assert (found.exit_code, found.kind, found.reason) == (
+        4,
+        "SystemExit",
+        "ended with exit code 4",
+    )
     said = capsys.readouterr().err
-    assert "rank 1 has failed (SystemExit: ended with exit code 4) and does not end:\n  its main thread is at " in said
+    assert (
+        "rank 1 has failed (SystemExit: ended with exit code 4) and does not end:\n  its main "
+        "thread is at " in said
+    )
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(None), InterruptedRunError("stopped", 15)])
-def test_what_has_not_failed_may_take_long(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), SystemExit(None), InterruptedRunError("stopped", 15)]
+)
+def test_what_has_not_failed_may_take_long(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     assert report(error, monkeypatch) is None
 
 

@@ -1,4 +1,6 @@
-"""The launchers of several hosts: how they meet, what each learns of the others, and what the loss of one is called."""
+"""The launchers of several hosts: how they meet, what each learns of the others, and what the loss
+of one is called.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from lockstep.errors import ConfigError, LockstepError, WorkerError
 from lockstep.job.connection import Connection
 from lockstep.launcher.coordinator import Round
-from lockstep.launcher.host_protocol import HostDescription, HostFailure, check_compatible, describe_host
-from lockstep.launcher.links import Challenge, FixedHosts, HostHello, OneHost, Wire, listen_for_hosts
+from lockstep.launcher.host_protocol import (
+    HostDescription,
+    HostFailure,
+    check_compatible,
+    describe_host,
+)
+from lockstep.launcher.links import (
+    Challenge,
+    FixedHosts,
+    HostHello,
+    OneHost,
+    Wire,
+    listen_for_hosts,
+)
 from lockstep.launcher.options import JobOptions
 from lockstep.stores import LOOPBACK
 
@@ -27,11 +41,15 @@ LIMIT = 60.0
 
 
 def config(**given: Any) -> JobOptions:
-    return JobOptions(("train.py",), **{"nnodes": 2, "master_addr": LOOPBACK, "start_timeout": LIMIT, **given})
+    return JobOptions(
+        ("train.py",), **{"nnodes": 2, "master_addr": LOOPBACK, "start_timeout": LIMIT, **given}
+    )
 
 
 def described(host: str, **given: Any) -> HostDescription:
-    return HostDescription(**{"host": host, "lockstep": "1", "torch": "2", "python": "3.11", "workers": 2, **given})
+    return HostDescription(
+        **{"host": host, "lockstep": "1", "torch": "2", "python": "3.11", "workers": 2, **given}
+    )
 
 
 def failure(rank: int, at: int, host: str = "") -> HostFailure:
@@ -84,7 +102,8 @@ def join_all(hosts: Sequence[FixedHosts], count: int = 2) -> None:
     turn_until(hosts, lambda: all(each.place is not None for each in hosts))
 
 
-# --- one host ---------------------------------------------------------------------------------------------------------
+# --- one host
+# --------------------------------------------------------------------------------------------------
 
 
 def test_one_host_waits_for_nobody_and_has_a_store_of_its_own_for_each_start() -> None:
@@ -103,7 +122,8 @@ def test_one_host_waits_for_nobody_and_has_a_store_of_its_own_for_each_start() -
     alone.close()
 
 
-# --- meeting ----------------------------------------------------------------------------------------------------------
+# --- meeting
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,7 +136,9 @@ def test_one_host_waits_for_nobody_and_has_a_store_of_its_own_for_each_start() -
         ({}, {"debug_rank": 4}, "debug_rank: expected a rank from 0 to 3"),
     ],
 )
-def test_all_hosts_get_the_same_verdict(other: dict[str, Any], given: dict[str, Any], said: str) -> None:
+def test_all_hosts_get_the_same_verdict(
+    other: dict[str, Any], given: dict[str, Any], said: str
+) -> None:
     verdicts = meet([described("a"), described("b", **other)], **given)
     assert len(set(verdicts)) == 1
     assert isinstance(verdicts[0], str) and re.search(said, verdicts[0])
@@ -145,7 +167,9 @@ def test_a_number_that_two_hosts_have_is_refused() -> None:
         while not any(each.done() for each in results):
             time.sleep(0.01)
         (refused,) = [each for each in results if each.done()]
-        with pytest.raises(ConfigError, match="node_rank: expected a number that no other host has, got 1"):
+        with pytest.raises(
+            ConfigError, match="node_rank: expected a number that no other host has, got 1"
+        ):
             refused.result()
         others[2].meet(described("c"), config(), None)
         meeting.result(LIMIT)
@@ -158,7 +182,10 @@ def test_the_launcher_of_the_first_host_may_come_later_but_not_too_late() -> Non
         port = busy.getsockname()[1]
         with pytest.raises(ConfigError, match=f"free on the first host, got {port}"):
             listen_for_hosts(LOOPBACK, port)
-    with closing(FixedHosts(LOOPBACK, port, 1, 2)) as late, pytest.raises(ConfigError, match=r"answers within 0\.1 s"):
+    with (
+        closing(FixedHosts(LOOPBACK, port, 1, 2)) as late,
+        pytest.raises(ConfigError, match=r"answers within 0\.1 s"),
+    ):
         late.meet(described("b"), config(start_timeout=0.1), None)
     with ThreadPoolExecutor(1) as pool:
         second = FixedHosts(LOOPBACK, port, 1, 2)
@@ -183,7 +210,9 @@ def test_who_does_not_know_the_key_takes_no_part(monkeypatch: pytest.MonkeyPatch
     stranger = FixedHosts(LOOPBACK, port, 1, 2)
     with ThreadPoolExecutor(1) as pool:
         meeting = pool.submit(first.meet, described("a"), config(), listener)
-        with pytest.raises(LockstepError, match="is no launcher of this job, has another key, or has just ended"):
+        with pytest.raises(
+            LockstepError, match="is no launcher of this job, has another key, or has just ended"
+        ):
             stranger.meet(described("x"), config(), None)
         second.meet(described("b"), config(), None)
         meeting.result(LIMIT)
@@ -249,7 +278,8 @@ def test_a_host_describes_itself() -> None:
     check_compatible([replace(here, problem=""), replace(here, problem="", host="b")])
 
 
-# --- starts -----------------------------------------------------------------------------------------------------------
+# --- starts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_all_hosts_have_the_same_store_and_its_workers_find_nothing_old() -> None:
@@ -282,7 +312,8 @@ def test_all_hosts_know_when_all_have_finished() -> None:
         assert not hosts[1].is_disconnected and not hosts[1].reason
 
 
-# --- ends -------------------------------------------------------------------------------------------------------------
+# --- ends
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_failure_on_one_host_ends_the_others_and_all_name_the_earliest() -> None:
@@ -290,10 +321,19 @@ def test_a_failure_on_one_host_ends_the_others_and_all_name_the_earliest() -> No
         join_all(hosts)
         later = pool.submit(hosts[1].end, failure(1, 20, "b"), LIMIT)
         turn_until([hosts[0], hosts[2]], lambda: bool(hosts[0].reason and hosts[2].reason))
-        assert hosts[2].reason == "another host's workers have failed" and hosts[2].failure == failure(1, 20, "b")
-        ended = [later, pool.submit(hosts[2].end, failure(2, 10, "c"), LIMIT), pool.submit(hosts[0].end, None, LIMIT)]
+        assert hosts[2].reason == "another host's workers have failed" and hosts[
+            2
+        ].failure == failure(1, 20, "b")
+        ended = [
+            later,
+            pool.submit(hosts[2].end, failure(2, 10, "c"), LIMIT),
+            pool.submit(hosts[0].end, None, LIMIT),
+        ]
         found = [each.result(LIMIT) for each in ended]
-    assert found == [replace(failure(2, 10, "c"), others="rank 1 on b failed later with ValueError")] * 3
+    assert (
+        found
+        == [replace(failure(2, 10, "c"), others="rank 1 on b failed later with ValueError")] * 3
+    )
 
 
 def test_who_takes_too_long_to_end_is_not_waited_for() -> None:
@@ -333,7 +373,9 @@ def test_a_host_whose_kernel_does_not_answer_is_named(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("hung", [0, 1])
-def test_a_launcher_that_hangs_is_said_and_then_out(hung: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_hangs_is_said_and_then_out(
+    hung: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCKSTEP_LAUNCHER_TIMEOUT", "1")
     with met(2) as hosts:
         join_all(hosts)
@@ -365,7 +407,9 @@ def test_a_launcher_that_pings_is_not_silent(monkeypatch: pytest.MonkeyPatch) ->
         assert said == [[], []] and not hosts[0].reason and not hosts[1].reason
 
 
-def test_a_host_that_has_left_while_others_go_on_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_has_left_while_others_go_on_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LOCKSTEP_HEARTBEAT_TIMEOUT", "1")
     with met(2) as hosts:
         join_all(hosts)
@@ -379,7 +423,9 @@ def test_the_signal_of_one_launcher_is_known_to_all() -> None:
     with met(2) as hosts:
         hosts[1].interrupt(2)
         turn_until(hosts, lambda: all(each.interruption is not None for each in hosts))
-        assert hosts[0].interruption.host == socket.gethostname() and hosts[0].interruption.signal == 2
+        assert (
+            hosts[0].interruption.host == socket.gethostname() and hosts[0].interruption.signal == 2
+        )
 
 
 def test_a_failure_travels_as_it_is_and_on_the_common_clock() -> None:

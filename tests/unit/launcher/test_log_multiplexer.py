@@ -29,7 +29,10 @@ def pieces(*data: bytes) -> list[OutputLine]:
     return [piece for part in data for piece in lines.feed(part)] + list(lines.end())
 
 
-@given(st.lists(st.binary(max_size=8).filter(lambda text: b"\n" not in text and b"\r" not in text)), st.data())
+@given(
+    st.lists(st.binary(max_size=8).filter(lambda text: b"\n" not in text and b"\r" not in text)),
+    st.data(),
+)
 def test_lines_come_out_whole_however_they_come_in(texts: list[bytes], data: st.DataObject) -> None:
     written = b"".join(text + data.draw(st.sampled_from([b"\n", b"\r\n"])) for text in texts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(written)), max_size=5)))
@@ -122,7 +125,12 @@ def test_a_notebook_shows_lines_and_one_output_that_is_updated(
     monkeypatch.setattr(log_multiplexer, "display_in_notebook", display)
     output = log_multiplexer.NotebookOutput()
     mark = log_multiplexer.NOTEBOOK_MARK.encode()
-    for stream, text in ((0, b"printed"), (0, mark + b'{"text/plain": "half"}'), (1, b"warned"), (0, mark + b"{dama")):
+    for stream, text in (
+        (0, b"printed"),
+        (0, mark + b'{"text/plain": "half"}'),
+        (1, b"warned"),
+        (0, mark + b"{dama"),
+    ):
         output.write(0, stream, line(text))
     output.write(1, 0, bar(b"whole"))
     assert displayed == [{"text/plain": "half"}, {"text/plain": "whole"}]

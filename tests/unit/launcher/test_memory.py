@@ -1,4 +1,6 @@
-"""A job with more workers than its host has memory for is refused before anything is started for it."""
+"""A job with more workers than its host has memory for is refused before anything is started for
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,25 @@ from lockstep.launcher.script import Script
 
 @pytest.fixture(autouse=True)
 def _host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with 1.5 GiB of available memory and two cores, on which no fork server can be started."""
+    """A host with 1.5 GiB of available memory and two cores, on which no fork server can be
+    started.
+    """
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 << 29))
     monkeypatch.setattr(environment, "usable_cores", lambda: 2)
-    monkeypatch.setattr(fork_server, "start_fork_server", lambda *_: pytest.fail("the fork server was started"))
+    monkeypatch.setattr(
+        fork_server, "start_fork_server", lambda *_: pytest.fail("the fork server was started")
+    )
 
 
 EXPECTED = (
-    "expected at most 24 on this host: 1.5 GiB of its memory are available, and each worker needs at least 64 MiB, "
-    "got {}. Start fewer workers (this host has 2 cores), or end other programs."
+    "expected at most 24 on this host: 1.5 GiB of its memory are available, and each worker needs "
+    "at least 64 MiB, got {}. Start fewer workers (this host has 2 cores), or end other programs."
 )
 
 
-def test_the_command_names_its_option_the_memory_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_its_option_the_memory_and_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["run", "-np", "100000", __file__]) == 2
     assert capsys.readouterr().err == f"lockstep run: error: -np: {EXPECTED.format(100000)}\n"
 

@@ -1,4 +1,6 @@
-"""A program that uses MPI in workers that MPI has not started is refused, one that only imports it is not."""
+"""A program that uses MPI in workers that MPI has not started is refused, one that only imports it
+is not.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Loader:
 
 
 def module_of(size: int, monkeypatch: pytest.MonkeyPatch, workers: int = 2) -> Any:
-    monkeypatch.setattr(mpi_singletons, "find_world", lambda: SimpleNamespace(world_size=workers, rank=0))
+    monkeypatch.setattr(
+        mpi_singletons, "find_world", lambda: SimpleNamespace(world_size=workers, rank=0)
+    )
     monkeypatch.setattr(mpi_singletons, "records_dir", lambda: None)
     module: Any = type(mpi_singletons)("mpi4py.MPI")
     _WatchingLoader(Loader(size)).exec_module(module)
@@ -40,7 +44,9 @@ def access(module: Any, file: str) -> Any:
 def test_the_program_is_told_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
     module = module_of(1, monkeypatch)
     assert module.COMM_SELF == "self"
-    with pytest.raises(LockstepError, match=r"one rank in each of the 2 workers\. `mpiexec -n 2 python "):
+    with pytest.raises(
+        LockstepError, match=r"one rank in each of the 2 workers\. `mpiexec -n 2 python "
+    ):
         access(module, "/home/me/train.py")
 
 
@@ -56,7 +62,9 @@ def test_a_library_may_use_it_which_is_noted_once(
 
 
 @pytest.mark.parametrize("size, workers", [(2, 2), (1, 1)])
-def test_a_job_of_mpi_or_of_one_worker_is_left_alone(monkeypatch: pytest.MonkeyPatch, size: int, workers: int) -> None:
+def test_a_job_of_mpi_or_of_one_worker_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, size: int, workers: int
+) -> None:
     module = module_of(size, monkeypatch, workers)
     assert isinstance(module, _SingletonModule) == (size == 1)
     assert access(module, "/home/me/train.py").Get_size() == size

@@ -10,7 +10,13 @@ import pytest
 
 from lockstep.launcher import log_multiplexer, pulse
 from lockstep.launcher.log_multiplexer import LogMultiplexer
-from lockstep.launcher.pulse import ELASTIC_LIMIT_S, Patience, Pulse, SilenceWatch, write_to_launcher
+from lockstep.launcher.pulse import (
+    ELASTIC_LIMIT_S,
+    Patience,
+    Pulse,
+    SilenceWatch,
+    write_to_launcher,
+)
 from support.clock import Clock
 
 
@@ -52,21 +58,29 @@ def test_time_in_which_the_observer_was_stopped_itself_does_not_count(clock: Clo
     assert look(watch, clock, 20, 1) == (0, 0)
 
 
-def test_a_launcher_alone_is_waited_for_without_end_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_alone_is_waited_for_without_end_unless_a_limit_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("LOCKSTEP_LAUNCHER_TIMEOUT", "LOCKSTEP_HEARTBEAT_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     assert Patience.of(several_hosts=False) == Patience(30.0, math.inf)
     assert Patience.of(several_hosts=True) == Patience(30.0, 120.0)
-    assert Patience.of(True, ELASTIC_LIMIT_S) == Patience(5.0, 10.0)  # who is dropped in vain joins again
+    assert Patience.of(True, ELASTIC_LIMIT_S) == Patience(
+        5.0, 10.0
+    )  # who is dropped in vain joins again
     assert Patience.of(False, ELASTIC_LIMIT_S) == Patience(30.0, math.inf)
     monkeypatch.setenv("LOCKSTEP_LAUNCHER_TIMEOUT", "40")
-    assert Patience.of(several_hosts=False) == Patience.of(several_hosts=True) == Patience(20.0, 40.0)
+    assert (
+        Patience.of(several_hosts=False) == Patience.of(several_hosts=True) == Patience(20.0, 40.0)
+    )
     assert Patience.of(True, ELASTIC_LIMIT_S) == Patience(20.0, 40.0)
     monkeypatch.setenv("LOCKSTEP_LAUNCHER_TIMEOUT", "inf")
     assert Patience.of(True, ELASTIC_LIMIT_S).limit_s == math.inf
 
 
-def test_it_beats_while_the_loop_turns_or_waits_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_beats_while_the_loop_turns_or_waits_for_a_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pulse, "_BEAT_S", 0.01)
     blocked, beat = threading.Event(), threading.Event()
     with Pulse(beat.set, blocked.is_set) as sign:
@@ -103,7 +117,9 @@ def test_a_lapse_is_the_time_between_two_beats(clock: Clock) -> None:
     assert sign.take_lapse_s() == 50 and sign.take_lapse_s() == 0
 
 
-def test_what_a_launcher_does_not_read_is_written_beside_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_launcher_does_not_read_is_written_beside_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     write_to_launcher(os.getpid(), "it does not answer")
     assert "it does not answer\n" in capfd.readouterr().err
 

@@ -17,7 +17,12 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.launcher.host_protocol import CONTROL_PREFIX, ParentMessage
 from lockstep.launcher.links import interface_with_address
 from lockstep.launcher.options import JobOptions
-from lockstep.launcher.remote_command import assign_workers, host_commands, redact_variables, remote_environment
+from lockstep.launcher.remote_command import (
+    assign_workers,
+    host_commands,
+    redact_variables,
+    remote_environment,
+)
 from lockstep.launcher.ssh import _control_message, run_on_hosts
 from lockstep.launcher.start import config_for_slurm_task
 from lockstep.system.heartbeat import address_towards
@@ -35,21 +40,30 @@ def configure(*program: str, **given: Any) -> JobOptions:
     return JobOptions.parse({**given, "program": program or ("train.py",)})
 
 
-# --- the configuration ----------------------------------------------------------------------------------------
+# --- the configuration
+# ----------------------------------------------------------------------------------------
 
 
 def test_only_lines_that_hold_a_message_are_taken_for_one() -> None:
     """A program may print what begins like one: it is output, and the output after it is read."""
     message = CONTROL_PREFIX + messages.encode(ParentMessage(port=7))
     assert _control_message(message.encode()) == ParentMessage(port=7)
-    for text in ("a line", CONTROL_PREFIX, CONTROL_PREFIX + "{", CONTROL_PREFIX + '{"port": "x"}', message[:-1]):
+    for text in (
+        "a line",
+        CONTROL_PREFIX,
+        CONTROL_PREFIX + "{",
+        CONTROL_PREFIX + '{"port": "x"}',
+        message[:-1],
+    ):
         assert _control_message(text.encode()) is None
     assert _control_message(CONTROL_PREFIX.encode() + b"\xff") is None
 
 
 def test_a_configuration_is_parsed_from_texts(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb\n")
-    config = configure(workers="3", hostfile=str(tmp_path / "hosts"), preload="numpy, yaml,", start_timeout="0.5")
+    config = configure(
+        workers="3", hostfile=str(tmp_path / "hosts"), preload="numpy, yaml,", start_timeout="0.5"
+    )
     assert [(host.name, host.slots) for host in config.hosts] == [("a", 2), ("b", 1)]
     assert (config.workers, config.preload, config.start_timeout) == (3, ("numpy", "yaml"), 0.5)
     assert configure(workers="auto").workers is None
@@ -80,7 +94,8 @@ def test_invalid_options_are_refused_by_name(given: dict[str, Any], argument: st
     assert raised.value.argument == argument
 
 
-# --- commands -------------------------------------------------------------------------------------------------
+# --- commands
+# -------------------------------------------------------------------------------------------------
 
 
 def test_hosts_are_filled_in_order() -> None:
@@ -95,7 +110,12 @@ def test_ssh_neither_prompts_nor_waits_forever(tmp_path: Path) -> None:
     config = configure(hosts="me@a", ssh_port="2222", identity=str(key), start_timeout="4")
     (command,) = host_commands(config, assign_workers(config))
     assert command[:2] == ["ssh", "-T"]
-    for setting in ("BatchMode=yes", "ConnectTimeout=4", "ServerAliveInterval=10", "ServerAliveCountMax=3"):
+    for setting in (
+        "BatchMode=yes",
+        "ConnectTimeout=4",
+        "ServerAliveInterval=10",
+        "ServerAliveCountMax=3",
+    ):
         assert command[command.index(setting) - 1] == "-o"
     assert command[-6:-1] == ["-p", "2222", "-i", str(key), "me@a"]
     config = configure(hosts="me@a", heartbeat_timeout="6")
@@ -104,7 +124,9 @@ def test_ssh_neither_prompts_nor_waits_forever(tmp_path: Path) -> None:
 
 def test_the_remote_command_is_quoted() -> None:
     odd = ("my train.py", "a b", "it's", '"$HOME"', "--", "-x", "")
-    config = configure(*odd, hosts="a:2,b", module=True, threads="2", restarts="1", output_dir="o p", preload="x,y")
+    config = configure(
+        *odd, hosts="a:2,b", module=True, threads="2", restarts="1", output_dir="o p", preload="x,y"
+    )
     first, second = host_commands(config, assign_workers(config))
     folder, there = second[-1].split(" && ")
     assert shlex.split(folder) == ["cd", str(Path.cwd())]
@@ -112,7 +134,13 @@ def test_the_remote_command_is_quoted() -> None:
     assert words[:4] == ["exec", sys.executable, "-IS", "-c"]
     assert words[5:9] == [sys.executable, "-m", "lockstep", "run"]
     assert words[-8:] == ["my train.py", *("--", *odd[1:])][-8:]
-    for pair in (("--node-rank", "1"), ("--nnodes", "2"), ("-np", "1"), ("--threads", "2"), ("--output-dir", "o p")):
+    for pair in (
+        ("--node-rank", "1"),
+        ("--nnodes", "2"),
+        ("-np", "1"),
+        ("--threads", "2"),
+        ("--output-dir", "o p"),
+    ):
         assert words[words.index(pair[0]) + 1] == pair[1]
     assert "-np 2" in first[-1]
     assert " --module " in second[-1] and " 'my train.py' -- " in second[-1]
@@ -136,7 +164,14 @@ def test_this_host_is_not_reached_by_ssh() -> None:
 
 
 def test_variables_of_the_program_are_passed_on_and_those_of_this_run_are_not() -> None:
-    known = {"PYTHONPATH": "p", "NCCL_DEBUG": "x y", "HOME": "h", "MINE": "m", "LOCKSTEP_RUN_ID": "r", "TERM": "t"}
+    known = {
+        "PYTHONPATH": "p",
+        "NCCL_DEBUG": "x y",
+        "HOME": "h",
+        "MINE": "m",
+        "LOCKSTEP_RUN_ID": "r",
+        "TERM": "t",
+    }
     known["LOCKSTEP_WATCHDOG_DIR"] = "d"
     config = configure(hosts="a", env=["MINE", "OTHER=1=2", "TERM="])
     own = {"NCCL_DEBUG": "x y", "PYTHONPATH": "p"}
@@ -146,7 +181,9 @@ def test_variables_of_the_program_are_passed_on_and_those_of_this_run_are_not() 
 
 
 @pytest.mark.parametrize("host", [HERE, "far"])
-def test_a_launcher_reads_its_variables_from_one_line_and_leaves_the_rest(host: str, tmp_path: Path) -> None:
+def test_a_launcher_reads_its_variables_from_one_line_and_leaves_the_rest(
+    host: str, tmp_path: Path
+) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('a module of the user has been loaded')")
     config = configure("x.py", hosts=host)
     (command,) = host_commands(config, assign_workers(config))
@@ -158,23 +195,52 @@ def test_a_launcher_reads_its_variables_from_one_line_and_leaves_the_rest(host: 
     argv = [*words, sys.executable, "-c", told, value.encode(errors="surrogateescape")]
     ended = subprocess.run(argv, input=line, capture_output=True, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (0, b"True go on\n\n"), ended.stderr
-    assert subprocess.run(argv, input=b"", capture_output=True, cwd=tmp_path).returncode == 1  # nobody says anything
+    assert (
+        subprocess.run(argv, input=b"", capture_output=True, cwd=tmp_path).returncode == 1
+    )  # nobody says anything
 
 
 def test_values_are_neither_shown_nor_stored(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NCCL_SECRET", "s3cret")
-    run_on_hosts(configure("x.py", hosts=f"{HERE},far", env=["TOKEN=s3cret", "EMPTY="], dry_run=True))
+    run_on_hosts(
+        configure("x.py", hosts=f"{HERE},far", env=["TOKEN=s3cret", "EMPTY="], dry_run=True)
+    )
     shown = capsys.readouterr().out
     assert "s3cret" not in shown
     assert re.search(r"^# .* EMPTY=\.\.\. .*NCCL_SECRET=\.\.\. .*TOKEN=\.\.\.", shown, re.MULTILINE)
-    given = ["run", "-x", "TOKEN=s3", "--env", "A=s3=", "--env=B=s3", "-xC=s3", "-x", "NAME", "x.py", "a=b"]
-    kept = ["run", "-x", "TOKEN=...", "--env", "A=...", "--env=B=...", "-xC=...", "-x", "NAME", "x.py", "a=b"]
+    given = [
+        "run",
+        "-x",
+        "TOKEN=s3",
+        "--env",
+        "A=s3=",
+        "--env=B=s3",
+        "-xC=s3",
+        "-x",
+        "NAME",
+        "x.py",
+        "a=b",
+    ]
+    kept = [
+        "run",
+        "-x",
+        "TOKEN=...",
+        "--env",
+        "A=...",
+        "--env=B=...",
+        "-xC=...",
+        "-x",
+        "NAME",
+        "x.py",
+        "a=b",
+    ]
     assert redact_variables(given) == kept
 
 
-# --- network --------------------------------------------------------------------------------------------------
+# --- network
+# --------------------------------------------------------------------------------------------------
 
 
 def test_own_addresses_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +253,8 @@ def test_own_addresses_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface_with_address("192.0.2.1") is None
 
 
-# --- Slurm ----------------------------------------------------------------------------------------------------
+# --- Slurm
+# --------------------------------------------------------------------------------------------------
 
 STEP = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "node[07-08]"}
 SECOND = World(1, 2, 0, 1, 1, 2, "slurm")
@@ -198,14 +265,18 @@ def test_a_slurm_step_gives_the_node_and_the_master_address() -> None:
     assert (found.nnodes, found.node_rank, found.master_addr, found.workers) == (2, 1, "node07", 4)
     later = config_for_slurm_task(configure(), SECOND, {**STEP, "SLURM_STEP_ID": "4"})
     assert 1024 < later.master_port != found.master_port
-    given = config_for_slurm_task(configure(), SECOND, {**STEP, "MASTER_ADDR": "other", "MASTER_PORT": "4000"})
+    given = config_for_slurm_task(
+        configure(), SECOND, {**STEP, "MASTER_ADDR": "other", "MASTER_PORT": "4000"}
+    )
     assert (given.master_addr, given.master_port) == ("other", 4000)
     by_hand = configure(nnodes="3", master_addr="a", node_rank="2")
     assert config_for_slurm_task(by_hand, SECOND, STEP) == by_hand
 
 
 def test_several_launchers_on_one_node_get_a_hint() -> None:
-    with pytest.raises(LockstepError, match=r"--ntasks-per-node=1 lockstep run -np 2 .* srun python"):
+    with pytest.raises(
+        LockstepError, match=r"--ntasks-per-node=1 lockstep run -np 2 .* srun python"
+    ):
         config_for_slurm_task(configure(), World(0, 4, 0, 2, 0, 2, "slurm"), STEP)
     with pytest.raises(ConfigError, match="srun"):
         config_for_slurm_task(configure(hosts="a"), SECOND, STEP)

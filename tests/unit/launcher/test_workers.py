@@ -1,4 +1,6 @@
-"""The workers of a host: who connects, what they tell, how their processes end, and when they are ended."""
+"""The workers of a host: who connects, what they tell, how their processes end, and when they are
+ended.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,16 @@ class Program:
 
 
 class Launcher:
-    """The loop of a launcher with its workers. Attributes: other, the messages that are not those of every job."""
+    """The loop of a launcher with its workers. Attributes: other, the messages that are not those
+    of every job.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.selector = stack.enter_context(selectors.DefaultSelector())
         self.other: list[tuple[int, Any]] = []
-        self.workers = Workers(folder, self.selector, lambda number, message: self.other.append((number, message)))
+        self.workers = Workers(
+            folder, self.selector, lambda number, message: self.other.append((number, message))
+        )
         self.stack = stack
         stack.callback(self.workers.close)
 
@@ -98,7 +104,8 @@ def failure(number: int, **more: Any) -> Failure:
     return Failure(number, 7, "RuntimeError", "text\nof two lines", "trace", 4, **more)
 
 
-# --- strangers --------------------------------------------------------------------------------------------------------
+# --- strangers
+# --------------------------------------------------------------------------------------------------
 
 
 def received(end: socket.socket) -> bytes | None:
@@ -121,17 +128,23 @@ def is_closed(end: socket.socket) -> bool:
     [b"\xff\xff\xff\xff", b"\0\0\0\2\xc1\xc1", b"\0\0\xea\x60" + b"\x91" * 60000, b"\0" * 100],
     ids=["too long", "no message", "nested", "pings"],
 )
-def test_who_is_no_worker_is_closed(data: bytes, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_no_worker_is_closed(
+    data: bytes, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     monkeypatch.setattr(launcher.workers._strangers, "_clock", lambda: now)
-    garbage, idle, late = (launcher.stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3))
+    garbage, idle, late = (
+        launcher.stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)
+    )
     for end in (garbage, idle):
         end.connect(launcher.workers.path)
         end.setblocking(False)
     with suppress(BlockingIOError, OSError):
         garbage.sendall(data)
     launcher.turn_until(lambda: is_closed(garbage))
-    Connection[Any, Any](idle, ToAnyWorker).send(Set(0, "key", b""))  # not what a worker sends first
+    Connection[Any, Any](idle, ToAnyWorker).send(
+        Set(0, "key", b"")
+    )  # not what a worker sends first
     launcher.turn_until(lambda: is_closed(idle))
     late.connect(launcher.workers.path)
     late.setblocking(False)
@@ -150,7 +163,8 @@ def test_a_number_that_nobody_has_or_that_is_taken_is_refused(launcher: Launcher
         launcher.turn_until(lambda end=second: end.is_at_end)  # type: ignore[misc]
 
 
-# --- what workers tell ------------------------------------------------------------------------------------------------
+# --- what workers tell
+# ------------------------------------------------------------------------------------------------
 
 
 def test_what_a_worker_tells_is_known(launcher: Launcher) -> None:
@@ -177,7 +191,9 @@ def test_what_a_worker_has_said_is_read_though_it_takes_nothing_more(launcher: L
 
 
 @pytest.mark.parametrize("is_read_first", [True, False])
-def test_a_failure_that_follows_from_a_death_names_it(launcher: Launcher, is_read_first: bool) -> None:
+def test_a_failure_that_follows_from_a_death_names_it(
+    launcher: Launcher, is_read_first: bool
+) -> None:
     """The launcher may look at the survivor's connection before that of the dead worker."""
     first, second, third = (launcher.connect(number) for number in range(3))
     first.close()
@@ -216,14 +232,22 @@ def test_workers_know_the_processes_of_all_once_all_have_connected(launcher: Lau
     launcher.stack.callback(second.close)
     second.send(Hello(1))
     launcher.turn_until(lambda: launcher.workers[1].connection is not None)
-    assert list(first.receive_available()) == [Peers((os.getpid(), program.pid))] == list(second.receive_available())
+    assert (
+        list(first.receive_available())
+        == [Peers((os.getpid(), program.pid))]
+        == list(second.receive_available())
+    )
 
 
-def test_a_client_counts_pings_passes_messages_on_and_knows_the_end(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_client_counts_pings_passes_messages_on_and_knows_the_end(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     launcher.workers.add(0, None)
     taken: list[Any] = []
     lost: list[str] = []
-    client = JobClient(launcher.workers.path, 0, ToAnyWorker | Set, on_lost=lambda: lost.append("process"))
+    client = JobClient(
+        launcher.workers.path, 0, ToAnyWorker | Set, on_lost=lambda: lost.append("process")
+    )
     launcher.turn_until(lambda: launcher.workers[0].connection is not None)
     launcher.workers.send(0, Set(1, "a", b""))
     launcher.workers.ping()
@@ -236,7 +260,8 @@ def test_a_client_counts_pings_passes_messages_on_and_knows_the_end(launcher: La
     assert [message.key for message in taken] == ["a", "b"] and lost == ["membership", "process"]
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_end_of_a_process_comes_after_what_it_has_sent(launcher: Launcher) -> None:
@@ -273,7 +298,9 @@ def test_a_worker_may_connect_finish_and_end_before_the_launcher_looks(launcher:
     assert not launcher.workers.dead
 
 
-def test_workers_that_are_stopped_are_not_waited_for_when_the_job_is_over(launcher: Launcher) -> None:
+def test_workers_that_are_stopped_are_not_waited_for_when_the_job_is_over(
+    launcher: Launcher,
+) -> None:
     stopped, other = (launcher.start(number, "cat") for number in range(2))
     os.kill(stopped.pid, signal.SIGSTOP)
     os.waitpid(stopped.pid, os.WUNTRACED)
@@ -291,7 +318,9 @@ def test_workers_whose_time_is_up_may_clear_up_before_they_are_killed(
 ) -> None:
     monkeypatch.setattr("lockstep.launcher.supervisor.FAILURE_GRACE", 0.0)
     monkeypatch.setattr("lockstep.launcher.supervisor.TERM_GRACE_S", 0.5)
-    clears_up = launcher.start(0, "sh", "-c", "trap 'exit 7' TERM; echo; while true; do sleep 0.05; done")
+    clears_up = launcher.start(
+        0, "sh", "-c", "trap 'exit 7' TERM; echo; while true; do sleep 0.05; done"
+    )
     does_not = launcher.start(1, "sh", "-c", "trap '' TERM; echo; while true; do sleep 0.05; done")
     for program in (clears_up, does_not):
         assert program.popen.stdout is not None and program.popen.stdout.readline()
@@ -301,8 +330,12 @@ def test_workers_whose_time_is_up_may_clear_up_before_they_are_killed(
     assert supervisor.killed and all(launcher.workers[number].is_ended_here for number in (0, 1))
 
 
-def test_only_workers_that_have_connected_get_a_signal_before_their_time_is_up(launcher: Launcher) -> None:
-    silent = launcher.start(0, "sh", "-c", "trap 'exit 7' INT; echo; while true; do sleep 0.05; done")
+def test_only_workers_that_have_connected_get_a_signal_before_their_time_is_up(
+    launcher: Launcher,
+) -> None:
+    silent = launcher.start(
+        0, "sh", "-c", "trap 'exit 7' INT; echo; while true; do sleep 0.05; done"
+    )
     assert silent.popen.stdout is not None and silent.popen.stdout.readline()
     supervisor = WorkerSupervisor(launcher.workers, [signal.SIGINT], 100.0, 100.0)
     supervisor.check()
@@ -315,7 +348,9 @@ def test_only_workers_that_have_connected_get_a_signal_before_their_time_is_up(l
     launcher.turn_until(lambda: launcher.workers[0].code == 7)
 
 
-def test_one_that_has_asked_for_time_gets_it_unless_there_is_a_second_signal(launcher: Launcher) -> None:
+def test_one_that_has_asked_for_time_gets_it_unless_there_is_a_second_signal(
+    launcher: Launcher,
+) -> None:
     launcher.start(0, "cat")
     signals = [signal.SIGTERM]
     supervisor = WorkerSupervisor(launcher.workers, signals, exit_grace=0.0, save_grace=100.0)

@@ -61,12 +61,15 @@ def test_a_fingerprint_is_the_same_in_every_version() -> None:
     model.weight.data = torch.tensor([[1.0, -2.0]])
     stream = (
         b"lockstep fingerprint 1\n"
-        b'["dict", 1]\n["str", "weight"]\n["tensor", "torch.float32", [1, 2]]\n' + struct.pack("<2f", 1.0, -2.0)
+        b'["dict", 1]\n["str", "weight"]\n["tensor", "torch.float32", [1, 2]]\n'
+        + struct.pack("<2f", 1.0, -2.0)
     )
     assert fingerprint(model) == hashlib.sha256(stream).hexdigest()
 
 
-@pytest.mark.parametrize("name", ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"])
+@pytest.mark.parametrize(
+    "name", ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"]
+)
 @pytest.mark.parametrize("position", [0, -1])
 def test_one_bit_of_any_parameter_or_buffer_changes_it(name: str, position: int) -> None:
     model = make_model()
@@ -110,7 +113,9 @@ def swap(model: nn.Sequential) -> nn.Module:
 
 
 @pytest.mark.parametrize("change", [rename, reshape, retype, swap])
-def test_names_shapes_dtypes_and_positions_change_it(change: Callable[[nn.Sequential], nn.Module]) -> None:
+def test_names_shapes_dtypes_and_positions_change_it(
+    change: Callable[[nn.Sequential], nn.Module],
+) -> None:
     assert fingerprint(change(make_model())) != fingerprint(make_model())
 
 
@@ -125,7 +130,16 @@ def test_the_state_of_the_optimizer_changes_it(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(1.0, 2.0), (1, 2), (1, 1.0), (None, 0), (False, 0), ([1, 2], [12]), ("a", "b"), ([[1], 2], [[1, 2]])],
+    [
+        (1.0, 2.0),
+        (1, 2),
+        (1, 1.0),
+        (None, 0),
+        (False, 0),
+        ([1, 2], [12]),
+        ("a", "b"),
+        ([[1], 2], [[1, 2]]),
+    ],
 )
 def test_plain_values_in_the_state_change_it(one: Any, other: Any) -> None:
     model = make_model()
@@ -140,7 +154,10 @@ def test_the_order_of_making_the_state_does_not_matter() -> None:
     model = make_model()
     optimizer = make_optimizer(model)
     before = fingerprint(model, optimizer)
-    state = {parameter: dict(reversed(entry.items())) for parameter, entry in reversed(optimizer.state.items())}
+    state = {
+        parameter: dict(reversed(entry.items()))
+        for parameter, entry in reversed(optimizer.state.items())
+    }
     optimizer.state.clear()
     optimizer.state.update(state)
     assert next(iter(optimizer.state)) is model[1].bias
@@ -163,7 +180,9 @@ def test_the_layout_in_memory_does_not_matter() -> None:
     assert fingerprint(other) == fingerprint(model)
 
 
-@pytest.mark.parametrize("names", [["module"], ["_orig_mod"], ["module", "_orig_mod"], ["_orig_mod", "module"]])
+@pytest.mark.parametrize(
+    "names", [["module"], ["_orig_mod"], ["module", "_orig_mod"], ["_orig_mod", "module"]]
+)
 def test_wrappers_do_not_matter(names: list[str]) -> None:
     model: nn.Module = make_model()
     before = fingerprint(model)
@@ -181,7 +200,9 @@ def test_the_real_wrappers_do_not_matter() -> None:
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.uint16, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.bool, torch.uint16, torch.complex64], ids=str
+)
 def test_tensors_of_all_types_and_shapes_are_covered(dtype: torch.dtype) -> None:
     model = nn.Module()
     for name, shape in (("scalar", ()), ("none", (0, 2)), ("some", (2, 3))):
@@ -222,7 +243,9 @@ def test_the_model_stays_as_it_was() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("value", [torch.ones(2, device="meta"), torch.ones(2).to_sparse()], ids=["meta", "sparse"])
+@pytest.mark.parametrize(
+    "value", [torch.ones(2, device="meta"), torch.ones(2).to_sparse()], ids=["meta", "sparse"]
+)
 def test_a_tensor_without_plain_values_is_named(value: Tensor) -> None:
     model = nn.Sequential(nn.Module())
     model[0].register_buffer("table", value)
@@ -234,7 +257,9 @@ def test_an_object_in_the_state_is_named() -> None:
     model = make_model()
     optimizer = make_optimizer(model)
     optimizer.state[model[0].bias]["extra"] = [{1, 2}]
-    with pytest.raises(ConfigError, match=r"^optimizer\.1\.extra\.0: expected .*, got an object of type set"):
+    with pytest.raises(
+        ConfigError, match=r"^optimizer\.1\.extra\.0: expected .*, got an object of type set"
+    ):
         fingerprint(model, optimizer)
 
 
@@ -268,10 +293,13 @@ def test_plain_names_that_would_be_the_same_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64],
 )
 @pytest.mark.parametrize("shape", [(4, 6), (7, 5), (1,)])
-def test_a_checksum_depends_on_values_signs_and_positions(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_checksum_depends_on_values_signs_and_positions(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     generator = torch.Generator().manual_seed(2)
     values = (10 * torch.randn(shape, generator=generator)).to(dtype)
     others = [~values if dtype is torch.bool else -values]

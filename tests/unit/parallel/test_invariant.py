@@ -1,4 +1,6 @@
-"""What keeps the promise of equal bits: conditions held fixed, layers refused, shards dealt out and seeded."""
+"""What keeps the promise of equal bits: conditions held fixed, layers refused, shards dealt out and
+seeded.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,13 @@ CPU = torch.device("cpu")
 
 
 def place(rank: int, size: int) -> lockstep.Communicator:
-    return lockstep.Communicator.at(World(rank=rank, world_size=size, local_rank=rank, local_world_size=size), CPU)
+    return lockstep.Communicator.at(
+        World(rank=rank, world_size=size, local_rank=rank, local_world_size=size), CPU
+    )
 
 
-# --- conditions ----------------------------------------------------------------------------------------------
+# --- conditions
+# ----------------------------------------------------------------------------------------------
 
 
 def test_switches_are_set_and_put_back() -> None:
@@ -90,7 +95,11 @@ def test_conditions_name_what_bits_depend_on() -> None:
     assert found["instruction set"] == torch.backends.cpu.get_cpu_capability()
     assert DeterminismSettings(CPU).threads == 1
     assert DeterminismSettings(torch.device("cuda")).threads is None
-    assert differences({"a": 1, "b": 2}, {"b": 3, "c": 4}) == [("a", 1, None), ("b", 2, 3), ("c", None, 4)]
+    assert differences({"a": 1, "b": 2}, {"b": 3, "c": 4}) == [
+        ("a", 1, None),
+        ("b", 2, 3),
+        ("c", None, 4),
+    ]
 
 
 @pytest.mark.parametrize("threads", [0, True, 1.5])
@@ -99,7 +108,8 @@ def test_a_number_of_threads(threads: Any) -> None:
         DeterminismSettings(CPU, threads)
 
 
-# --- layers --------------------------------------------------------------------------------------------------
+# --- layers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,7 +133,12 @@ def test_layers_that_are_refused(layer: nn.Module, device: str, reason: str) -> 
 
 
 def test_layers_that_are_not() -> None:
-    layers = [nn.BatchNorm2d(3), nn.Embedding(3, 2), nn.LSTM(3, 2, num_layers=2, dropout=0.1), nn.Dropout()]
+    layers = [
+        nn.BatchNorm2d(3),
+        nn.Embedding(3, 2),
+        nn.LSTM(3, 2, num_layers=2, dropout=0.1),
+        nn.Dropout(),
+    ]
     check_supported(nn.Sequential(*layers), CPU)
     assert len({kind.name for kind in UNSUPPORTED}) == len(UNSUPPORTED)
 
@@ -131,15 +146,20 @@ def test_layers_that_are_not() -> None:
 def test_what_cannot_be_together_with_synchronised_batch_norm() -> None:
     check_joint_passes(nn.Sequential(SyncBatchNorm(3), nn.InstanceNorm1d(3)))
     with pytest.raises(ConfigError, match=r"no other running statistics.* got InstanceNorm1d at 1"):
-        check_joint_passes(nn.Sequential(SyncBatchNorm(3), nn.InstanceNorm1d(3, track_running_stats=True)))
+        check_joint_passes(
+            nn.Sequential(SyncBatchNorm(3), nn.InstanceNorm1d(3, track_running_stats=True))
+        )
     compiled = nn.Sequential(SyncBatchNorm(3))
     compiled.compile(backend="eager")
     for model in (compiled, torch.compile(nn.Sequential(SyncBatchNorm(3)), backend="eager")):
-        with pytest.raises(ConfigError, match="one that is not compiled, with sync_batchnorm and virtual workers"):
+        with pytest.raises(
+            ConfigError, match="one that is not compiled, with sync_batchnorm and virtual workers"
+        ):
             check_joint_passes(model)  # type: ignore[arg-type]
 
 
-# --- buffers -------------------------------------------------------------------------------------------------
+# --- buffers
+# -------------------------------------------------------------------------------------------------
 
 
 def test_running_statistics_are_the_mean_over_shards_by_samples() -> None:
@@ -147,7 +167,9 @@ def test_running_statistics_are_the_mean_over_shards_by_samples() -> None:
     buffers = Buffers(layer)
     buffers.begin()
     sums = []
-    for shard, part in enumerate((torch.tensor([[1.0], [3.0]]), torch.tensor([[4.0], [6.0], [8.0]]))):
+    for shard, part in enumerate(
+        (torch.tensor([[1.0], [3.0]]), torch.tensor([[4.0], [6.0], [8.0]]))
+    ):
         buffers.restore()
         layer(part)
         sums.append(buffers.of_shard(len(part), first=shard == 0, last=shard == 1))
@@ -203,7 +225,8 @@ def test_buffers_outside_of_norms_become_those_of_shard_0() -> None:
     assert model.constant._version == constant  # type: ignore[union-attr,operator]
 
 
-# --- shards --------------------------------------------------------------------------------------------------
+# --- shards
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
@@ -216,22 +239,42 @@ def test_each_shard_is_assigned_once_and_collated_by_itself(workers: int) -> Non
 
     virtual_workers: list[list[int] | None] = []
     for rank in range(workers):
-        loader = Loader(dataset, 8, virtual_workers=5, shuffle=False, comm=place(rank, workers), collate_fn=collate)
+        loader = Loader(
+            dataset,
+            8,
+            virtual_workers=5,
+            shuffle=False,
+            comm=place(rank, workers),
+            collate_fn=collate,
+        )
         for batch in loader.epoch(0):
             virtual_workers += (
-                [None if data is None else data.tolist() for data in batch.data] if batch.step == 1 else []
+                [None if data is None else data.tolist() for data in batch.data]
+                if batch.step == 1
+                else []
             )
             assert batch.size == sum(0 if data is None else len(data) for data in batch.data)
-            assert batch.indices.tolist() == [n for data in batch.data if data is not None for n in data.tolist()]
-            assert (batch.global_size, batch.virtual_workers) == ((8, 5) if batch.step == 0 else (5, 5))
+            assert batch.indices.tolist() == [
+                n for data in batch.data if data is not None for n in data.tolist()
+            ]
+            assert (batch.global_size, batch.virtual_workers) == (
+                (8, 5) if batch.step == 0 else (5, 5)
+            )
     assert virtual_workers == [[8], [9], [10], [11], [12]]
     assert sorted(calls) == [1] * 7 + [2] * 3
 
 
 def test_a_last_batch_with_fewer_samples_than_shards() -> None:
-    loader = Loader(TensorDataset(torch.arange(10)), 8, virtual_workers=4, shuffle=False, comm=place(0, 1))
+    loader = Loader(
+        TensorDataset(torch.arange(10)), 8, virtual_workers=4, shuffle=False, comm=place(0, 1)
+    )
     last = list(loader.epoch(0))[-1]
-    assert [None if data is None else data[0].tolist() for data in last.data] == [[8], [9], None, None]
+    assert [None if data is None else data[0].tolist() for data in last.data] == [
+        [8],
+        [9],
+        None,
+        None,
+    ]
 
 
 def test_draws_depend_on_seed_step_and_shard_alone() -> None:
@@ -258,11 +301,14 @@ def test_what_lies_askew_in_memory_is_copied() -> None:
     assert torch.equal(askew, whole[1:])
 
 
-# --- arguments -----------------------------------------------------------------------------------------------
+# --- arguments
+# -----------------------------------------------------------------------------------------------
 
 
 def test_arguments_that_contradict_shards() -> None:
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps: expected 1 with virtual workers, got 2"):
+    with pytest.raises(
+        ConfigError, match="gradient_accumulation_steps: expected 1 with virtual workers, got 2"
+    ):
         resolve_strategy(None, 4, None, 2)
     with pytest.raises(ConfigError, match="threads: expected none without virtual workers, got 2"):
         resolve_strategy(None, None, 2, 1)
@@ -271,7 +317,10 @@ def test_arguments_that_contradict_shards() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"virtual_workers": 2, "workers": "3"}, "virtual_workers: expected at least one for each of 3 workers, got 2"),
+        (
+            {"virtual_workers": 2, "workers": "3"},
+            "virtual_workers: expected at least one for each of 3 workers, got 2",
+        ),
         (
             {"virtual_workers": 2, "gradient_accumulation_steps": 2},
             "gradient_accumulation_steps: expected 1 with virtual workers",
@@ -291,14 +340,21 @@ def test_options_that_contradict_shards(options: dict[str, Any], message: str) -
 def test_the_document_has_the_same_table_of_layers() -> None:
     page = (Path(__file__).parents[3] / "docs" / "invariance.md").read_text()
     section = page.partition("## Unsupported layers")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| Layer")]
+    rows = [
+        line
+        for line in section.splitlines()
+        if line.startswith("| ") and not line.startswith("| Layer")
+    ]
     assert rows == [f"| {kind.name} | {kind.reason} | {kind.instead} |" for kind in UNSUPPORTED]
 
 
 def test_the_generator_of_the_given_gpu_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of the current one."""
     seeded: list[tuple[int, int]] = []
-    generators = [SimpleNamespace(manual_seed=lambda key, index=index: seeded.append((index, key))) for index in (0, 1)]
+    generators = [
+        SimpleNamespace(manual_seed=lambda key, index=index: seeded.append((index, key)))
+        for index in (0, 1)
+    ]
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
     monkeypatch.setattr(torch.cuda, "manual_seed", lambda key: seeded.append((-1, key)))

@@ -68,7 +68,9 @@ class Encoding(UserDict[str, Any]):
 
 @dataclass
 class Output(OrderedDict[str, Any]):
-    """Like what models of Transformers and Diffusers return: items are fields as well, and there is no update()."""
+    """Like what models of Transformers and Diffusers return: items are fields as well, and there is
+    no update().
+    """
 
     x: Any = None
     loss: Any = None
@@ -147,7 +149,8 @@ def test_what_is_there_for_all_samples_is_not_cut() -> None:
 def test_a_tensor_with_its_samples_elsewhere_is_not_cut_in_parts() -> None:
     last = X.view(1, 6)
     with pytest.raises(
-        ConfigError, match=r"gradient_accumulation_steps: expected 1, or batches .* their 6 samples .* shape \[1, 6\]"
+        ConfigError,
+        match=r"gradient_accumulation_steps: expected 1, or batches .* their 6 samples .* shape \[1, 6\]",
     ):
         split((last, X), 6, 2)
     with pytest.raises(ConfigError, match=r"shape \[1, 6\] at \['x'\]\[1\]"):
@@ -155,7 +158,8 @@ def test_a_tensor_with_its_samples_elsewhere_is_not_cut_in_parts() -> None:
     assert split((last, X), 6, 1)[0][1] == 6
 
 
-# --- Lists with an item for each sample -------------------------------------------------------------------------------
+# --- Lists with an item for each sample
+# -------------------------------------------------------------------------------
 
 IMAGES = [torch.zeros(3, size, 8) for size in range(1, 7)]
 BOXES = [{"boxes": torch.zeros(count, 4), "name": "a"} for count in (1, 3, 2, 6, 1, 2)]
@@ -181,7 +185,9 @@ def test_a_list_as_long_as_the_batch_is_split_as_its_tensors_are(items: Any) -> 
     assert per_sample(items, 6)
     parts = [part["items"] for part, _ in split(batch, 6, 4)]
     assert [len(part) for part in parts] == [2, 2, 1, 1]
-    assert all(one is other for one, other in zip(parts[1], items[2:4], strict=True)) or isinstance(items, np.ndarray)
+    assert all(one is other for one, other in zip(parts[1], items[2:4], strict=True)) or isinstance(
+        items, np.ndarray
+    )
     assert all(type(part) is type(items) for part in parts)
     assert len(narrow(batch, 0, 0, 6)["items"]) == 0
     assert narrow(batch, 0, 3)["items"] is not items or isinstance(items, np.ndarray)
@@ -189,7 +195,18 @@ def test_a_list_as_long_as_the_batch_is_split_as_its_tensors_are(items: Any) -> 
 
 @pytest.mark.parametrize(
     "value",
-    [["cat", "dog", "owl"], (), ["a"] * 5, np.zeros(()), np.arange(5), "abcdef", b"abcdef", {"a": 1}, None, 6],
+    [
+        ["cat", "dog", "owl"],
+        (),
+        ["a"] * 5,
+        np.zeros(()),
+        np.arange(5),
+        "abcdef",
+        b"abcdef",
+        {"a": 1},
+        None,
+        6,
+    ],
 )
 def test_a_list_of_another_length_is_left_whole(value: Any) -> None:
     for part, _ in split({"x": X, "value": value}, 6, 3):
@@ -198,7 +215,12 @@ def test_a_list_of_another_length_is_left_whole(value: Any) -> None:
 
 def test_structures_of_as_many_tensors_as_samples_are_no_lists_of_samples() -> None:
     inputs, targets = torch.zeros(2, 5), torch.zeros(2, 1)
-    for pair in ([inputs, targets], (inputs, targets), ({"x": inputs}, {"x": targets}), ([inputs, inputs], targets)):
+    for pair in (
+        [inputs, targets],
+        (inputs, targets),
+        ({"x": inputs}, {"x": targets}),
+        ([inputs, inputs], targets),
+    ):
         first = split(pair, 2, 2)[0][0]
         assert type(first) is type(pair)
         assert len(first) == 2
@@ -213,7 +235,9 @@ def test_structures_of_as_many_tensors_as_samples_are_no_lists_of_samples() -> N
 def test_lists_of_which_nothing_tells_what_a_sample_is_are_refused_where_they_are_split() -> None:
     ambiguous = [["a", "b"], ["c", "d"]]
     assert split(ambiguous, 2, 1)[0][0] is ambiguous
-    with pytest.raises(ConfigError, match=r"batch: expected lists .* 2 samples, got 2 lists of 2 items each"):
+    with pytest.raises(
+        ConfigError, match=r"batch: expected lists .* 2 samples, got 2 lists of 2 items each"
+    ):
         split(ambiguous, 2, 2)
 
 

@@ -15,7 +15,9 @@ from lockstep.topology import World
 
 
 class Doubled:
-    """Another worker with the same gradients: notes the sizes of the gradients that are sent, and doubles them."""
+    """Another worker with the same gradients: notes the sizes of the gradients that are sent, and
+    doubles them.
+    """
 
     sent: list[list[int]]
 
@@ -31,7 +33,9 @@ class Doubled:
 
     def wait(self) -> Gradients:
         pairs = zip(self.parameters, self.gradients, strict=True)
-        return [torch.zeros_like(p) if gradient is None else gradient.mul_(2) for p, gradient in pairs]
+        return [
+            torch.zeros_like(p) if gradient is None else gradient.mul_(2) for p, gradient in pairs
+        ]
 
 
 @pytest.fixture
@@ -51,7 +55,9 @@ def reducer_of(trained: list[nn.Parameter], *groups: list[nn.Parameter]) -> Redu
     return reducer
 
 
-def test_gradients_are_sent_when_they_are_complete_and_the_others_at_the_end(sent: list[list[int]]) -> None:
+def test_gradients_are_sent_when_they_are_complete_and_the_others_at_the_end(
+    sent: list[list[int]],
+) -> None:
     a, b, _ = trained = parameters(1, 2, 3)
     reducer = reducer_of(trained)
     reducer.open(0, passes=2)
@@ -66,7 +72,11 @@ def test_gradients_are_sent_when_they_are_complete_and_the_others_at_the_end(sen
     assert sent == [[1], [2], [3]]
     reducer.finish()
     assert not reducer.is_sending
-    assert [p.grad.tolist() for p in trained if p.grad is not None] == [[4.0], [2.0, 2.0], [0.0] * 3]
+    assert [p.grad.tolist() for p in trained if p.grad is not None] == [
+        [4.0],
+        [2.0, 2.0],
+        [0.0] * 3,
+    ]
     assert a.grad is kept
 
 

@@ -46,7 +46,10 @@ def with_dropout() -> nn.Module:
 
 
 def make(
-    devices: list[str] | None = None, model: Callable[[], nn.Module] = plain, loss_fn: Any = None, **options: Any
+    devices: list[str] | None = None,
+    model: Callable[[], nn.Module] = plain,
+    loss_fn: Any = None,
+    **options: Any,
 ) -> Trainer:
     """A trainer whose last batch of an epoch has 4 of 16 samples; without devices on one alone."""
     init("cpu")
@@ -64,7 +67,9 @@ def make(
 
 def results(trainer: Trainer, epochs: int = 2, **given: Any) -> list[list[float]]:
     rows = trainer.fit(samples(), epochs, validate=samples(50), **given)
-    return [[row.get(name, 0.0) for name in ("train_loss", "val_loss", "val_accuracy")] for row in rows]
+    return [
+        [row.get(name, 0.0) for name in ("train_loss", "val_loss", "val_accuracy")] for row in rows
+    ]
 
 
 def values(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -85,7 +90,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("devices", [["cpu"], TWO, THREE], ids=len)
-def test_any_number_of_devices_gives_the_answer_of_one(devices: list[str], options: dict[str, Any]) -> None:
+def test_any_number_of_devices_gives_the_answer_of_one(
+    devices: list[str], options: dict[str, Any]
+) -> None:
     several, alone = make(devices, **options), make(**options)
     assert_close(results(several), results(alone))
     assert_close(values(several), values(alone))
@@ -169,15 +176,21 @@ def test_fewer_samples_than_devices() -> None:
             assert len(inputs)
             return super().forward(inputs)
 
-    trainer, alone = make(["cpu"] * 5, lambda: NeedsSamples(6, 4)), make(model=lambda: NeedsSamples(6, 4))
+    trainer, alone = (
+        make(["cpu"] * 5, lambda: NeedsSamples(6, 4)),
+        make(model=lambda: NeedsSamples(6, 4)),
+    )
     assert_close(results(trainer, 1), results(alone, 1))
 
 
-# --- checkpoints and ends -----------------------------------------------------------------------------------
+# --- checkpoints and ends
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [(THREE, None), (None, TWO), (TWO, THREE)], ids=["to one", "from one", "other"]
+    ("first", "then"),
+    [(THREE, None), (None, TWO), (TWO, THREE)],
+    ids=["to one", "from one", "other"],
 )
 def test_a_checkpoint_resumes_under_another_strategy(
     tmp_path: Path, first: list[str] | None, then: list[str] | None
@@ -217,7 +230,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_update() -> None:
     torch.testing.assert_close(values(trainer), before, rtol=0, atol=0, equal_nan=True)
 
 
-# --- evaluation ---------------------------------------------------------------------------------------------
+# --- evaluation
+# ---------------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_runs_on_all_replicas_in_evaluation_mode() -> None:
@@ -231,15 +245,25 @@ def test_an_evaluation_runs_on_all_replicas_in_evaluation_mode() -> None:
             return self.layer(inputs)
 
     seen: list[tuple[int, bool, bool]] = []
-    trainer = make(TWO, Sizes, metrics={"largest": lambda output, target: (output.max(1).values.sum(), len(target))})
+    trainer = make(
+        TWO,
+        Sizes,
+        metrics={"largest": lambda output, target: (output.max(1).values.sum(), len(target))},
+    )
     found = trainer.evaluate(samples(21))
-    assert sorted(seen) == [(2, False, False), (3, False, False), (8, False, False), (8, False, False)]
+    assert sorted(seen) == [
+        (2, False, False),
+        (3, False, False),
+        (8, False, False),
+        (8, False, False),
+    ]
     assert trainer.model.training
     alone = make(model=Sizes, metrics=trainer.metrics).evaluate(samples(21))
     assert_close(found, alone)
 
 
-# --- what cannot be -----------------------------------------------------------------------------------------
+# --- what cannot be
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -249,12 +273,27 @@ def test_an_evaluation_runs_on_all_replicas_in_evaluation_mode() -> None:
         ({"devices": "cpu"}, "devices: expected a list of devices"),
         ({"devices": ["cpu", "meta"]}, "devices: expected devices that compute, got cpu, meta"),
         ({"devices": ["meta", "cpu"]}, "devices: expected devices that compute"),
-        ({"devices": TWO, "virtual_workers": 4}, "virtual_workers: expected none with strategy='replicas', got 4"),
+        (
+            {"devices": TWO, "virtual_workers": 4},
+            "virtual_workers: expected none with strategy='replicas', got 4",
+        ),
         ({"devices": TWO, "threads": 4}, "threads: expected none without virtual workers"),
-        ({"devices": TWO, "strategy": "distributed"}, "devices: expected none without strategy='replicas', got"),
-        ({"devices": TWO, "strategy": "replica"}, "strategy: expected one of .*Did you mean replicas"),
-        ({"devices": TWO, "model": lambda: nn.SyncBatchNorm(6)}, "model: .*got SyncBatchNorm at its top"),
-        ({"devices": TWO, "model": lambda: nn.Sequential(nn.Identity(), SyncBatchNorm(6))}, "SyncBatchNorm at 1"),
+        (
+            {"devices": TWO, "strategy": "distributed"},
+            "devices: expected none without strategy='replicas', got",
+        ),
+        (
+            {"devices": TWO, "strategy": "replica"},
+            "strategy: expected one of .*Did you mean replicas",
+        ),
+        (
+            {"devices": TWO, "model": lambda: nn.SyncBatchNorm(6)},
+            "model: .*got SyncBatchNorm at its top",
+        ),
+        (
+            {"devices": TWO, "model": lambda: nn.Sequential(nn.Identity(), SyncBatchNorm(6))},
+            "SyncBatchNorm at 1",
+        ),
     ],
 )
 def test_what_cannot_be_combined_is_refused(options: dict[str, Any], said: str) -> None:
@@ -267,7 +306,10 @@ def test_batches_that_cannot_be_cut() -> None:
     batch = next(trainer.loader(samples(16)).epoch(0))
     inputs, labels = batch.data
     object.__setattr__(batch, "data", {"x": inputs.T, "y": labels})
-    with pytest.raises(ConfigError, match=r"their 16 samples in the first dimension, got shape \[6, 16\] at \['x'\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"their 16 samples in the first dimension, got shape \[6, 16\] at \['x'\]",
+    ):
         trainer.step(batch)
 
 
@@ -275,13 +317,16 @@ def test_a_failure_names_the_device_and_the_shapes_and_what_is_known_stays_what_
     def broken(model: nn.Module, data: Any) -> Any:
         raise KeyError("no such thing")
 
-    with pytest.raises(ReplicaError, match=r"replica 0 of 2 on cpu, given \[8, 6\] float64, \[8\] int64: KeyError"):
+    with pytest.raises(
+        ReplicaError, match=r"replica 0 of 2 on cpu, given \[8, 6\] float64, \[8\] int64: KeyError"
+    ):
         results(make(TWO, forward=broken))
     with pytest.raises(ConfigError, match="as many outputs as the labels need"):
         results(make(TWO, lambda: nn.Linear(6, 3)))
 
 
-# --- which devices ------------------------------------------------------------------------------------------
+# --- which devices
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("global_batch_size", "expected"), [(256, 4), (64, 2), (16, 1), (None, 4)])
@@ -295,18 +340,23 @@ def test_a_replica_for_each_core_that_has_enough_to_do(
         assert len(made.step.strategy.devices) == 1  # of its 16 samples
 
 
-@pytest.mark.parametrize(("index", "workers", "expected"), [(0, 1, [0, 1, 2, 3]), (1, 2, [1, 3]), (3, 4, [3])])
+@pytest.mark.parametrize(
+    ("index", "workers", "expected"), [(0, 1, [0, 1, 2, 3]), (1, 2, [1, 3]), (3, 4, [3])]
+)
 def test_workers_share_the_accelerators(
     monkeypatch: pytest.MonkeyPatch, index: int, workers: int, expected: list[int]
 ) -> None:
     class Comm:
         device = torch.device("cuda", index)
-        world = lockstep.World(world_size=workers, rank=index % workers, local_rank=index, local_world_size=workers)
+        world = lockstep.World(
+            world_size=workers, rank=index % workers, local_rank=index, local_world_size=workers
+        )
 
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     comm: Any = Comm()
     assert [device.index for device in default_devices(comm)] == expected
     with pytest.raises(
-        ConfigError, match=f"devices: expected cuda:{index}, this worker's own, as the first device, got"
+        ConfigError,
+        match=f"devices: expected cuda:{index}, this worker's own, as the first device, got",
     ):
         Replicas(comm, ["cpu", "cpu"])

@@ -30,7 +30,9 @@ def test_lower_parts_take_the_remainder() -> None:
 
 @given(samples=st.integers(1, 300), batch=st.integers(1, 80), drop=st.booleans())
 def test_steps_of_an_epoch(samples: int, batch: int, drop: bool) -> None:
-    ranges = [step_range(samples, batch, step) for step in range(steps_per_epoch(samples, batch, drop))]
+    ranges = [
+        step_range(samples, batch, step) for step in range(steps_per_epoch(samples, batch, drop))
+    ]
     covered = [item for start, stop in ranges for item in range(start, stop)]
     assert covered == list(range(samples // batch * batch if drop else samples))
 
@@ -42,7 +44,12 @@ def test_impossible_parts_are_refused(n: int, parts: int, part: int) -> None:
 
 
 def test_keys_of_neighbours_are_unrelated() -> None:
-    keys = [mix((seed, purpose, step)) & 0xFFFFFFFF for seed in range(8) for purpose in range(4) for step in range(64)]
+    keys = [
+        mix((seed, purpose, step)) & 0xFFFFFFFF
+        for seed in range(8)
+        for purpose in range(4)
+        for step in range(64)
+    ]
     assert len(set(keys)) == len(keys)
     changed = [(mix((0, step)) ^ mix((0, step + 1))).bit_count() for step in range(200)]
     assert 28 < sum(changed) / len(changed) < 36  # of 64 bits

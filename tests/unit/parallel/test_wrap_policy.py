@@ -36,11 +36,17 @@ class Attending(Running):
 class Listed(Running):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
+        self.layers = nn.Sequential(
+            nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9)
+        )
 
 
 def test_blocks_of_a_transformer() -> None:
-    assert wrap_policy(Encoder(6), 100) == ["words", *(f"blocks.{number}" for number in range(6)), "out"]
+    assert wrap_policy(Encoder(6), 100) == [
+        "words",
+        *(f"blocks.{number}" for number in range(6)),
+        "out",
+    ]
     # what is too small goes with the model itself
     assert wrap_policy(Encoder(6), 500) == [f"blocks.{number}" for number in range(6)]
     assert wrap_policy(Encoder(6)) == []

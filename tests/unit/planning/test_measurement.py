@@ -1,4 +1,6 @@
-"""Curves that are fitted to measurements, and network.json: written, read, and refused where it is damaged."""
+"""Curves that are fitted to measurements, and network.json: written, read, and refused where it is
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ SIZES = [8 * 4**i for i in range(10)]
 def test_a_line_is_fitted_by_two_points() -> None:
     curve = Curve.fit({size: 20e-6 + size / 1e9 for size in SIZES})
     assert len(curve.sizes) == 2 and curve.residual < 1e-9
-    assert curve.bandwidth == pytest.approx(1e9) and curve.at(1 << 24) == pytest.approx(20e-6 + (1 << 24) / 1e9)
+    assert curve.bandwidth == pytest.approx(1e9) and curve.at(1 << 24) == pytest.approx(
+        20e-6 + (1 << 24) / 1e9
+    )
 
 
 def test_a_bend_is_found_and_the_residual_is_that_of_the_worst_point() -> None:
@@ -65,7 +69,9 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     write_measurement(path, made())
     assert read_measurement(path) == made() == find_network(str(path))
-    assert made().link().bandwidth == pytest.approx((1e6 - 8) / 1e-3) and made().link().latency == 1e-5
+    assert (
+        made().link().bandwidth == pytest.approx((1e6 - 8) / 1e-3) and made().link().latency == 1e-5
+    )
 
 
 def test_noise_decides_whether_it_is_a_result() -> None:
@@ -89,11 +95,23 @@ def _set(*path: Any) -> Callable[[Any], None]:
         (_set("copy_bandwidth", 0), "copy bandwidth above 0"),
         (_set("workers", 3), "expected the ranks 0 to 2"),
         (_set("hosts", "a"), "Expected"),
-        (_set("transports", "gloo", "pairs", 0, "idle", "seconds", [1e-5, 1e-6]), "seconds that do not fall"),
+        (
+            _set("transports", "gloo", "pairs", 0, "idle", "seconds", [1e-5, 1e-6]),
+            "seconds that do not fall",
+        ),
         (_set("transports", "gloo", "pairs", 0, "ranks", [0, 5]), "a pair of ranks from 0 to 1"),
-        (_set("transports", "gloo", "collectives", "all_reduce", "idle", "seconds", [0, 1]), "seconds above 0"),
-        (_set("transports", "gloo", "collectives", "all_reduce", "idle", "sizes", [9, 8]), "ascending sizes"),
-        (_set("transports", "gloo", "collectives", "all_reduce", "idle", "sizes", []), "as many sizes as seconds"),
+        (
+            _set("transports", "gloo", "collectives", "all_reduce", "idle", "seconds", [0, 1]),
+            "seconds above 0",
+        ),
+        (
+            _set("transports", "gloo", "collectives", "all_reduce", "idle", "sizes", [9, 8]),
+            "ascending sizes",
+        ),
+        (
+            _set("transports", "gloo", "collectives", "all_reduce", "idle", "sizes", []),
+            "as many sizes as seconds",
+        ),
     ],
 )
 def test_damaged_files_are_refused_with_one_line(change: Callable[[Any], None], told: str) -> None:

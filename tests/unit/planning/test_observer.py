@@ -1,4 +1,6 @@
-"""The observer in a process of one worker: which steps it records of which scripts, and what it leaves as it was."""
+"""The observer in a process of one worker: which steps it records of which scripts, and what it
+leaves as it was.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def observe(tmp_path: Path) -> Iterator[Callable[..., Profile]]:
         observer.finish()
 
 
-def own_loop(model: nn.Module, batch_size: int = 64, after_step: Callable[[], Any] = lambda: None) -> None:
+def own_loop(
+    model: nn.Module, batch_size: int = 64, after_step: Callable[[], Any] = lambda: None
+) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     for _ in range(4):
         for inputs, targets in DataLoader(DATA, batch_size):
@@ -55,7 +59,9 @@ def own_loop(model: nn.Module, batch_size: int = 64, after_step: Callable[[], An
             after_step()
 
 
-def test_an_own_loop_is_recorded_with_batches_of_several_sizes(observe: Callable[..., Profile]) -> None:
+def test_an_own_loop_is_recorded_with_batches_of_several_sizes(
+    observe: Callable[..., Profile],
+) -> None:
     model = nn.Sequential(nn.Linear(4, 512), nn.ReLU(), nn.Linear(512, 1))
     before = [p.clone() for p in model.parameters()]
     found = observe(lambda: own_loop(model))
@@ -76,7 +82,9 @@ def test_an_own_loop_is_recorded_with_batches_of_several_sizes(observe: Callable
 def test_the_smallest_share_bounds_the_sizes() -> None:
     assert ObserverSettings("", 30, 1.0).shares() == [1.0]
     assert ObserverSettings("", 30, 0.25).shares() == [1.0, 0.5, 0.25]
-    assert ObserverSettings("", 30, 1 / 64).shares() == pytest.approx([64 ** (-i / 4) for i in range(5)])
+    assert ObserverSettings("", 30, 1 / 64).shares() == pytest.approx(
+        [64 ** (-i / 4) for i in range(5)]
+    )
 
 
 def trainer(tmp_path: Path, **options: Any) -> None:
@@ -85,7 +93,13 @@ def trainer(tmp_path: Path, **options: Any) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run = lockstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), 32, run_dir=tmp_path / "mine", callbacks=[], **options
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        32,
+        run_dir=tmp_path / "mine",
+        callbacks=[],
+        **options,
     )
     run.fit(train, epochs=5)
 
@@ -100,13 +114,18 @@ def test_a_trainer_is_recorded_and_its_run_directory_not_touched(
     assert all(step.loader_s > 0 and step.other_s >= 0 for step in found.steps)
 
 
-def test_virtual_workers_are_recorded_pass_by_pass(observe: Callable[..., Profile], tmp_path: Path) -> None:
+def test_virtual_workers_are_recorded_pass_by_pass(
+    observe: Callable[..., Profile], tmp_path: Path
+) -> None:
     found = observe(lambda: trainer(tmp_path, virtual_workers=4))
     assert (found.batch, found.global_batch, found.virtual_workers) == (32, 32, 4)
     assert {step.samples for step in found.steps} == {32}
     assert {len(step.passes) for step in found.steps} == {4}
     parameters = 4 * (28 * 28 * 10 + 10)
-    assert all(size == 32 and 3 * parameters < peak < 4 * parameters for size, peak in found.memory) and found.memory
+    assert (
+        all(size == 32 and 3 * parameters < peak < 4 * parameters for size, peak in found.memory)
+        and found.memory
+    )
     assert sorted({samples for samples, _ in found.noise}) == [8, 32]
 
 
@@ -119,7 +138,9 @@ def test_a_loop_over_an_ordered_reducer_is_recorded(observe: Callable[..., Profi
             inputs, targets = DATA[step * 16 : step * 16 + 16]
             for shard in reducer:
                 part = reducer.part((inputs, targets), shard)
-                (nn.functional.mse_loss(model(inputs[part]), targets[part], reduction="sum") / 16).backward()
+                (
+                    nn.functional.mse_loss(model(inputs[part]), targets[part], reduction="sum") / 16
+                ).backward()
             optimizer.step()
 
     found = observe(script)
@@ -138,10 +159,14 @@ def test_gradients_are_accumulated_over_batches(observe: Callable[..., Profile])
                 optimizer.zero_grad()
 
     found = observe(script, smallest_share=1.0)
-    assert found.batch == 32 and {(step.samples, len(step.passes)) for step in found.steps} == {(32, 2)}
+    assert found.batch == 32 and {(step.samples, len(step.passes)) for step in found.steps} == {
+        (32, 2)
+    }
 
 
-def test_a_script_that_ends_early_has_the_steps_that_there_were(observe: Callable[..., Profile]) -> None:
+def test_a_script_that_ends_early_has_the_steps_that_there_were(
+    observe: Callable[..., Profile],
+) -> None:
     def script() -> None:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -152,7 +177,9 @@ def test_a_script_that_ends_early_has_the_steps_that_there_were(observe: Callabl
     assert len(observe(script).steps) == 4  # of 8 steps, after 4 to warm up
 
 
-def test_the_group_is_that_of_the_steps_though_the_script_destroys_it(observe: Callable[..., Profile]) -> None:
+def test_the_group_is_that_of_the_steps_though_the_script_destroys_it(
+    observe: Callable[..., Profile],
+) -> None:
     """Otherwise every rank takes itself for rank 0 at the end, and writes that one's profile."""
 
     def script() -> None:

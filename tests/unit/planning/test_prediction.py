@@ -1,4 +1,6 @@
-"""Predictions from profiles whose truth is known: more workers, limits, intervals, memory, noise scale and advice."""
+"""Predictions from profiles whose truth is known: more workers, limits, intervals, memory, noise
+scale and advice.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from lockstep.messages import decode, encode
 from lockstep.network import Link
 from lockstep.planning.advice import advise, assumptions, recommended
 from lockstep.planning.collective_costs import ALGORITHMS, Fabric
-from lockstep.planning.prediction import Forecast, Job, Uncertainty, best_bucket, critical_batch_size, predict
+from lockstep.planning.prediction import (
+    Forecast,
+    Job,
+    Uncertainty,
+    best_bucket,
+    critical_batch_size,
+    predict,
+)
 from lockstep.planning.step_profile import ComputeCurve, Pass, Profile, StepRecord, merge
 
 FAST, SLOW, FAR = Link(1e15, 0.0), Link(1e6, 0.0), Link(1e15, 0.01)
@@ -44,12 +53,15 @@ def step_s(samples: int) -> float:
     return 1e-3 + 1e-5 * samples + 5e-4
 
 
-# --- Computing --------------------------------------------------------------------------------------------------------
+# --- Computing
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("samples", [256, 200, 128, 64, 33, 32, 16, 4])
 def test_computing_is_linear_between_and_beyond_the_measured_sizes(samples: int) -> None:
-    assert ComputeCurve(profile()).times(samples).seconds == pytest.approx(step_s(samples), rel=1e-9)
+    assert ComputeCurve(profile()).times(samples).seconds == pytest.approx(
+        step_s(samples), rel=1e-9
+    )
 
 
 def test_a_single_size_is_scaled_except_the_update() -> None:
@@ -64,7 +76,9 @@ def test_a_short_last_batch_does_not_count() -> None:
 
 def test_gradients_are_ready_in_the_measured_shares_of_the_backward_pass() -> None:
     times = ComputeCurve(profile()).times(256)
-    assert [each.ready_s / times.backward_s for each in times.gradients] == pytest.approx([1.0, 0.5])
+    assert [each.ready_s / times.backward_s for each in times.gradients] == pytest.approx(
+        [1.0, 0.5]
+    )
 
 
 def test_ranks_are_merged() -> None:
@@ -75,12 +89,18 @@ def test_ranks_are_merged() -> None:
 def test_a_profile_survives_its_file_and_a_damaged_one_is_refused() -> None:
     text = encode(profile())
     assert decode(text, Profile) == profile()
-    for damaged in (text.replace('"lockstep_profile": 1', '"lockstep_profile": 2'), text[:50], "{}", "[]"):
+    for damaged in (
+        text.replace('"lockstep_profile": 1', '"lockstep_profile": 2'),
+        text[:50],
+        "{}",
+        "[]",
+    ):
         with pytest.raises(ValueError):
             decode(damaged, Profile)
 
 
-# --- More workers -----------------------------------------------------------------------------------------------------
+# --- More workers
+# --------------------------------------------------------------------------------------------------
 
 
 def test_without_a_network_to_wait_for_only_computing_counts() -> None:
@@ -96,7 +116,8 @@ def test_a_slow_network_adds_what_backward_does_not_hide() -> None:
     (two,) = predict(job(SLOW), [2])
     backward = 2 / 3 * (1e-3 + 1e-5 * 128)
     first, second = (ALGORITHMS["ring"](size, 2, SLOW).seconds for size in (4_000_000, 40_000))
-    # the first bucket is ready after half of the backward pass, the second at its end; 64 bytes of totals before them
+    # the first bucket is ready after half of the backward pass, the second at its end; 64 bytes of
+    # totals before them
     totals = ALGORITHMS["ring"](64, 2, SLOW).seconds
     assert totals < backward / 2
     assert two.step_s == pytest.approx(step_s(128) - backward / 2 + first + second)
@@ -153,12 +174,16 @@ def test_virtual_workers_are_passes() -> None:
     for each in predict(made, [1, 2, 3, 4, 8]):
         passes = -(-8 // each.workers)
         assert each.step_s == pytest.approx(passes * one_pass + 5e-4, rel=1e-4)
-    with pytest.raises(ConfigError, match="workers: expected at most 8, the virtual workers of the script, got 9"):
+    with pytest.raises(
+        ConfigError, match="workers: expected at most 8, the virtual workers of the script, got 9"
+    ):
         predict(made, [9])
 
 
 def test_more_workers_than_samples_are_refused() -> None:
-    with pytest.raises(ConfigError, match="workers: expected at most 256, the samples of a global batch, got 257"):
+    with pytest.raises(
+        ConfigError, match="workers: expected at most 256, the samples of a global batch, got 257"
+    ):
         predict(job(), [1, 257])
     predict(job(batch_is_global=False), [257])
 
@@ -172,7 +197,9 @@ def test_copies_of_gradients_into_buckets_take_time_from_computing() -> None:
     assert with_copies.step_s <= without.step_s + size / 1e6 + 1e-9
     assert predict(copying, [1])[0].step_s == predict(alone, [1])[0].step_s
     two = replace(copying, profiles={1: [profile()], 2: [profile()]})
-    assert predict(two, [2])[0].step_s == pytest.approx(predict(replace(two, copy_bandwidth=None), [2])[0].step_s)
+    assert predict(two, [2])[0].step_s == pytest.approx(
+        predict(replace(two, copy_bandwidth=None), [2])[0].step_s
+    )
 
 
 def test_two_profiled_workers_replace_the_assumed_slowdown() -> None:
@@ -189,7 +216,11 @@ def test_intervals_are_wider_for_what_is_less_certain() -> None:
         assert two.low_s <= two.step_s <= two.high_s
         return two.high_s - two.low_s
 
-    assert width(compute=0.0, network=0.0) < width(compute=0.02, network=0.0) < width(compute=0.02, network=0.1)
+    assert (
+        width(compute=0.0, network=0.0)
+        < width(compute=0.02, network=0.0)
+        < width(compute=0.02, network=0.1)
+    )
 
 
 def test_a_price_gives_costs() -> None:
@@ -206,7 +237,8 @@ def test_predictions_are_the_same_twice_also_of_many_workers() -> None:
     assert predict(made, [1024]) == [forecasts[-1]]
 
 
-# --- Memory, noise, buckets, advice -----------------------------------------------------------------------------------
+# --- Memory, noise, buckets, advice
+# -----------------------------------------------------------------------------------
 
 
 def test_memory_has_a_constant_part_and_one_that_grows_with_samples() -> None:
@@ -255,8 +287,13 @@ def test_advice_on_shards_that_do_not_divide() -> None:
     steps = (record(256, passes=8),) * 6
     made = job(profile=profile(steps=steps, virtual_workers=8))
     text = " ".join(advise(made, predict(made, [1, 2, 3])))
-    assert "With virtual_workers=8, 3 workers are idle 11% of the time" in text and "virtual_workers=9" in text
-    assert "virtual_workers=8 divides evenly among 2 workers" in " ".join(advise(made, predict(made, [1, 2])))
+    assert (
+        "With virtual_workers=8, 3 workers are idle 11% of the time" in text
+        and "virtual_workers=9" in text
+    )
+    assert "virtual_workers=8 divides evenly among 2 workers" in " ".join(
+        advise(made, predict(made, [1, 2]))
+    )
 
 
 def test_assumptions_say_where_the_figures_come_from() -> None:
@@ -270,7 +307,19 @@ def test_assumptions_say_where_the_figures_come_from() -> None:
 def speeds(*each: tuple[int, float], limit: str = "latency") -> list[Forecast]:
     """Forecasts for numbers of workers and their speed-ups."""
     return [
-        Forecast(workers, 1.0, 0.9, 1.1, 1.0, speedup, speedup, speedup / workers, limit, {limit: 0.5}, 0.1)
+        Forecast(
+            workers,
+            1.0,
+            0.9,
+            1.1,
+            1.0,
+            speedup,
+            speedup,
+            speedup / workers,
+            limit,
+            {limit: 0.5},
+            0.1,
+        )
         for workers, speedup in each
     ]
 
@@ -283,8 +332,14 @@ def test_numbers_of_workers_between_may_pay_less() -> None:
 @pytest.mark.parametrize(
     ("forecasts", "first"),
     [
-        (speeds((1, 1.0), (2, 1.2), (8, 1.5)), "The fastest are 8 workers, 1.50 times as fast as one; each more than"),
-        (speeds((8, 0.2)), "One worker is faster: 8 workers take 5.00 times as long for its samples."),
+        (
+            speeds((1, 1.0), (2, 1.2), (8, 1.5)),
+            "The fastest are 8 workers, 1.50 times as fast as one; each more than",
+        ),
+        (
+            speeds((8, 0.2)),
+            "One worker is faster: 8 workers take 5.00 times as long for its samples.",
+        ),
         (speeds((1, 1.0), (2, 0.5)), "More workers do not pay: 2 workers take 2.00 times as long"),
         (speeds((1, 1.0), (2, 1.01)), "More workers do not pay: 2 workers take hardly less time."),
     ],

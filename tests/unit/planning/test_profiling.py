@@ -14,7 +14,9 @@ from lockstep.launcher import fork_server, local
 from lockstep.planning.profiling import Program, record_profiles
 
 
-def test_each_number_of_workers_has_its_own_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_number_of_workers_has_its_own_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The threads of one worker, on all cores, are not those of two that share the cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(environment, "usable_cores", lambda: 8)

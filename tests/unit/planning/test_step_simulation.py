@@ -9,9 +9,27 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.network import Link
-from lockstep.planning.collective_costs import ALGORITHMS, DIGEST_BYTES, Cost, Fabric, MeasuredCollective
-from lockstep.planning.measurement import CollectiveCurve, Curve, NetworkMeasurement, TransportMeasurement
-from lockstep.planning.step_simulation import Gradient, Message, StepPlan, ddp_buckets, equal_buckets, simulate
+from lockstep.planning.collective_costs import (
+    ALGORITHMS,
+    DIGEST_BYTES,
+    Cost,
+    Fabric,
+    MeasuredCollective,
+)
+from lockstep.planning.measurement import (
+    CollectiveCurve,
+    Curve,
+    NetworkMeasurement,
+    TransportMeasurement,
+)
+from lockstep.planning.step_simulation import (
+    Gradient,
+    Message,
+    StepPlan,
+    ddp_buckets,
+    equal_buckets,
+    simulate,
+)
 from lockstep.watchdog.preflight import CallInfo, encode
 
 LINK = Link(1e9, 1e-5)
@@ -29,7 +47,9 @@ def test_algorithms_are_their_closed_forms(workers: int, size: float) -> None:
         "all_gather": (p - 1) * alpha + (p - 1) / p * n * beta,
         "broadcasts": p * math.ceil(math.log2(p)) * (alpha + n / p * beta),
     }
-    assert {name: each(size, workers, LINK).seconds for name, each in ALGORITHMS.items()} == pytest.approx(forms)
+    assert {
+        name: each(size, workers, LINK).seconds for name, each in ALGORITHMS.items()
+    } == pytest.approx(forms)
 
 
 def test_one_worker_communicates_nothing() -> None:
@@ -43,7 +63,9 @@ def test_hierarchical_crosses_the_link_once_for_each_host() -> None:
     assert fabric.cost("all_reduce", 1e6, 8).seconds == pytest.approx(between + 0.001)
     assert fabric.cost("all_reduce", 1e6, 4).seconds == pytest.approx(0.001)
     flat = Fabric(LINK, per_host=4, inside=inside, hierarchical=False)
-    assert flat.cost("all_reduce", 1e6, 8).send_s == pytest.approx(4 * 4 / 7 * ALGORITHMS["ring"](1e6, 8, LINK).send_s)
+    assert flat.cost("all_reduce", 1e6, 8).send_s == pytest.approx(
+        4 * 4 / 7 * ALGORITHMS["ring"](1e6, 8, LINK).send_s
+    )
 
 
 def test_the_check_beside_a_collective_is_a_small_all_reduce_between_hosts() -> None:
@@ -51,7 +73,9 @@ def test_the_check_beside_a_collective_is_a_small_all_reduce_between_hosts() -> 
     check_s = plain.cost("all_reduce", DIGEST_BYTES, 4).seconds
     assert check_s > 0
     for name in ("all_reduce", "all_to_all", "all_gather"):
-        assert checked.cost(name, 1e6, 4) == plain.cost(name, 1e6, 4), "it is over before the collective"
+        assert checked.cost(name, 1e6, 4) == plain.cost(name, 1e6, 4), (
+            "it is over before the collective"
+        )
     assert plain.cost("all_to_all", 8.0, 4).seconds < check_s
     assert checked.cost("all_to_all", 8.0, 4).seconds == pytest.approx(check_s)
     assert checked.cost("all_reduce", 1e6, 2) == plain.cost("all_reduce", 1e6, 2)  # on one host
@@ -70,7 +94,9 @@ def measurement(hosts: tuple[tuple[int, ...], ...]) -> NetworkMeasurement:
 
 
 @pytest.mark.parametrize("hosts", [((0, 1),), ((0,), (1,))])
-def test_measured_curves_are_used_and_extended_as_their_algorithm_grows(hosts: tuple[tuple[int, ...], ...]) -> None:
+def test_measured_curves_are_used_and_extended_as_their_algorithm_grows(
+    hosts: tuple[tuple[int, ...], ...],
+) -> None:
     fabric = Fabric.of_measurement(measurement(hosts), "shm")
     assert fabric.is_one_host == (len(hosts) == 1) and fabric.checks_calls == (len(hosts) > 1)
     fabric = replace(fabric, checks_calls=False)
@@ -78,13 +104,16 @@ def test_measured_curves_are_used_and_extended_as_their_algorithm_grows(hosts: t
     extended = fabric.cost("all_reduce", 1e6, 4)
     assert extended.latency_s == pytest.approx(3 * 2e-5)
     assert extended.send_s == pytest.approx((1e-3 - 2e-5) * 1.5)
-    assert fabric.cost("all_gather", 2e6, 2).seconds == pytest.approx(1e-3)  # each worker's input is half of the result
+    assert fabric.cost("all_gather", 2e6, 2).seconds == pytest.approx(
+        1e-3
+    )  # each worker's input is half of the result
     assert fabric.cost("all_to_all", 1e6, 2).seconds > 0  # not measured
     with pytest.raises(ConfigError, match=r"transport: expected shm, got 'gloo'"):
         Fabric.of_measurement(measurement(hosts), "gloo")
 
 
-# --- Buckets ----------------------------------------------------------------------------------------------------------
+# --- Buckets
+# --------------------------------------------------------------------------------------------------
 
 
 def test_buckets_are_those_of_ddp() -> None:
@@ -98,7 +127,9 @@ def test_buckets_are_those_of_ddp() -> None:
     gradients = [Gradient(4 * size, float(at)) for at, size in enumerate(sizes)]
     buckets = ddp_buckets(gradients, 25 << 20)
     assert [bucket.size for bucket in buckets] == expected
-    assert [bucket.ready_s for bucket in buckets] == [max(float(i) for i in group) for group in groups]
+    assert [bucket.ready_s for bucket in buckets] == [
+        max(float(i) for i in group) for group in groups
+    ]
 
 
 def test_buckets_go_by_arrival_not_by_order() -> None:
@@ -107,7 +138,8 @@ def test_buckets_go_by_arrival_not_by_order() -> None:
     assert equal_buckets([], 16) == []
 
 
-# --- Steps ------------------------------------------------------------------------------------------------------------
+# --- Steps
+# --------------------------------------------------------------------------------------------------
 
 
 def messages(ready: list[float], seconds: float) -> list[Message]:
@@ -143,14 +175,17 @@ def test_directions_have_lanes_of_their_own() -> None:
 
 @pytest.mark.parametrize(("slowdown", "expected"), [(0.0, 10.0), (0.5, 12.0), (1.0, 14.0)])
 def test_computing_slows_down_while_a_collective_runs(slowdown: float, expected: float) -> None:
-    # 4 seconds of work are done while the collective runs, if nothing is slower; it lasts long enough for each case
+    # 4 seconds of work are done while the collective runs, if nothing is slower; it lasts long
+    # enough for each case
     line = simulate(StepPlan(10.0, 0.0, [Message(6.0, Cost(0.0, 8.0, 8.0))], slowdown))
     assert line.computed_s == pytest.approx(expected)
 
 
 def test_computing_is_slow_only_while_it_runs() -> None:
     line = simulate(StepPlan(10.0, 0.0, [Message(2.0, Cost(0.0, 3.0, 3.0))], 0.5))
-    assert line.computed_s == pytest.approx(2 + 3 + 6)  # 2 seconds of work are done in the 3 of the collective
+    assert line.computed_s == pytest.approx(
+        2 + 3 + 6
+    )  # 2 seconds of work are done in the 3 of the collective
 
 
 def test_a_follow_up_waits_for_all_computing() -> None:

@@ -1,4 +1,6 @@
-"""What `lockstep.ray` decides without Ray: what fits on a cluster, places, how an actor ended, output on its way."""
+"""What `lockstep.ray` decides without Ray: what fits on a cluster, places, how an actor ended,
+output on its way.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,24 @@ def node(key: str, **total: float) -> Node:
     return Node(key, f"host-{key}", total, total)
 
 
-# --- arguments ------------------------------------------------------------------------------------------------------
+# --- arguments
+# --------------------------------------------------------------------------------------------------
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(LockstepError, match=r"needs the package ray: pip install 'lockstep-train\[ray\]'$"):
+    with pytest.raises(
+        LockstepError, match=r"needs the package ray: pip install 'lockstep-train\[ray\]'$"
+    ):
         lockstep.ray.launch(print)
 
 
 @pytest.mark.parametrize("workers", [0, -1, True, 1.5, None, (2,), (0, 2), (4, 2), (1, 2, 3), "2"])
 def test_what_is_no_number_of_workers_is_refused(workers: Any) -> None:
-    with pytest.raises(ConfigError, match="workers: expected a whole number of at least 1, or the least and the most"):
+    with pytest.raises(
+        ConfigError,
+        match="workers: expected a whole number of at least 1, or the least and the most",
+    ):
         lockstep.ray.launch(print, workers=workers)
 
 
@@ -54,7 +62,9 @@ def test_what_are_no_resources_is_refused(resources: Any) -> None:
 
 @pytest.mark.parametrize("amount", [0, -1, True, "1", math.inf, math.nan])
 def test_what_is_no_amount_of_a_resource_is_refused_by_its_name(amount: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^resources\['GPU'\]: expected a finite number above 0, got "):
+    with pytest.raises(
+        ConfigError, match=r"^resources\['GPU'\]: expected a finite number above 0, got "
+    ):
         of_ray.check_resources({"CPU": 1, "GPU": amount})
 
 
@@ -67,7 +77,8 @@ def test_resources_are_options_of_an_actor() -> None:
     assert Placement({"CPU": 2}, 5, 1.0).worker_threads == 5
 
 
-# --- what fits ------------------------------------------------------------------------------------------------------
+# --- what fits
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,16 +92,22 @@ def test_resources_are_options_of_an_actor() -> None:
         ({"CPU": 1000}, {"CPU": 1}, of_ray.MOST_ON_A_NODE),
     ],
 )
-def test_how_many_workers_a_node_holds(has: dict[str, float], needs: dict[str, float], count: int) -> None:
+def test_how_many_workers_a_node_holds(
+    has: dict[str, float], needs: dict[str, float], count: int
+) -> None:
     assert of_ray.capacity(has, needs) == count
 
 
 def test_what_can_never_fit_is_an_error_that_says_what_is_missing() -> None:
     nodes = [node("a", CPU=4), node("b", CPU=4)]
     of_ray.check_capacity(nodes, 8, {"CPU": 1})
-    with pytest.raises(ConfigError, match=r"at most 8: each needs 1 CPU, .* has 8 CPU on 2 nodes, got 9 \(1"):
+    with pytest.raises(
+        ConfigError, match=r"at most 8: each needs 1 CPU, .* has 8 CPU on 2 nodes, got 9 \(1"
+    ):
         of_ray.check_capacity(nodes, 9, {"CPU": 1})
-    with pytest.raises(ConfigError, match=r"at most 2: each needs 3 CPU.*\(no node has enough of all at once\)"):
+    with pytest.raises(
+        ConfigError, match=r"at most 2: each needs 3 CPU.*\(no node has enough of all at once\)"
+    ):
         of_ray.check_capacity([node("a", CPU=5), node("b", CPU=4)], 3, {"CPU": 3})
 
 
@@ -105,7 +122,9 @@ def test_what_can_never_fit_is_an_error_that_says_what_is_missing() -> None:
         (None, False),
     ],
 )
-def test_an_autoscaler_is_known_by_the_types_of_nodes(status: bytes | None, configured: bool) -> None:
+def test_an_autoscaler_is_known_by_the_types_of_nodes(
+    status: bytes | None, configured: bool
+) -> None:
     assert of_ray.knows_node_types(status) is configured
 
 
@@ -125,17 +144,26 @@ def test_ranks_of_a_node_are_consecutive() -> None:
     assert (world.node, world.nodes) == (1, 2)
 
 
-# --- how it ended ---------------------------------------------------------------------------------------------------
+# --- how it ended
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_ray_says_of_the_end_of_an_actor() -> None:
     assert describe_end("ActorDiedError ... Worker exits with an exit code 4.") == (4, "")
-    assert "ran out of memory" in describe_end("OutOfMemoryError Task was killed due to the node running low")[1]
-    assert "killed by a signal" in describe_end("ActorDiedError ... connection error code 2. End of file")[1]
+    assert (
+        "ran out of memory"
+        in describe_end("OutOfMemoryError Task was killed due to the node running low")[1]
+    )
+    assert (
+        "killed by a signal"
+        in describe_end("ActorDiedError ... connection error code 2. End of file")[1]
+    )
 
 
 def test_a_node_without_lockstep_is_an_error_that_says_what_to_do() -> None:
-    assert "runtime_env" in describe_start(RuntimeError("x\nModuleNotFoundError: No module named 'lockstep'"))
+    assert "runtime_env" in describe_start(
+        RuntimeError("x\nModuleNotFoundError: No module named 'lockstep'")
+    )
     assert (
         describe_start(RuntimeError("a\n  the last line \n"))
         == "the workers could not be started on Ray: the last line"
@@ -148,7 +176,14 @@ def report(rank: int, time: int, **more: Any) -> Failure:
 
 def test_the_results_of_several_hosts_are_one() -> None:
     a = WorkerResults([report(1, 30)], workers=2, first_rank=0)
-    b = WorkerResults([report(0, 20, dead_peers=(1,))], [1], workers=2, first_rank=2, dead_since=10, ends={1: "lost"})
+    b = WorkerResults(
+        [report(0, 20, dead_peers=(1,))],
+        [1],
+        workers=2,
+        first_rank=2,
+        dead_since=10,
+        ends={1: "lost"},
+    )
     results = combine([a, b])
     assert [(each.rank, each.dead_peers) for each in results.reports] == [(2, (3,)), (1, ())]
     assert (results.dead_ranks, results.dead_since, results.ends) == ([3], 10, {3: "lost"})
@@ -171,12 +206,16 @@ def test_of_the_errors_of_an_elastic_jobs_nodes_the_one_with_the_worker_counts()
     assert choose_error([NodeEnd(error=LockstepError("y")), plain]) is plain.error
 
 
-# --- output ---------------------------------------------------------------------------------------------------------
+# --- output
+# --------------------------------------------------------------------------------------------------
 
 
 def test_lines_are_kept_until_they_are_taken_and_of_a_bar_the_last_state() -> None:
     log = RelayedLog()
-    line, bars = OutputLine(b"x", False, True), [OutputLine(b"%d" % n, True, False) for n in range(3)]
+    line, bars = (
+        OutputLine(b"x", False, True),
+        [OutputLine(b"%d" % n, True, False) for n in range(3)],
+    )
     log.write(0, 0, line)
     for bar in bars:
         log.write(1, 1, bar)

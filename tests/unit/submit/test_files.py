@@ -32,10 +32,11 @@ PLACE = "--folder /shared/project --python /shared/venv/bin/python"
 COMMANDS = {
     "slurm.sbatch": f"--to slurm {PLACE} --nodes 2 --gpus 4 --time 4h --partition gpu train.py --lr 0.1",
     "slurm-elastic.sbatch": f"--to slurm {PLACE} --nodes 4 -np 2 --elastic 4:8 --time 2d --memory 64G --account lab "
-    "--setup 'module load cuda' -x DATA='/data/two words' -x HF_TOKEN --network-interface ib0 -m pack.lenet",
+    "--setup 'module load cuda' -x DATA='/data/two words' -x HF_TOKEN --network-interface ib0 "
+    "-m pack.lenet",
     "slurm-small.sbatch": f"--to slurm {PLACE} train.py",
-    "kubernetes.yaml": "--to kubernetes --nodes 2 --gpus 8 --image registry/train:1 --volume runs:/runs --time 4h "
-    "--folder /app --memory 256 -x HF_TOKEN -x MODE=fast train.py --out /runs/a",
+    "kubernetes.yaml": "--to kubernetes --nodes 2 --gpus 8 --image registry/train:1 --volume runs:/runs --time "
+    "4h --folder /app --memory 256 -x HF_TOKEN -x MODE=fast train.py --out /runs/a",
     "kubernetes-jobset.yaml": "--to kubernetes --kind jobset --nodes 4 -np 2 --image registry/train:1 --namespace ml "
     "--elastic 4:8 --setup 'pip install -e .' --retries 5 train.py",
 }
@@ -71,16 +72,23 @@ def test_the_folder_holds_no_other_files() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_in_its_head_makes_the_same_file(name: str) -> None:
     text = text_of(COMMANDS[name])
-    made = next(line.removeprefix("# Made by: lockstep submit ") for line in text.splitlines() if "Made by" in line)
+    made = next(
+        line.removeprefix("# Made by: lockstep submit ")
+        for line in text.splitlines()
+        if "Made by" in line
+    )
     assert text_of(made) == text
 
 
-# --- Schemas ----------------------------------------------------------------------------------------------------------
+# --- Schemas
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.endswith(".sbatch")])
 def test_bash_reads_the_script(name: str) -> None:
-    done = subprocess.run(["bash", "-n"], input=text_of(COMMANDS[name]), capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-n"], input=text_of(COMMANDS[name]), capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -90,7 +98,12 @@ def pods_of(name: str) -> dict[str, Any]:
     if last["kind"] == "Job":
         return dict(last)
     (node,) = last["spec"]["replicatedJobs"]
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, **node["template"]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "node"},
+        **node["template"],
+    }
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.33"])
@@ -111,8 +124,9 @@ def test_the_schemas_refuse_what_they_do_not_know() -> None:
         validator.validate(job, "1.33", strict=True)
 
 
-# The fields that these files use, with the limits of the definition of the custom resource: jobset_types.go of
-# sigs.k8s.io/jobset, api/jobset/v1alpha2 (JobSetSpec, Network, FailurePolicy, FailurePolicyRule, ReplicatedJob).
+# The fields that these files use, with the limits of the definition of the custom resource:
+# jobset_types.go of sigs.k8s.io/jobset, api/jobset/v1alpha2 (JobSetSpec, Network, FailurePolicy,
+# FailurePolicyRule, ReplicatedJob).
 JOBSET: dict[str, Any] = {
     "apiVersion": "jobset.x-k8s.io/v1alpha2",
     "kind": "JobSet",
@@ -131,7 +145,9 @@ JOBSET: dict[str, Any] = {
 
 def fits(found: Any, schema: Any) -> bool:
     if isinstance(schema, dict):
-        return isinstance(found, dict) and all(key in schema and fits(found[key], schema[key]) for key in found)
+        return isinstance(found, dict) and all(
+            key in schema and fits(found[key], schema[key]) for key in found
+        )
     if isinstance(schema, list):
         return isinstance(found, list) and all(fits(each, schema[0]) for each in found)
     if isinstance(schema, type):
@@ -149,7 +165,11 @@ def test_a_jobset_has_the_fields_of_its_api() -> None:
 def documented(key: str) -> Any:
     """The task in the documentation that has this key."""
     page = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text()
-    tasks = [yaml.safe_load(block.text) for block in read_blocks("clusters.md", page) if block.language == "yaml"]
+    tasks = [
+        yaml.safe_load(block.text)
+        for block in read_blocks("clusters.md", page)
+        if block.language == "yaml"
+    ]
     (task,) = [task for task in tasks if key in task]
     return task
 
@@ -163,12 +183,16 @@ def test_skypilots_schema_accepts_the_documented_task() -> None:
 
 
 def test_dstacks_models_accept_the_documented_task() -> None:
-    models = pytest.importorskip("dstack._internal.core.models.configurations", reason="pip install dstack")
+    models = pytest.importorskip(
+        "dstack._internal.core.models.configurations", reason="pip install dstack"
+    )
     models.parse_apply_configuration(documented("max_duration"))
 
 
 def test_the_documented_tasks_leave_time_to_save_and_resume() -> None:
-    """150 s are the default of --grace and 30 s for the launcher, as in the files of `lockstep submit`."""
+    """150 s are the default of --grace and 30 s for the launcher, as in the files of `lockstep
+    submit`.
+    """
     lead = described(COMMANDS["slurm-small.sbatch"])[1].lead
     sky, dstack = documented("num_nodes"), documented("max_duration")
     assert f"--kill-after={lead} {4 * 3600 - lead} " in sky["run"]
@@ -185,14 +209,19 @@ def test_every_file_says_when_to_save_and_resumes(name: str) -> None:
     assert re.search(r'--resume(?:"\s+- "| )latest', text)
 
 
-# --- What cannot be ---------------------------------------------------------------------------------------------------
+# --- What cannot be
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("command", "argument", "said"),
     [
         ("--to slurm --time 2m t.py", "time", "more than 150 s: workers are told to save"),
-        ("--to slurm --time 4 t.py", "time", "a time limit of at least a minute, such as 90m, 4h, 2d or 1-12:00:00"),
+        (
+            "--to slurm --time 4 t.py",
+            "time",
+            "a time limit of at least a minute, such as 90m, 4h, 2d or 1-12:00:00",
+        ),
         ("--to slurm --time 1:99:00 t.py", "time", "a time limit of at least a minute"),
         ("--to slurm --nodes 0 t.py", "--nodes|nodes", "a whole number"),
         ("--to slurm --gpus 2 -np 4 t.py", "workers", "at most 2, the GPUs of a node, got 4"),
@@ -201,7 +230,11 @@ def test_every_file_says_when_to_save_and_resumes(name: str) -> None:
         ("--to slurm --partition 'a\nb' t.py", "partition", "a word without control characters"),
         ("--to slurm -x 1=2 t.py", "env", "NAME or NAME=VALUE"),
         ("--to slurm -np 2 --elastic 4:8 t.py", "workers", "a number from 4 to 8"),
-        ("--to kubernetes t.py", "image", "the name of a container image .*, which Kubernetes needs, got nothing"),
+        (
+            "--to kubernetes t.py",
+            "image",
+            "the name of a container image .*, which Kubernetes needs, got nothing",
+        ),
         ("--to kubernetes --image i --kind pod t.py", "kind", "job or jobset"),
         ("--to kubernetes --image i --volume runs t.py", "volume", "CLAIM:/PATH"),
     ],
@@ -229,11 +262,19 @@ def test_a_job_whose_nodes_all_start_again_counts_each_of_them() -> None:
     assert "backoffLimit: 3 " in scheduler.write(replace(job, elastic=True))
 
 
-@pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed: apt-get install slurm-client")
+@pytest.mark.skipif(
+    shutil.which("sbatch") is None, reason="Slurm is not installed: apt-get install slurm-client"
+)
 def test_sbatch_knows_every_option_of_the_scripts() -> None:
-    """It reads the options before it looks for a controller; `tests/cluster` lets a real one check whole scripts."""
+    """It reads the options before it looks for a controller; `tests/cluster` lets a real one check
+    whole scripts.
+    """
     for name in (name for name in COMMANDS if name.endswith(".sbatch")):
         text = text_of(COMMANDS[name])
-        done = subprocess.run(["sbatch", "--test-only"], input=text, capture_output=True, text=True, timeout=60)
-        assert "unrecognized option" not in done.stderr and "invalid option" not in done.stderr, done.stderr
+        done = subprocess.run(
+            ["sbatch", "--test-only"], input=text, capture_output=True, text=True, timeout=60
+        )
+        assert "unrecognized option" not in done.stderr and "invalid option" not in done.stderr, (
+            done.stderr
+        )
         assert "nvalid --" not in done.stderr, done.stderr

@@ -31,7 +31,9 @@ class Disk:
             real_fsync(descriptor)
 
         def rename(path: Path, target: Path) -> Path:
-            self.note(f"name {Path(target).name}" if path.name.startswith(".") else f"park {path.name}")
+            self.note(
+                f"name {Path(target).name}" if path.name.startswith(".") else f"park {path.name}"
+            )
             return real_rename(path, target)
 
         def replace(path: Path, target: Path) -> Path:
@@ -60,7 +62,11 @@ def names(folder: Path) -> list[str]:
 
 
 def leftover(
-    folder: Path, kind: str = "tmp", host: str | None = None, pid: int | None = None, started: int | None = None
+    folder: Path,
+    kind: str = "tmp",
+    host: str | None = None,
+    pid: int | None = None,
+    started: int | None = None,
 ) -> Path:
     """A folder with content, named as `atomic` names what process `pid` is busy with."""
     pid = os.getpid() if pid is None else pid
@@ -106,7 +112,9 @@ def test_a_file_gets_the_rights_that_any_new_file_gets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("letter", ["n", "ü"])
-def test_the_longest_name_that_the_file_system_takes_can_be_written(tmp_path: Path, letter: str) -> None:
+def test_the_longest_name_that_the_file_system_takes_can_be_written(
+    tmp_path: Path, letter: str
+) -> None:
     path = tmp_path / (letter * (255 // len(letter.encode())))
     atomic_files.write_bytes(path, b"data")
     assert path.read_bytes() == b"data"
@@ -138,7 +146,8 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
 def test_json_has_null_where_a_float_is_not_finite(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     atomic_files.write_json(
-        path, {"nan": float("nan"), "rows": [1.5, float("inf"), (float("-inf"), True)], "name": "Zoë"}
+        path,
+        {"nan": float("nan"), "rows": [1.5, float("inf"), (float("-inf"), True)], "name": "Zoë"},
     )
 
     def refuse(constant: str) -> None:
@@ -211,7 +220,10 @@ def test_all_of_a_folder_is_flushed_before_it_is_named_and_its_parent_after(
         (temporary / "a").write_text("a")
         (temporary / "deep").mkdir()
         (temporary / "deep" / "b").write_text("b")
-        for entry, name in ((temporary, "folder"), *((temporary / name, name) for name in ("a", "deep", "deep/b"))):
+        for entry, name in (
+            (temporary, "folder"),
+            *((temporary / name, name) for name in ("a", "deep", "deep/b")),
+        ):
             disk.names[entry.stat().st_ino] = name
     assert set(disk.events[:4]) == {"flush a", "flush deep", "flush deep/b", "flush folder"}
     assert disk.events[4:] == ["park run", "name run", "flush parent"]
@@ -234,7 +246,9 @@ def test_a_folder_that_cannot_be_flushed_or_named_leaves_the_old_one(
     assert names(tmp_path) == ["run"]
 
 
-def test_a_file_system_that_cannot_flush_folders_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_cannot_flush_folders_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Disk(monkeypatch, OSError(22, "Invalid argument")).fail_at = 3
     atomic_files.write_bytes(tmp_path / "file", b"data")
     assert (tmp_path / "file").read_bytes() == b"data"
@@ -280,7 +294,9 @@ def test_sweep_leaves_what_a_live_process_works_on(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 2
 
 
-def test_sweep_leaves_what_another_host_works_on_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_leaves_what_another_host_works_on_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = leftover(tmp_path, host="00000000", pid=1)
     atomic_files.remove_abandoned(tmp_path)
     assert path.exists()
@@ -291,7 +307,14 @@ def test_sweep_leaves_what_another_host_works_on_for_a_day(tmp_path: Path, monke
 
 
 def test_sweep_leaves_everything_of_another_name(tmp_path: Path) -> None:
-    for name in (".tmp-", ".tmp-mine", ".old-1-2-3-4-x", "tmp-00000000-1-1-0123abcd-x", ".hidden", "step-0000000001"):
+    for name in (
+        ".tmp-",
+        ".tmp-mine",
+        ".old-1-2-3-4-x",
+        "tmp-00000000-1-1-0123abcd-x",
+        ".hidden",
+        "step-0000000001",
+    ):
         (tmp_path / name).write_text("")
     before = names(tmp_path)
     atomic_files.remove_abandoned(tmp_path)

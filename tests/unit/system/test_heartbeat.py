@@ -58,7 +58,9 @@ def test_each_learns_how_the_other_leaves(server: HeartbeatServer) -> None:
     last.poll()  # nothing more to see
 
 
-def test_a_process_that_is_stopped_lives_and_one_that_is_killed_does_not(server: HeartbeatServer) -> None:
+def test_a_process_that_is_stopped_lives_and_one_that_is_killed_does_not(
+    server: HeartbeatServer,
+) -> None:
     where = server.listen_for("127.0.0.1")
     child = os.fork()
     if child == 0:
@@ -110,7 +112,12 @@ def test_a_forked_child_does_not_keep_its_parent_alive(server: HeartbeatServer) 
 def test_unidentified_connections_are_closed(server: HeartbeatServer) -> None:
     host, port = server.listen_for("127.0.0.1").split()
     assert host == "127.0.0.1"  # no wider than those listen whom it is for
-    for said in (b"x" * 200, b"x 1\n", server.token[:32].encode() + b" -1\n", server.token.encode() + b" 1\n"):
+    for said in (
+        b"x" * 200,
+        b"x 1\n",
+        server.token[:32].encode() + b" -1\n",
+        server.token.encode() + b" 1\n",
+    ):
         with socket.create_connection((host, int(port)), timeout=LIMIT) as client_socket:
             client_socket.sendall(said)
             client_socket.setblocking(False)
@@ -131,16 +138,26 @@ def test_unidentified_connections_are_closed(server: HeartbeatServer) -> None:
         each.close()
 
 
-def test_connections_that_one_poll_closes_are_not_handled_in_the_same(server: HeartbeatServer) -> None:
-    """Those that are too many are closed while the same poll is about to read what they have sent."""
+def test_connections_that_one_poll_closes_are_not_handled_in_the_same(
+    server: HeartbeatServer,
+) -> None:
+    """Those that are too many are closed while the same poll is about to read what they have
+    sent.
+    """
     host, port = server.listen_for("127.0.0.1").split()
     own = connect(server)
     with ExitStack() as stack:
-        crowd = [stack.enter_context(socket.create_connection((host, int(port)), LIMIT)) for _ in range(64)]
+        crowd = [
+            stack.enter_context(socket.create_connection((host, int(port)), LIMIT))
+            for _ in range(64)
+        ]
         wait_until(lambda: len(server._strangers) == 64, server)
         for each in crowd:
             each.sendall(b"x")
-        more = [stack.enter_context(socket.create_connection((host, int(port)), LIMIT)) for _ in range(70)]
+        more = [
+            stack.enter_context(socket.create_connection((host, int(port)), LIMIT))
+            for _ in range(70)
+        ]
         for _ in range(10):
             server.poll()
         assert len(server._strangers) == 64 and len(more) == 70
@@ -182,7 +199,9 @@ def test_data_without_end_are_read_by_and_by() -> None:
 def test_who_connects_at_the_same_time_as_many_others_is_known(server: HeartbeatServer) -> None:
     where = server.listen_for("127.0.0.1")
     clients = [HeartbeatClient(where, server.token, peer, 30.0) for peer in range(1, 151)]
-    wait_until(lambda: all(server.state(peer) == "alive" for peer in range(1, 151)), server, *clients)
+    wait_until(
+        lambda: all(server.state(peer) == "alive" for peer in range(1, 151)), server, *clients
+    )
     for each in clients:
         each.close()
 
@@ -204,7 +223,10 @@ def test_without_a_route_to_the_server_the_state_is_unknown() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an option of Linux")
 def test_what_is_not_acknowledged_is_sent_again_once_a_second() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as end:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as end,
+    ):
         keep_alive(end, 30.0)
         assert end.getsockopt(socket.IPPROTO_TCP, 16) == 1  # TCP_THIN_LINEAR_TIMEOUTS
         try:

@@ -1,4 +1,6 @@
-"""The folder of a job is abandoned when no process of it lives, whatever the numbers of its processes are."""
+"""The folder of a job is abandoned when no process of it lives, whatever the numbers of its
+processes are.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_a_folder_is_in_use_until_all_have_closed_their_locks(tmp_path: Path) ->
 
 def test_a_folder_is_in_use_until_its_process_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         assert not is_abandoned(tmp_path)
         holder.kill()
@@ -47,7 +51,9 @@ def test_a_folder_without_a_lock_is_nobodys_to_remove(tmp_path: Path) -> None:
     assert not is_abandoned(tmp_path)
 
 
-def test_the_next_job_removes_what_a_killed_one_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_job_removes_what_a_killed_one_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     dead, of_others = tmp_path / "lockstep-dead", tmp_path / "lockstep-not-a-job"
     for folder in (dead, of_others):
@@ -61,7 +67,9 @@ def test_the_next_job_removes_what_a_killed_one_has_left(tmp_path: Path, monkeyp
     assert {*tmp_path.iterdir()} == {of_others}
 
 
-def test_a_file_system_without_locks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 

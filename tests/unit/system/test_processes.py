@@ -1,4 +1,6 @@
-"""What is asked of processes of this host by their PIDs; most of it is tested where it is used, with real jobs."""
+"""What is asked of processes of this host by their PIDs; most of it is tested where it is used,
+with real jobs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_the_variables_that_a_process_was_started_with_are_compared() -> None:
         process.stdin.write(b"started\n")
         process.stdin.flush()
         process.stdout.readline()  # until it runs, Linux may show no variables
-        assert has_variables(process.pid, {"ONE": "1"}) and has_variables(process.pid, {"ONE": "1", "OTHER": "x=y"})
+        assert has_variables(process.pid, {"ONE": "1"}) and has_variables(
+            process.pid, {"ONE": "1", "OTHER": "x=y"}
+        )
         assert not has_variables(process.pid, {"ONE": "1", "LOCKSTEP_NO_SUCH": "1"})
         assert not has_variables(process.pid, {"ONE": "12"})
         process.kill()

@@ -56,9 +56,14 @@ def held(stack: ExitStack, listener: socket.socket) -> Held:
     return Held(stack, listener)
 
 
-def connect(stack: ExitStack, listener: socket.socket, count: int, source: str = "127.0.0.1") -> list[socket.socket]:
+def connect(
+    stack: ExitStack, listener: socket.socket, count: int, source: str = "127.0.0.1"
+) -> list[socket.socket]:
     address = listener.getsockname()
-    return [stack.enter_context(socket.create_connection(address, 10, (source, 0))) for _ in range(count)]
+    return [
+        stack.enter_context(socket.create_connection(address, 10, (source, 0)))
+        for _ in range(count)
+    ]
 
 
 def test_a_stranger_is_closed_ten_seconds_after_its_acceptance(
@@ -78,7 +83,9 @@ def test_a_stranger_is_closed_ten_seconds_after_its_acceptance(
     assert LIMIT_S == 10.0
 
 
-def test_who_has_identified_itself_stays(stack: ExitStack, listener: socket.socket, held: Held) -> None:
+def test_who_has_identified_itself_stays(
+    stack: ExitStack, listener: socket.socket, held: Held
+) -> None:
     connect(stack, listener, 1)
     held.accept()
     held.strangers.identified(held.made[0])
@@ -88,7 +95,9 @@ def test_who_has_identified_itself_stays(stack: ExitStack, listener: socket.sock
     held.made[0].close()
 
 
-def test_a_flood_drops_its_own_connections_and_no_others(stack: ExitStack, listener: socket.socket, held: Held) -> None:
+def test_a_flood_drops_its_own_connections_and_no_others(
+    stack: ExitStack, listener: socket.socket, held: Held
+) -> None:
     connect(stack, listener, 2, "127.0.0.2")
     held.accept()
     connect(stack, listener, 3 * MOST)
@@ -101,7 +110,9 @@ def test_a_flood_drops_its_own_connections_and_no_others(stack: ExitStack, liste
 def test_one_turn_does_not_drop_what_it_has_just_accepted(
     stack: ExitStack, listener: socket.socket, held: Held
 ) -> None:
-    """Many peers may connect at once, and have sent who they are: that is read before the next are accepted."""
+    """Many peers may connect at once, and have sent who they are: that is read before the next are
+    accepted.
+    """
     connect(stack, listener, 2 * MOST)
     held.strangers.accept(listener, held.open)
     assert 0 < len(held.made) <= MOST and not held.closed
@@ -132,7 +143,9 @@ class Exhausted:
         return self.listener.accept()
 
 
-def test_without_descriptors_the_oldest_stranger_goes(stack: ExitStack, listener: socket.socket, held: Held) -> None:
+def test_without_descriptors_the_oldest_stranger_goes(
+    stack: ExitStack, listener: socket.socket, held: Held
+) -> None:
     connect(stack, listener, 2)
     held.accept()
     connect(stack, listener, 1)

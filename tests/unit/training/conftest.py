@@ -13,7 +13,9 @@ from lockstep.training import torch_calls
 
 @pytest.fixture
 def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops that other tests have prepared leave a hook of all optimizers, and another backward()."""
+    """Loops that other tests have prepared leave a hook of all optimizers, and another
+    backward().
+    """
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(optimizer_module, name, OrderedDict())
     monkeypatch.setattr(torch.autograd, "backward", torch_calls._backward)

@@ -38,12 +38,18 @@ def test_buffers_are_those_of_the_newest_model(decay: float | None) -> None:
     torch.manual_seed(0)
     model, average = Scaled(), AveragedWeights(decay)
     fit(model, average)
-    assert average.model.get_buffer("table").float().tolist() == model.table.float().tolist() == [4.0, 5.0, 6.0, 7.0]
+    assert (
+        average.model.get_buffer("table").float().tolist()
+        == model.table.float().tolist()
+        == [4.0, 5.0, 6.0, 7.0]
+    )
     assert not torch.equal(average.model.get_parameter("layer.weight"), model.layer.weight)
 
 
 def test_parameters_are_named_before_the_first_step() -> None:
     model = nn.Sequential(nn.Linear(4, 1))
     model.coarse = nn.Parameter(torch.zeros(2).to(torch.float8_e5m2), requires_grad=False)
-    with pytest.raises(ConfigError, match=r"AveragedWeights.* of parameters of 16 bits or more, got coarse"):
+    with pytest.raises(
+        ConfigError, match=r"AveragedWeights.* of parameters of 16 bits or more, got coarse"
+    ):
         fit(model, AveragedWeights())

@@ -24,7 +24,14 @@ from lockstep import activity
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.system import atomic_files
 from lockstep.training import callbacks as training_callbacks
-from lockstep.training.callbacks import Callback, CSVLog, Curve, EarlyStopping, Progress, TensorBoard
+from lockstep.training.callbacks import (
+    Callback,
+    CSVLog,
+    Curve,
+    EarlyStopping,
+    Progress,
+    TensorBoard,
+)
 from lockstep.training.callbacks import progress as progress_module
 from lockstep.training.callbacks.base import Row
 from lockstep.training.callbacks.curve import StepLosses, draw
@@ -34,7 +41,14 @@ from lockstep.training.recovery import Recovery
 from support.clock import Clock
 
 ROWS: list[Row] = [
-    {"epoch": e, "step": 5 * e, "train_loss": 1 / e, "lr": 0.1, "seconds": 1.0, "samples_per_second": 67.0}
+    {
+        "epoch": e,
+        "step": 5 * e,
+        "train_loss": 1 / e,
+        "lr": 0.1,
+        "seconds": 1.0,
+        "samples_per_second": 67.0,
+    }
     for e in (1, 2, 3)
 ]
 
@@ -67,14 +81,19 @@ def live(callback: Callback, run: Any) -> None:
     for row in ROWS:
         for _ in range(5):
             run.step.steps_done += 1
-            callback.on_loss(run, SimpleNamespace(step=run.step.steps_done - 1, grad_norm=torch.tensor(2.0)), row["lr"])
+            callback.on_loss(
+                run,
+                SimpleNamespace(step=run.step.steps_done - 1, grad_norm=torch.tensor(2.0)),
+                row["lr"],
+            )
         run.history.append(row)
         callback.on_row(run, row)
         callback.on_train_epoch_end(run, row)
     callback.on_train_end(run, None)
 
 
-# --- files that cannot be written ---------------------------------------------------------------------------
+# --- files that cannot be written
+# ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -83,7 +102,10 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "disk"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4k", "lockstep-test", str(path)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
         pytest.skip("mounting a file system is not permitted here")
     (path / "filler").write_bytes(bytes(4096))
     yield path
@@ -93,8 +115,12 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("make", "name"), [(CSVLog, "metrics.csv"), (Curve, "curve.png"), (TensorBoard, "tensorboard")]
 )
-@pytest.mark.leaks("matplotlib keeps its fonts open; an event file that cannot be flushed is left to the collector")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of tensorboard's own thread
+@pytest.mark.leaks(
+    "matplotlib keeps its fonts open; an event file that cannot be flushed is left to the collector"
+)
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of tensorboard's own thread
 def test_a_full_disk_ends_no_training(
     full_disk: Path, caplog: pytest.LogCaptureFixture, make: type[Callback], name: str
 ) -> None:
@@ -102,7 +128,8 @@ def test_a_full_disk_ends_no_training(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        f"{full_disk / name} cannot be written: No space left on device. The training continues without it."
+        f"{full_disk / name} cannot be written: No space left on device. The training continues "
+        "without it."
     )
     assert all(path.name in ("filler", "tensorboard") for path in full_disk.iterdir())
 
@@ -143,12 +170,26 @@ def test_events_have_a_tag_for_each_curve(tmp_path: Path) -> None:
     monitor.on_train_end(run, None)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     steps = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    of_rows = ("loss/val", "accuracy/val", "loss/train_epoch", "learning_rate", "samples_per_second")
-    assert steps == {"loss/train": [2, 4, 6], "gradient_norm": [2, 4, 6], **{tag: [5, 10, 15] for tag in of_rows}}
+    of_rows = (
+        "loss/val",
+        "accuracy/val",
+        "loss/train_epoch",
+        "learning_rate",
+        "samples_per_second",
+    )
+    assert steps == {
+        "loss/train": [2, 4, 6],
+        "gradient_norm": [2, 4, 6],
+        **{tag: [5, 10, 15] for tag in of_rows},
+    }
 
 
-def test_each_event_is_there_once_after_a_worker_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
-    """What it has flushed, or not, after its state was sent last; another worker gets the hooks since then again."""
+def test_each_event_is_there_once_after_a_worker_that_was_killed_while_it_wrote(
+    tmp_path: Path,
+) -> None:
+    """What it has flushed, or not, after its state was sent last; another worker gets the hooks
+    since then again.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run, changing = trainer(tmp_path), Recovery()
@@ -210,7 +251,8 @@ def test_a_curve_is_a_picture(columns: dict[str, float]) -> None:
     assert draw(rows, losses, 5, "quickstart-2").startswith(b"\x89PNG")
 
 
-# --- early stopping -----------------------------------------------------------------------------------------
+# --- early stopping
+# -----------------------------------------------------------------------------------------
 
 NAN = float("nan")
 
@@ -256,7 +298,9 @@ def stop_reasons(stopping: EarlyStopping, rows: list[Row]) -> list[str]:
 
 
 @pytest.mark.parametrize(("values", "stops"), [([1.0, 2.0], False), ([1.0, 2.0, 3.0], True)])
-def test_early_stopping_stops_when_its_patience_is_used_up(values: list[float], stops: bool) -> None:
+def test_early_stopping_stops_when_its_patience_is_used_up(
+    values: list[float], stops: bool
+) -> None:
     reasons = stop_reasons(EarlyStopping("val_error", patience=2), history(values))
     assert reasons == (["2 validations without a better val_error"] if stops else [])
 
@@ -275,25 +319,37 @@ def test_early_stopping_stops_when_its_patience_is_used_up(values: list[float], 
         ([1, 1], "lr", "1 row of the history without a better lr"),
     ],
 )
-def test_the_reason_of_early_stopping_says_what_it_counted(epochs: list[int], metric: str, reason: str) -> None:
+def test_the_reason_of_early_stopping_says_what_it_counted(
+    epochs: list[int], metric: str, reason: str
+) -> None:
     rows: list[Row] = [{"epoch": epoch, metric: 1.0} for epoch in epochs]
     assert stop_reasons(EarlyStopping(metric, patience=1, higher_is_better=False), rows) == [reason]
 
 
 def test_the_reason_of_early_stopping_names_min_delta() -> None:
-    reasons = stop_reasons(EarlyStopping("val_error", patience=1, min_delta=0.25), history([1.0, 0.9]))
+    reasons = stop_reasons(
+        EarlyStopping("val_error", patience=1, min_delta=0.25), history([1.0, 0.9])
+    )
     assert reasons == ["1 validation without a val_error that is better by more than 0.25"]
 
 
 @pytest.mark.parametrize(
-    "options", [{"patience": 0}, {"patience": 1.5}, {"patience": True}, {"min_delta": -0.1}, {"min_delta": NAN}]
+    "options",
+    [
+        {"patience": 0},
+        {"patience": 1.5},
+        {"patience": True},
+        {"min_delta": -0.1},
+        {"min_delta": NAN},
+    ],
 )
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         EarlyStopping(**options)
 
 
-# --- the group ----------------------------------------------------------------------------------------------
+# --- the group
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -332,7 +388,9 @@ class Strict(Callback):
 
 
 def test_callbacks_of_one_class_have_states_of_their_own() -> None:
-    saved = CallbackGroup([Counting(1), CSVLog(), CountingEverywhere(5), Counting(2)], 0).state_dict()
+    saved = CallbackGroup(
+        [Counting(1), CSVLog(), CountingEverywhere(5), Counting(2)], 0
+    ).state_dict()
     assert [(name, state["count"]) for name, state in saved.items()] == [
         ("Counting", 1),
         ("CountingEverywhere", 5),
@@ -359,7 +417,9 @@ def test_callbacks_without_state_are_not_saved() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_state_of_others_and_missing_state_are_a_line_of_rank_0(caplog: pytest.LogCaptureFixture, rank: int) -> None:
+def test_state_of_others_and_missing_state_are_a_line_of_rank_0(
+    caplog: pytest.LogCaptureFixture, rank: int
+) -> None:
     member = CountingEverywhere(3)
     CallbackGroup([member, EarlyStopping()], rank).load_state_dict({"Vanished": {"a": 1}})
     assert (member.count, member.loaded) == (3, False)
@@ -370,14 +430,19 @@ def test_state_of_others_and_missing_state_are_a_line_of_rank_0(caplog: pytest.L
 
 
 def test_state_that_a_callback_cannot_load_is_an_error_that_names_it() -> None:
-    with pytest.raises(CheckpointError, match=r"the callback Strict cannot load its state .*: KeyError: 'momentum'"):
+    with pytest.raises(
+        CheckpointError, match=r"the callback Strict cannot load its state .*: KeyError: 'momentum'"
+    ):
         CallbackGroup([Strict()], 0).load_state_dict({"Strict": {"momentum": 1}})
 
 
 @pytest.mark.parametrize(
     ("count", "said"),
     [
-        (object(), r"callbacks\.Counting\.count: expected None, .*, got an object of type builtins\.object"),
+        (
+            object(),
+            r"callbacks\.Counting\.count: expected None, .*, got an object of type builtins\.object",
+        ),
         ({"deep": [{1, 2}]}, r"callbacks\.Counting\.count\.deep\.0: expected .* builtins\.set"),
     ],
     ids=["object", "set"],
@@ -392,11 +457,14 @@ def test_state_is_a_dict() -> None:
         def state_dict(self) -> Any:
             return [1]
 
-    with pytest.raises(ConfigError, match=r"callbacks\.Wrong: expected a dict from state_dict\(\), got a list"):
+    with pytest.raises(
+        ConfigError, match=r"callbacks\.Wrong: expected a dict from state_dict\(\), got a list"
+    ):
         CallbackGroup([Wrong()], 0).state_dict()
 
 
-# --- the display --------------------------------------------------------------------------------------------
+# --- the display
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("error", "shown"), [(None, True), (KeyError(), False)])
@@ -450,7 +518,11 @@ def test_without_a_terminal_a_line_every_ten_seconds(
     ],
 )
 def test_what_takes_long_is_shown_while_it_lasts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hook: str, arguments: Any, activity: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    hook: str,
+    arguments: Any,
+    activity: str,
 ) -> None:
     monkeypatch.setattr(progress_module, "_LINE_INTERVAL", 0.3)
     monkeypatch.setattr(progress_module._Lines, "interval", 0.3)
@@ -483,7 +555,9 @@ def test_a_notebook_has_one_output_that_is_updated(monkeypatch: pytest.MonkeyPat
 
 
 def piped(monkeypatch: pytest.MonkeyPatch, display: str) -> tuple[str, str]:
-    """What a launcher that shows the output on `display` gets from a run of one epoch through its two pipes."""
+    """What a launcher that shows the output on `display` gets from a run of one epoch through its
+    two pipes.
+    """
     monkeypatch.setenv("LOCKSTEP_DISPLAY", display)
     pipes = [os.pipe() for _ in range(2)]
     with os.fdopen(pipes[0][1], "w") as out, os.fdopen(pipes[1][1], "w") as errors:
@@ -503,7 +577,9 @@ def piped(monkeypatch: pytest.MonkeyPatch, display: str) -> tuple[str, str]:
         return first.read(), second.read()
 
 
-def test_a_bar_for_the_launchers_terminal_is_drawn_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_for_the_launchers_terminal_is_drawn_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines, bars = piped(monkeypatch, "120")
     heading, printed, row = lines.splitlines()
     assert heading.startswith("global batch 16") and row.startswith("epoch 2/2  ")
@@ -518,7 +594,9 @@ def test_the_launchers_notebook_gets_what_to_display(monkeypatch: pytest.MonkeyP
     lines, errors = piped(monkeypatch, "notebook")
     assert not errors
     bundles = [
-        json.loads(line.removeprefix(activity.NOTEBOOK_MARK)) for line in lines.splitlines() if line != "of the program"
+        json.loads(line.removeprefix(activity.NOTEBOOK_MARK))
+        for line in lines.splitlines()
+        if line != "of the program"
     ]
     assert all(set(bundle) == {"text/plain", "text/html"} for bundle in bundles)
     assert "<progress" in bundles[1]["text/html"] and "<tr>" in bundles[-1]["text/html"]
@@ -535,7 +613,9 @@ def test_without_a_pipe_to_the_launcher_there_are_lines(
     assert "\r" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (7, "0:07"), (750, "12:30"), (11045, "3:04:05")])
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.4, "0:00"), (7, "0:07"), (750, "12:30"), (11045, "3:04:05")]
+)
 def test_times_left(seconds: float, shown: str) -> None:
     assert as_duration(seconds) == shown
 
@@ -560,5 +640,8 @@ def test_a_method_with_the_name_of_no_hook_is_refused() -> None:
         def on_step_end(self, trainer: object, result: object) -> None:
             """What other libraries call on_train_step_end."""
 
-    with pytest.raises(ConfigError, match=r"callbacks.Counts: expected one of on_.*got 'on_step_end'. Did you mean "):
+    with pytest.raises(
+        ConfigError,
+        match=r"callbacks.Counts: expected one of on_.*got 'on_step_end'. Did you mean ",
+    ):
         CallbackGroup([Counts()], 0)

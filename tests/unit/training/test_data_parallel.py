@@ -164,13 +164,17 @@ def test_replicas_stay_and_see_every_change_of_the_model() -> None:
 
 def test_replicas_in_other_memory_follow_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     # as on another device than the model's
-    monkeypatch.setattr(copies, "copy_module", lambda module, device, shared: copy_module(module, device))
+    monkeypatch.setattr(
+        copies, "copy_module", lambda module, device, shared: copy_module(module, device)
+    )
     model = make_model()
     parallel = DataParallel(model, TWO)
     images, labels = data(4)
     first = nn.functional.cross_entropy(parallel(images), labels)
     model[0].weight.data.mul_(2)
-    second = nn.functional.cross_entropy(parallel(images), labels)  # no in-place change that the first would mind
+    second = nn.functional.cross_entropy(
+        parallel(images), labels
+    )  # no in-place change that the first would mind
     (first + second).backward()
     torch.testing.assert_close(parallel(images), model(images))
     loss = parallel(images).sum()
@@ -191,10 +195,17 @@ class Attributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
-        self.mask, self.function, self.powers, self.settings = torch.ones(2), torch.relu, [1], Settings()
+        self.mask, self.function, self.powers, self.settings = (
+            torch.ones(2),
+            torch.relu,
+            [1],
+            Settings(),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.function(x * self.weight * self.mask) ** self.powers[0] * self.settings.scale
+        found: torch.Tensor = (
+            self.function(x * self.weight * self.mask) ** self.powers[0] * self.settings.scale
+        )
         return found
 
 
@@ -224,7 +235,14 @@ def change_forward(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [change_function, change_mask, change_mask_in_place, change_powers, change_settings, change_forward],
+    [
+        change_function,
+        change_mask,
+        change_mask_in_place,
+        change_powers,
+        change_settings,
+        change_forward,
+    ],
     ids=lambda change: change.__name__,
 )
 def test_other_attributes_are_followed(change: Any) -> None:
@@ -308,7 +326,9 @@ def test_several_passes_before_one_backward() -> None:
     images, labels = data(8)
     alone, model = make_model(), make_model()
     parallel = DataParallel(model, TWO, loss=nn.CrossEntropyLoss())
-    (parallel(images[:5], target=labels[:5]) * 5 + parallel(images[5:], target=labels[5:]) * 3).backward()
+    (
+        parallel(images[:5], target=labels[:5]) * 5 + parallel(images[5:], target=labels[5:]) * 3
+    ).backward()
     nn.functional.cross_entropy(alone(images), labels, reduction="sum").backward()
     torch.testing.assert_close(gradients(model), gradients(alone))
 
@@ -358,7 +378,8 @@ def test_tied_weights_recurrent_layers_and_sparse_gradients() -> None:
     assert len(found) == len(list(alone.parameters()))
 
 
-# --- buffers and randomness -------------------------------------------------------------------------------------
+# --- buffers and randomness
+# -------------------------------------------------------------------------------------
 
 
 def test_running_statistics_are_the_average_by_samples() -> None:
@@ -455,7 +476,9 @@ def test_checkpointed_dropout_is_refused_and_other_layers_are_not() -> None:
             self.layer, self.dropout = nn.Linear(3, 3), nn.Dropout(share)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            inner = nn.Sequential(self.layer, nn.Tanh(), self.dropout) if self.dropout.p else self.layer
+            inner = (
+                nn.Sequential(self.layer, nn.Tanh(), self.dropout) if self.dropout.p else self.layer
+            )
             found: torch.Tensor = torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
             return found
 
@@ -467,7 +490,8 @@ def test_checkpointed_dropout_is_refused_and_other_layers_are_not() -> None:
         DataParallel(Checkpointed(0.5), TWO)(x).sum().backward()
 
 
-# --- what may go wrong, and other manners -----------------------------------------------------------------------
+# --- what may go wrong, and other manners
+# -----------------------------------------------------------------------
 
 
 def test_fewer_samples_than_devices() -> None:
@@ -491,7 +515,9 @@ def test_samples_in_one_tensor_alone() -> None:
 
 
 def test_a_failure_names_device_and_shapes() -> None:
-    with pytest.raises(ReplicaError, match=r"replica 0 of 2 on cpu, given \[2, 5\] float32: RuntimeError"):
+    with pytest.raises(
+        ReplicaError, match=r"replica 0 of 2 on cpu, given \[2, 5\] float32: RuntimeError"
+    ):
         DataParallel(make_model(), TWO)(torch.zeros(3, 5))
 
 
@@ -548,7 +574,10 @@ def test_the_state_is_brought_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert parallel.state_dict()["0.bias"] == "[5] on the CPU"
     assert parallel.state_dict(keep_vars=True)["0.bias"] is model[0].bias
     outer = nn.Sequential(nn.Linear(1, 1), parallel).state_dict()
-    assert [name for name, value in outer.items() if isinstance(value, torch.Tensor)] == ["0.weight", "0.bias"]
+    assert [name for name, value in outer.items() if isinstance(value, torch.Tensor)] == [
+        "0.weight",
+        "0.bias",
+    ]
 
 
 def test_it_can_be_copied_and_saved_whole() -> None:
@@ -564,7 +593,9 @@ def test_it_can_be_copied_and_saved_whole() -> None:
 
 
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
-def test_a_loss_that_is_no_mean_over_samples_is_refused_at_the_first_batch(devices: list[str]) -> None:
+def test_a_loss_that_is_no_mean_over_samples_is_refused_at_the_first_batch(
+    devices: list[str],
+) -> None:
     def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output @ target.T, torch.arange(len(output)))
 
@@ -572,16 +603,23 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_at_the_first_batch(devic
     refused = DataParallel(nn.Linear(3, 4), devices, loss=contrastive)
     with pytest.raises(ConfigError, match=r"loss_fn: .* contrastive, which gives"):
         refused(torch.randn(8, 3), target=torch.randn(8, 4))
-    fine = DataParallel(nn.Linear(3, 4), devices, loss=lambda output, target: (output - target).square().mean())
+    fine = DataParallel(
+        nn.Linear(3, 4), devices, loss=lambda output, target: (output - target).square().mean()
+    )
     assert fine(torch.randn(8, 3), target=torch.randn(8, 4)).isfinite()
 
 
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
 def test_a_loss_is_refused_at_a_later_batch_that_shows_it(devices: list[str]) -> None:
     net = DataParallel(
-        nn.Linear(3, 4), devices, loss=lambda output, target: nn.functional.cross_entropy(output, target)
+        nn.Linear(3, 4),
+        devices,
+        loss=lambda output, target: nn.functional.cross_entropy(output, target),
     )
-    inputs, labels = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
+    inputs, labels = (
+        torch.randn(8, 3, generator=torch.Generator().manual_seed(0)),
+        torch.arange(8) % 4,
+    )
     for _ in range(4):
         net(inputs, target=labels)
     labels[0] = -100

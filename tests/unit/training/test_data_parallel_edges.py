@@ -1,4 +1,6 @@
-"""What a model on several devices does with unusual layers and inputs, and what it says when it cannot."""
+"""What a model on several devices does with unusual layers and inputs, and what it says when it
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ class BrokenBackward(nn.Linear):
 
 def test_a_failure_in_the_backward_pass_names_device_and_shapes() -> None:
     outputs = DataParallel(BrokenBackward(6, 4), TWO)(torch.randn(5, 6))
-    with pytest.raises(ReplicaError, match=r"replica 0 of 2 on cpu, given \[3, 6\] float32: ValueError: no gradient"):
+    with pytest.raises(
+        ReplicaError,
+        match=r"replica 0 of 2 on cpu, given \[3, 6\] float32: ValueError: no gradient",
+    ):
         outputs.sum().backward()
 
 
@@ -85,7 +90,10 @@ JAGGED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ({"x": pack_sequence([torch.ones(3), torch.ones(2)])}, r"a packed sequence at \['x'\]. Pack it inside"),
+        (
+            {"x": pack_sequence([torch.ones(3), torch.ones(2)])},
+            r"a packed sequence at \['x'\]. Pack it inside",
+        ),
         ([torch.eye(4), torch.eye(4).to_sparse()], r"a tensor of layout torch.sparse_coo at \[1\]"),
         (JAGGED, "a nested tensor at its top"),
     ],
@@ -94,14 +102,18 @@ JAGGED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch
 def test_batches_whose_samples_do_not_lie_side_by_side(batch: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"batch: expected tensors that can be cut, got {said}"):
         scatter(batch, TWO)
-    with pytest.raises(ConfigError, match=said.replace(r"at \[", r"at .*\[").replace("its top", ".*")):
+    with pytest.raises(
+        ConfigError, match=said.replace(r"at \[", r"at .*\[").replace("its top", ".*")
+    ):
         DataParallel(nn.Identity(), TWO)(batch)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_compiled_script_is_refused() -> None:
     script = torch.jit.script(nn.Linear(6, 4))
-    with pytest.raises(ConfigError, match=r"module: expected modules in Python, got a RecursiveScript.* at .*layer"):
+    with pytest.raises(
+        ConfigError, match=r"module: expected modules in Python, got a RecursiveScript.* at .*layer"
+    ):
         DataParallel(Holds(script), TWO)(torch.randn(5, 6))
 
 
@@ -121,11 +133,15 @@ class Holds(nn.Module):
         lambda x: torch.dropout_(x.clone(), 0.5, True),
         lambda x: torch.rrelu_(-x, 0.1, 0.9, True),
         torch._standard_gamma,
-        lambda x: nn.functional.fractional_max_pool2d(x.view(-1, 1, 8, 8), 2, 4, return_indices=True)[1],
+        lambda x: nn.functional.fractional_max_pool2d(
+            x.view(-1, 1, 8, 8), 2, 4, return_indices=True
+        )[1],
     ],
     ids=["feature dropout", "dropout in place", "rrelu in place", "gamma", "fractional pooling"],
 )
-def test_random_functions_with_less_usual_names(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_random_functions_with_less_usual_names(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     class Draws(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return function(x)
@@ -147,7 +163,14 @@ def test_what_is_random_in_a_backward_pass_is_refused_with_its_line() -> None:
 
     class Again(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
-            return checkpoint(lambda y: nn.functional.dropout(super(Again, self).forward(y)), x, use_reentrant=False)
+            return checkpoint(
+                lambda y: nn.functional.dropout(super(Again, self).forward(y)),
+                x,
+                use_reentrant=False,
+            )
 
-    with pytest.raises(LockstepError, match=r"replica 0 of 2 on cpu, given .* dropout: random numbers are drawn again"):
+    with pytest.raises(
+        LockstepError,
+        match=r"replica 0 of 2 on cpu, given .* dropout: random numbers are drawn again",
+    ):
         DataParallel(Again(6, 4), TWO)(torch.randn(5, 6)).sum().backward()

@@ -1,4 +1,6 @@
-"""A `DataLoader` of torch in `fit`, `evaluate` and `validate=`: what of it is used, and what is refused, and why."""
+"""A `DataLoader` of torch in `fit`, `evaluate` and `validate=`: what of it is used, and what is
+refused, and why.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
 
 _DRAWS = torch.Generator().manual_seed(0)  # the same in loader processes that import this file
-DATA = TensorDataset(torch.randn(20, 4, generator=_DRAWS), torch.randint(0, 3, (20,), generator=_DRAWS))
+DATA = TensorDataset(
+    torch.randn(20, 4, generator=_DRAWS), torch.randint(0, 3, (20,), generator=_DRAWS)
+)
 
 
 def trainer(**options: Any) -> lockstep.Trainer:
@@ -49,19 +53,28 @@ def test_training_is_that_on_its_data_set(caplog: pytest.LogCaptureFixture) -> N
     assert fingerprint(DataLoader(DATA, 8, shuffle=True)) == fingerprint(DATA)
     assert not caplog.records
     assert fingerprint(DataLoader(DATA, 4, shuffle=True)) == fingerprint(DATA)
-    assert "batch_size=4 of the DataLoader of the training data is not used: a step has the 8 samples" in caplog.text
+    assert (
+        "batch_size=4 of the DataLoader of the training data is not used: a step has the 8 samples"
+        in caplog.text
+    )
 
 
 def test_its_collate_function_order_and_last_batch_are_used() -> None:
     with trainer().loader(DataLoader(DATA, 8, collate_fn=pairs_reversed, drop_last=True)) as loader:
         assert (loader.shuffle, len(loader)) == (False, 2)
         inputs, targets = next(iter(loader))
-        assert torch.equal(inputs, DATA.tensors[0][:8].flip(1)) and torch.equal(targets, DATA.tensors[1][:8])
-    assert fingerprint(DataLoader(DATA, 8, shuffle=True, collate_fn=pairs_reversed)) != fingerprint(DATA)
+        assert torch.equal(inputs, DATA.tensors[0][:8].flip(1)) and torch.equal(
+            targets, DATA.tensors[1][:8]
+        )
+    assert fingerprint(DataLoader(DATA, 8, shuffle=True, collate_fn=pairs_reversed)) != fingerprint(
+        DATA
+    )
 
 
 def test_its_processes_are_used() -> None:
-    data = TensorDataset(torch.randn(20, 4))  # not DATA: a fork server would keep it in shared memory
+    data = TensorDataset(
+        torch.randn(20, 4)
+    )  # not DATA: a fork server would keep it in shared memory
     loader = trainer().loader(DataLoader(data, 8, shuffle=True, num_workers=1, prefetch_factor=3))
     with loader:
         assert loader.num_workers == 1
@@ -73,7 +86,9 @@ def test_evaluations() -> None:
     expected = made.evaluate(DATA)
     assert made.evaluate(DataLoader(DATA, 8)) == expected
     alone = lockstep.evaluate(made.model, DataLoader(DATA, 8), nn.CrossEntropyLoss())
-    assert alone == lockstep.evaluate(made.model, Loader(DATA, 8, shuffle=False), nn.CrossEntropyLoss())
+    assert alone == lockstep.evaluate(
+        made.model, Loader(DATA, 8, shuffle=False), nn.CrossEntropyLoss()
+    )
     (row,) = made.fit(DataLoader(DATA, 8, shuffle=True), 1, validate=DataLoader(DATA, 8))
     assert row["val_loss"] == made.evaluate(DATA)["loss"]
 
@@ -84,7 +99,9 @@ def test_a_batch_sampler_of_torch_is_what_its_arguments_are() -> None:
     with made.loader(given, shuffle=False) as loader:
         assert [batch.size for batch in loader] == [8, 8]
     alone = lockstep.evaluate(made.model, given, nn.CrossEntropyLoss())
-    assert alone == lockstep.evaluate(made.model, DataLoader(DATA, 8, drop_last=True), nn.CrossEntropyLoss())
+    assert alone == lockstep.evaluate(
+        made.model, DataLoader(DATA, 8, drop_last=True), nn.CrossEntropyLoss()
+    )
 
 
 class Stream(IterableDataset[Any]):
@@ -126,10 +143,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a batch sampler": (
         lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]),
-        "DataLoader with a list. Lockstep divides .* takes one that yields the indices of global batches",
+        "DataLoader with a list. Lockstep divides .* takes one that yields the indices of global "
+        "batches",
     ),
     "a BatchSampler of a sampler": (
-        lambda: DataLoader(DATA, batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 20, 20), 8, False)),
+        lambda: DataLoader(
+            DATA, batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 20, 20), 8, False)
+        ),
         "DataLoader with a WeightedRandomSampler. Lockstep divides each global batch",
     ),
     "a BatchSampler of some indices": (
@@ -137,11 +157,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "DataLoader with a range. Lockstep divides each global batch",
     ),
     "a BatchSampler of fewer samples": (
-        lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(range(10)), 8, False)),
+        lambda: DataLoader(
+            DATA, batch_sampler=BatchSampler(SequentialSampler(range(10)), 8, False)
+        ),
         "DataLoader with a SequentialSampler",
     ),
-    "no batches": (lambda: DataLoader(DATA, batch_size=None), "batch_size=None. Pass the data set itself"),
-    "a generator": (lambda: (each for each in DATA), "train: expected an iterable data set, got a generator"),
+    "no batches": (
+        lambda: DataLoader(DATA, batch_size=None),
+        "batch_size=None. Pass the data set itself",
+    ),
+    "a generator": (
+        lambda: (each for each in DATA),
+        "train: expected an iterable data set, got a generator",
+    ),
 }
 
 
@@ -154,7 +182,9 @@ def test_what_cannot_be_divided_among_workers_is_refused(case: str) -> None:
 
 def test_the_error_names_the_argument() -> None:
     loader = DataLoader(DATA, 8, sampler=WeightedRandomSampler([1.0] * 20, 20))
-    with pytest.raises(ConfigError, match=r"^train: expected a data set, or a DataLoader with shuffle=True"):
+    with pytest.raises(
+        ConfigError, match=r"^train: expected a data set, or a DataLoader with shuffle=True"
+    ):
         trainer().fit(loader, 1)
     with pytest.raises(ConfigError, match=r"^validate: "):
         trainer().fit(DATA, 1, validate=loader)
@@ -185,5 +215,7 @@ def test_batches_of_shards_and_of_single_tensors_do_not_unpack() -> None:
 
 def test_the_class_of_a_loss_is_not_its_instance() -> None:
     model = nn.Linear(4, 3)
-    with pytest.raises(ConfigError, match=r"got the class CrossEntropyLoss. Create an instance: CrossEntropyLoss\("):
+    with pytest.raises(
+        ConfigError, match=r"got the class CrossEntropyLoss. Create an instance: CrossEntropyLoss\("
+    ):
         lockstep.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss, 8)  # type: ignore[arg-type]

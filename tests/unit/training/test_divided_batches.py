@@ -1,4 +1,6 @@
-"""What depends on the division of a global batch is said once, at the start, and only where it matters."""
+"""What depends on the division of a global batch is said once, at the start, and only where it
+matters.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,15 @@ def test_what_is_listed_is_named(model: nn.Module, said: str) -> None:
     for division in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
         assert said in describe_division(model, *division)
     assert describe_division(model, 1, 1, 1) == ""
-    assert describe_division(model, 2, 3, 1).startswith("2 workers, 3 passes of each worker: results may depend on")
+    assert describe_division(model, 2, 3, 1).startswith(
+        "2 workers, 3 passes of each worker: results may depend on"
+    )
 
 
 def test_nothing_is_said_of_what_does_not_matter() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.0), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4))
+    plain = nn.Sequential(
+        nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.0), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4)
+    )
     frozen = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).eval()
     assert describe_division(plain, 4, 4, 4) == ""
     assert describe_division(frozen, 4, 4, 4) == ""
@@ -116,7 +122,9 @@ class Centred(nn.Linear):
         return super().forward(input - input.mean(0))
 
 
-MIXES = "an output for a sample depends on the others of the same pass, as by statistics of the batch"
+MIXES = (
+    "an output for a sample depends on the others of the same pass, as by statistics of the batch"
+)
 
 
 class RunningLoss(nn.MSELoss):
@@ -151,13 +159,22 @@ def test_what_the_first_passes_do_is_named(
 ) -> None:
     caplog.set_level(logging.WARNING, "lockstep.training.step")
     fit(model, loss, gradient_accumulation_steps=2)
-    found = "".join(record.getMessage() for record in caplog.records if "divided" in record.getMessage())
+    found = "".join(
+        record.getMessage() for record in caplog.records if "divided" in record.getMessage()
+    )
     assert found.endswith(f": {said}") if said else found == ""
 
 
 def test_sync_batchnorm_is_an_argument() -> None:
-    with pytest.raises(ConfigError, match="sync_batchnorm: expected False with strategy='replicas', got True"):
-        fit(nn.Sequential(nn.Linear(4, 1)), strategy="replicas", devices=["cpu", "cpu"], sync_batchnorm=True)
+    with pytest.raises(
+        ConfigError, match="sync_batchnorm: expected False with strategy='replicas', got True"
+    ):
+        fit(
+            nn.Sequential(nn.Linear(4, 1)),
+            strategy="replicas",
+            devices=["cpu", "cpu"],
+            sync_batchnorm=True,
+        )
     fit(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), sync_batchnorm=True)
 
 

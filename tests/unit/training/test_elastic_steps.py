@@ -1,4 +1,6 @@
-"""`lockstep.elastic.steps`: an ordinary loop over all batches; in an elastic job, what workers that are behind get."""
+"""`lockstep.elastic.steps`: an ordinary loop over all batches; in an elastic job, what workers that
+are behind get.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,18 @@ from lockstep.training.step import TrainStep
 from support.elastic_group import Group, share
 
 
-def make(virtual_workers: int | None = None, own_scheduler: bool = True) -> tuple[Loader, TrainStep]:
+def make(
+    virtual_workers: int | None = None, own_scheduler: bool = True
+) -> tuple[Loader, TrainStep]:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(10, 3), torch.randint(0, 2, (10,)))
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     scheduler = None if own_scheduler else torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     loss_fn = nn.CrossEntropyLoss()
-    step = TrainStep(model, optimizer, loss_fn, virtual_workers=virtual_workers, scheduler=scheduler)
+    step = TrainStep(
+        model, optimizer, loss_fn, virtual_workers=virtual_workers, scheduler=scheduler
+    )
     return Loader(data, 4, virtual_workers=virtual_workers), step
 
 
@@ -87,7 +93,10 @@ def test_call_returns_the_result() -> None:
             {"state": {"n": 3}},
             r"state\['n'\]: expected an object with state_dict\(\) and load_",
         ),
-        ({"loader": make(2)[0]}, "virtual_workers: expected None, the step's, in the Loader as well, got 2"),
+        (
+            {"loader": make(2)[0]},
+            "virtual_workers: expected None, the step's, in the Loader as well, got 2",
+        ),
     ],
 )
 def test_bad_arguments(change: dict[str, Any], said: str) -> None:
@@ -96,15 +105,20 @@ def test_bad_arguments(change: dict[str, Any], said: str) -> None:
         lockstep.elastic.steps(**{"loader": loader, "step": step, "epochs": 1, **change})
 
 
-# --- in an elastic job, with one worker at a time ---------------------------------------------------------------------
+# --- in an elastic job, with one worker at a time
+# ---------------------------------------------------------------------
 
 
 def train(comm: Any, fails: str, own_scheduler: bool = True, hook: Any = None) -> dict[str, Any]:
-    """Train, with an operation that fails once, such as "step 4" or "call 4", or others that join after "body 4"."""
+    """Train, with an operation that fails once, such as "step 4" or "call 4", or others that join
+    after "body 4".
+    """
     loader, step = make(own_scheduler=own_scheduler)
     optimizer: Any = step.optimizer
     seen: dict[str, Any] = {"losses": []}
-    scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if own_scheduler else None
+    scheduler: Any = (
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if own_scheduler else None
+    )
     failures = [fails]
     run = step._run
 
@@ -136,7 +150,12 @@ def train(comm: Any, fails: str, own_scheduler: bool = True, hook: Any = None) -
         seen["losses"].append(training.call(lambda at=number: fail(f"again {at}") or 7 * at))
         seen["losses"].append(optimizer.param_groups[0]["momentum"])
         seen["losses"].append(float(torch.rand(())))
-    return {"weight": step.model.weight, "lr": optimizer.param_groups[0]["lr"], "steps": step.steps_done, **seen}
+    return {
+        "weight": step.model.weight,
+        "lr": optimizer.param_groups[0]["lr"],
+        "steps": step.steps_done,
+        **seen,
+    }
 
 
 @pytest.mark.parametrize("own_scheduler", [True, False])
@@ -145,7 +164,11 @@ def train(comm: Any, fails: str, own_scheduler: bool = True, hook: Any = None) -
     [
         ("body 4", "", ()),  # one joins after a body
         ("body 5", "", ()),  # the last one of an epoch
-        ("call 4", "step 4", (0, 12)),  # one has not got the result of a step, after which the other has gone on
+        (
+            "call 4",
+            "step 4",
+            (0, 12),
+        ),  # one has not got the result of a step, after which the other has gone on
         ("again 5", "call 5", (0, 16)),  # one has not got the result of a call
     ],
 )

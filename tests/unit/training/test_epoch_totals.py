@@ -36,8 +36,12 @@ def test_speed_is_samples_by_time(clock: list[float]) -> None:
     assert (totals.seconds, totals.samples_per_second) == (4.0, 15.0)
 
 
-def test_speed_is_that_of_the_emulated_hosts(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment.emulation_variables("4 hosts, 1Gbit, 1ms, dilation 4", Path("clocks")).items():
+def test_speed_is_that_of_the_emulated_hosts(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.emulation_variables(
+        "4 hosts, 1Gbit, 1ms, dilation 4", Path("clocks")
+    ).items():
         monkeypatch.setenv(name, value)
     totals = EpochTotals(torch.device("cpu"))
     totals.add(torch.tensor(1.0), 7, samples=20)

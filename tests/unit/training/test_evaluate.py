@@ -88,7 +88,9 @@ def test_metrics_are_means_over_samples_or_what_they_count() -> None:
 def test_a_metric_may_not_take_the_name_of_the_loss() -> None:
     x = torch.zeros(4, 1)
     with pytest.raises(ConfigError, match=r"metrics: .* got 'loss'"):
-        evaluate(nn.Identity(), loader(x, x), nn.MSELoss(), {"loss": lambda output, target: output.sum()})
+        evaluate(
+            nn.Identity(), loader(x, x), nn.MSELoss(), {"loss": lambda output, target: output.sum()}
+        )
 
 
 def test_nothing_to_count_is_an_error_with_its_name() -> None:
@@ -109,9 +111,15 @@ def test_accuracy_is_the_default_of_classification() -> None:
 def test_a_sum_as_a_metric_is_refused_by_its_name() -> None:
     x = torch.arange(10.0)[:, None]
     with pytest.raises(
-        ConfigError, match=r"metrics: .* total, which gives 16 for 4 samples of rank 0 and 8 as the mean"
+        ConfigError,
+        match=r"metrics: .* total, which gives 16 for 4 samples of rank 0 and 8 as the mean",
     ):
-        evaluate(nn.Identity(), loader(x, x), nn.MSELoss(), {"total": lambda output, target: output.sum()})
+        evaluate(
+            nn.Identity(),
+            loader(x, x),
+            nn.MSELoss(),
+            {"total": lambda output, target: output.sum()},
+        )
 
 
 @pytest.mark.parametrize("metrics", [{"x": 1}, [1]])
@@ -133,7 +141,9 @@ def test_a_metric_is_compared_again_in_each_evaluation_and_refused_once_it_shows
     measures = Evaluation(model, nn.CrossEntropyLoss(), {"f1": f1}, CPU)
     with torch.no_grad():
         model.weight.zero_()
-        model.bias.copy_(torch.tensor([1.0, 0.0]))  # all samples are of class 0: the F1 of any part is 0
+        model.bias.copy_(
+            torch.tensor([1.0, 0.0])
+        )  # all samples are of class 0: the F1 of any part is 0
     assert measures.run(data, None, None, 2)["f1"] == 0.0
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[-1.0, 0.5], [1.0, -0.5]]))
@@ -160,7 +170,9 @@ def test_labels_that_a_loss_ignores_in_few_batches_only_are_found() -> None:
     for each in (ends, between):
         with pytest.raises(ConfigError, match=r"loss_fn: .*, which gives"):
             evaluate(model, loader(inputs, each), plain, {})
-    fine = evaluate(model, loader(inputs, between, global_batch_size=2), counted, {})  # one batch counts nothing
+    fine = evaluate(
+        model, loader(inputs, between, global_batch_size=2), counted, {}
+    )  # one batch counts nothing
     assert fine["loss"] == pytest.approx(float(plain(model(inputs), between).detach()))
 
 
@@ -171,7 +183,12 @@ def test_the_last_batch_is_compared() -> None:
         return output.sum() if 24 in target else output.mean()  # a sum in the last batch only
 
     with pytest.raises(ConfigError, match=r"late, which gives"):
-        evaluate(nn.Linear(2, 1), loader(inputs, torch.arange(26.0)[:, None]), nn.MSELoss(), {"late": late})
+        evaluate(
+            nn.Linear(2, 1),
+            loader(inputs, torch.arange(26.0)[:, None]),
+            nn.MSELoss(),
+            {"late": late},
+        )
 
 
 class Dropping(nn.Module):
@@ -195,10 +212,15 @@ def test_a_loss_is_in_evaluation_mode_while_evaluating() -> None:
 
 
 def test_outputs_of_other_lengths_are_padded_to_the_longest() -> None:
-    parts = [(torch.ones(2, 3, 4), torch.ones(2, 4).long()), (torch.ones(1, 3, 6), torch.ones(1, 6).long())]
+    parts = [
+        (torch.ones(2, 3, 4), torch.ones(2, 4).long()),
+        (torch.ones(1, 3, 6), torch.ones(1, 6).long()),
+    ]
     output, target = _concatenate(parts)
     assert output.shape == (3, 3, 6) and target.shape == (3, 6)
     assert output[:2, :, 4:].isnan().all() and not output[:2, :, :4].isnan().any()
     assert target.tolist() == [[1, 1, 1, 1, -100, -100]] * 2 + [[1] * 6]
-    with pytest.raises(ConfigError, match=r"same number of dimensions .* got \[2, 3\] and \[2, 3, 1\]"):
+    with pytest.raises(
+        ConfigError, match=r"same number of dimensions .* got \[2, 3\] and \[2, 3, 1\]"
+    ):
         _concatenate([torch.ones(2, 3), torch.ones(2, 3, 1)])

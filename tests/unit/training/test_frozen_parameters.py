@@ -18,7 +18,9 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.training.loop import _StateOfRun
 from lockstep.training.trainer import Trainer
 
-DATA = TensorDataset(torch.rand(12, 3, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2)
+DATA = TensorDataset(
+    torch.rand(12, 3, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2
+)
 
 
 class Adapted(nn.Module):
@@ -38,11 +40,15 @@ class Adapted(nn.Module):
         (Path(folder) / "config.json").write_text(json.dumps({"kind": "Adapted"}))
 
 
-def trainer(run_dir: Path, seed: int = 0, callbacks: list[Callback] | None = None, **options: Any) -> Trainer:
+def trainer(
+    run_dir: Path, seed: int = 0, callbacks: list[Callback] | None = None, **options: Any
+) -> Trainer:
     model = Adapted(seed)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 0.1)
     chosen = [Checkpoints()] if callbacks is None else callbacks
-    return Trainer(model, optimizer, nn.CrossEntropyLoss(), 4, run_dir=run_dir, callbacks=chosen, **options)
+    return Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), 4, run_dir=run_dir, callbacks=chosen, **options
+    )
 
 
 def saved(run_dir: Path) -> set[str]:
@@ -76,12 +82,16 @@ def test_a_parameter_that_is_not_frozen_must_be_there(tmp_path: Path) -> None:
     run = trainer(tmp_path / "run", save_frozen=False)
     state = run.state.state_dict()
     del state["model"]["head.weight"]
-    with pytest.raises(CheckpointError, match=r"head\.weight: here of shape \[2, 4\], in the checkpoint missing"):
+    with pytest.raises(
+        CheckpointError, match=r"head\.weight: here of shape \[2, 4\], in the checkpoint missing"
+    ):
         run.state.check_resumable(state)
 
 
 @pytest.mark.parametrize("both", [(True, False), (False, True)])
-def test_runs_with_and_without_frozen_parameters_resume_each_other(tmp_path: Path, both: tuple[bool, bool]) -> None:
+def test_runs_with_and_without_frozen_parameters_resume_each_other(
+    tmp_path: Path, both: tuple[bool, bool]
+) -> None:
     trainer(tmp_path / "run", save_frozen=both[0]).fit(DATA, 1)
     resumed = trainer(tmp_path / "run", save_frozen=both[1])
     resumed.fit(DATA, 2, resume="latest")
@@ -92,9 +102,14 @@ def test_adapters_alone_are_saved_of_a_model_of_peft(tmp_path: Path) -> None:
     model = Adapted()
     model.peft_config = {}
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 0.1)
-    Trainer(model, optimizer, nn.CrossEntropyLoss(), 4, run_dir=tmp_path / "run", callbacks=[Checkpoints()]).fit(
-        DATA, 1
-    )
+    Trainer(
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        4,
+        run_dir=tmp_path / "run",
+        callbacks=[Checkpoints()],
+    ).fit(DATA, 1)
     assert "body.weight" not in saved(tmp_path / "run")
 
 
@@ -116,9 +131,15 @@ def test_what_is_saved_stays_whole_when_a_model_cannot_save_itself(tmp_path: Pat
         raise OSError(28, "No space left on device")
 
     run.model.save_pretrained = fails
-    with pytest.raises(lockstep.errors.LockstepError, match=r"pretrained: the model could not be saved: No space left"):
+    with pytest.raises(
+        lockstep.errors.LockstepError,
+        match=r"pretrained: the model could not be saved: No space left",
+    ):
         run.fit(DATA, 2)
-    assert {path.name for path in (tmp_path / "run" / "pretrained").iterdir()} == {"weights.safetensors", "config.json"}
+    assert {path.name for path in (tmp_path / "run" / "pretrained").iterdir()} == {
+        "weights.safetensors",
+        "config.json",
+    }
 
 
 def test_a_model_that_cannot_save_itself_is_named(tmp_path: Path) -> None:
@@ -141,7 +162,9 @@ def test_pretrained_weights_that_are_not_saved_are_not_sent_to_workers_that_join
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         model[0].requires_grad_(False)
         optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
-        trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), 4, save_frozen=False, callbacks=[])
+        trainer = lockstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), 4, save_frozen=False, callbacks=[]
+        )
         return _StateOfRun(trainer, None, trainer._callbacks)  # type: ignore[arg-type]
 
     sent, same, other = state_of_run(0), state_of_run(0), state_of_run(1)
@@ -153,7 +176,9 @@ def test_pretrained_weights_that_are_not_saved_are_not_sent_to_workers_that_join
     same.load_operations(state)
     assert torch.equal(same.model[1].weight, sent.model[1].weight)
     assert list(same.of_operations()["model"]) == ["1.weight", "1.bias"]
-    with pytest.raises(CheckpointError, match="the other workers have sent trained parameters only"):
+    with pytest.raises(
+        CheckpointError, match="the other workers have sent trained parameters only"
+    ):
         other.load_operations(state)
     with torch.no_grad():
         sent.model[0].weight.add_(1.0)  # which others do not have

@@ -1,4 +1,6 @@
-"""Which hyperparameters a resumed run continues with, and when two optimizers are over the same parameters."""
+"""Which hyperparameters a resumed run continues with, and when two optimizers are over the same
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,16 @@ def test_merging() -> None:
     state = [{"params": [0], "lr": 0.01, "initial_lr": 0.1, "momentum": 0.8, "nesterov": False}]
     merged, changes = merge_param_groups(state, then, now)
     assert merged == [
-        # momentum was moved on while the run went; fused is new in this version and no choice of the user's
-        {"params": [0], "lr": 0.2, "initial_lr": 0.2, "momentum": 0.8, "nesterov": False, "fused": True}
+        # momentum was moved on while the run went; fused is new in this version and no choice of
+        # the user's
+        {
+            "params": [0],
+            "lr": 0.2,
+            "initial_lr": 0.2,
+            "momentum": 0.8,
+            "nesterov": False,
+            "fused": True,
+        }
     ]
     assert changes == ["lr 0.1 → 0.2"]
     assert state[0]["lr"] == 0.01
@@ -55,7 +65,10 @@ def test_merging() -> None:
 
 def test_groups_may_change_apart() -> None:
     then = [{"parameters": ["a"], "lr": 0.1}, {"parameters": ["b"], "lr": 0.1}]
-    state = [{"params": [0], "lr": 0.1, "initial_lr": 0.1}, {"params": [1], "lr": 0.1, "initial_lr": 0.1}]
+    state = [
+        {"params": [0], "lr": 0.1, "initial_lr": 0.1},
+        {"params": [1], "lr": 0.1, "initial_lr": 0.1},
+    ]
     merged, changes = merge_param_groups(state, then, [then[0], {"parameters": ["b"], "lr": 0.3}])
     assert [group["lr"] for group in merged] == [0.1, 0.3]
     assert changes == ["lr 0.1 → 0.3"]

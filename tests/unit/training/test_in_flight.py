@@ -1,4 +1,6 @@
-"""So many steps are queued and no more, their losses come in order, and `wait_all` waits for whatever is under way."""
+"""So many steps are queued and no more, their losses come in order, and `wait_all` waits for
+whatever is under way.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,16 @@ def result_of(step: int, loss: float = 1.0) -> StepResult:
     return StepResult(step, values[0], values[1], 0.1, values[2])
 
 
-# --- how far ahead ------------------------------------------------------------------------------------------
+# --- how far ahead
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2, 5])
 def test_losses_come_in_order_when_so_many_steps_are_queued(max_steps_in_flight: int) -> None:
     told: list[tuple[int, float]] = []
-    steps_in_flight = StepsInFlight(OTHER, max_steps_in_flight, lambda result, loss: told.append((result.step, loss)))
+    steps_in_flight = StepsInFlight(
+        OTHER, max_steps_in_flight, lambda result, loss: told.append((result.step, loss))
+    )
     for step in range(8):
         steps_in_flight.add(result_of(step, step / 2))
         steps_in_flight.settle()
@@ -61,14 +66,18 @@ def test_after_a_regroup_only_losses_and_requests_to_stop_of_earlier_steps_count
     compared: list[int] = []
     steps_in_flight = StepsInFlight(OTHER, 3, lambda result, loss: told.append((result.step, loss)))
     replicas: Any = SimpleNamespace(settle=lambda step, sums: compared.append(step))
-    requested = result_of(0, 0.5).replaced(stop=torch.tensor(REGROUP), replicas=replicas, marks=torch.ones(4))
+    requested = result_of(0, 0.5).replaced(
+        stop=torch.tensor(REGROUP), replicas=replicas, marks=torch.ones(4)
+    )
     steps_in_flight.add(requested)
     steps_in_flight.regroup()
     steps_in_flight.check()
     assert (told, compared) == ([(0, 0.5)], [])
     for step in (1, 2, 3):
         steps_in_flight.add(requested.replaced(step=step))
-        assert steps_in_flight.settle() == REGROUP * (step == 3)  # that of step 1, as all know that of step 0
+        assert steps_in_flight.settle() == REGROUP * (
+            step == 3
+        )  # that of step 1, as all know that of step 0
     assert compared == [1]
     steps_in_flight.add(requested.replaced(stop=torch.tensor(3 + 2 * REGROUP)))
     steps_in_flight.regroup()
@@ -76,7 +85,9 @@ def test_after_a_regroup_only_losses_and_requests_to_stop_of_earlier_steps_count
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 3])
-def test_the_host_waits_for_the_oldest_of_so_many(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int) -> None:
+def test_the_host_waits_for_the_oldest_of_so_many(
+    monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int
+) -> None:
     class Event:
         count = 0
 
@@ -99,7 +110,9 @@ def test_the_host_waits_for_the_oldest_of_so_many(monkeypatch: pytest.MonkeyPatc
     InFlightLimit(torch.device("cpu"), max_steps_in_flight).record()  # has nothing queued
 
 
-def test_the_next_batch_is_copied_before_this_one_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_batch_is_copied_before_this_one_is_handed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     streams, seen = ["compute"], []
 
     class Event:
@@ -127,31 +140,51 @@ def test_the_next_batch_is_copied_before_this_one_is_handed_out(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: consumer)
     monkeypatch.setattr(torch.Tensor, "to", copy)
     kept: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append((int(tensor), stream.name)))
-    for (number,) in to_device([(torch.tensor(number),) for number in range(3)], torch.device("cuda:0")):
+    monkeypatch.setattr(
+        torch.Tensor,
+        "record_stream",
+        lambda tensor, stream: kept.append((int(tensor), stream.name)),
+    )
+    for (number,) in to_device(
+        [(torch.tensor(number),) for number in range(3)], torch.device("cuda:0")
+    ):
         seen.append(("use", int(number)))
     assert seen == [
         *[("copy", 0), ("copy", 1), ("wait", 0), ("use", 0)],
         *[("copy", 2), ("wait", 1), ("use", 1)],
         *[("wait", 2), ("use", 2)],
     ]
-    assert kept == [(number, "compute") for number in range(3)]  # not freed while the consumer reads
+    assert kept == [
+        (number, "compute") for number in range(3)
+    ]  # not freed while the consumer reads
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, None])
 def test_numbers_of_steps_that_cannot_be(value: Any) -> None:
-    with pytest.raises(ConfigError, match="max_steps_in_flight: expected a whole number of at least 1"):
+    with pytest.raises(
+        ConfigError, match="max_steps_in_flight: expected a whole number of at least 1"
+    ):
         make(max_steps_in_flight=value)
-    with pytest.raises(ConfigError, match="max_steps_in_flight: expected a whole number of at least 1"):
-        evaluate(nn.Linear(2, 2), make().loader(samples()), nn.CrossEntropyLoss(), max_steps_in_flight=value)
+    with pytest.raises(
+        ConfigError, match="max_steps_in_flight: expected a whole number of at least 1"
+    ):
+        evaluate(
+            nn.Linear(2, 2),
+            make().loader(samples()),
+            nn.CrossEntropyLoss(),
+            max_steps_in_flight=value,
+        )
 
 
-# --- what callbacks see -------------------------------------------------------------------------------------
+# --- what callbacks see
+# -------------------------------------------------------------------------------------
 
 
 def samples(n: int = 10) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(n, 2, generator=generator), torch.randint(0, 2, (n,), generator=generator))
+    return TensorDataset(
+        torch.randn(n, 2, generator=generator), torch.randint(0, 2, (n,), generator=generator)
+    )
 
 
 def make(callbacks: list[Callback] | None = None, **options: Any) -> Trainer:
@@ -181,13 +214,17 @@ class Events(Callback):
 def test_on_the_cpu_each_loss_is_there_after_its_step() -> None:
     events = Events()
     make([events]).fit(samples(), 1)
-    assert events.seen == [pair for step in range(5) for pair in (("step", step), ("loss", step))] + [("epoch", 1)]
+    assert events.seen == [
+        pair for step in range(5) for pair in (("step", step), ("loss", step))
+    ] + [("epoch", 1)]
     assert all(told == of_step for told, of_step in events.losses)
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.training.trainer.StepsInFlight", lambda _, *rest: StepsInFlight(OTHER, *rest))
+    monkeypatch.setattr(
+        "lockstep.training.trainer.StepsInFlight", lambda _, *rest: StepsInFlight(OTHER, *rest)
+    )
 
 
 @pytest.mark.usefixtures("late")
@@ -197,7 +234,11 @@ def test_elsewhere_losses_come_later_in_order_and_all_before_an_epoch_ends() -> 
     for epoch in range(2):
         first = 5 * epoch
         queued = [("step", first), ("step", first + 1)]
-        going = [pair for step in range(2, 5) for pair in (("step", first + step), ("loss", first + step - 2))]
+        going = [
+            pair
+            for step in range(2, 5)
+            for pair in (("step", first + step), ("loss", first + step - 2))
+        ]
         rest = [("loss", first + 3), ("loss", first + 4), ("epoch", epoch + 1)]
         assert events.seen[11 * epoch : 11 * (epoch + 1)] == queued + going + rest
     assert all(told == of_step for told, of_step in events.losses)
@@ -213,7 +254,9 @@ def test_all_losses_are_reported_before_a_checkpoint_is_written(tmp_path: Path) 
                 trainer.save()
                 events.seen.append(("saved", 3))
 
-    make([events, Saved(), Checkpoints("0")], max_steps_in_flight=5, run_dir=tmp_path).fit(samples(), 1)
+    make([events, Saved(), Checkpoints("0")], max_steps_in_flight=5, run_dir=tmp_path).fit(
+        samples(), 1
+    )
     place = events.seen.index(("saved", 3))
     assert events.seen[place - 4 : place] == [("loss", step) for step in range(4)]
 
@@ -234,13 +277,15 @@ def test_losses_are_reported_before_an_interrupted_run_ends() -> None:
 def test_an_evaluation_in_training_has_the_same_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     monkeypatch.setattr(
-        "lockstep.training.evaluate.InFlightLimit", lambda *given: found.append(given[1]) or InFlightLimit(*given)
+        "lockstep.training.evaluate.InFlightLimit",
+        lambda *given: found.append(given[1]) or InFlightLimit(*given),
     )
     make(max_steps_in_flight=3).evaluate(samples())
     assert found == [3]
 
 
-# --- wait_all -----------------------------------------------------------------------------------------------
+# --- wait_all
+# -----------------------------------------------------------------------------------------------
 
 
 class Work:
@@ -268,7 +313,9 @@ def test_requests_in_their_order_with_their_results() -> None:
 
 @pytest.mark.parametrize("requests", [3, [None], "ab", Request.completed(0)])
 def test_what_is_no_list_of_requests(requests: Any) -> None:
-    with pytest.raises(ConfigError, match="requests: expected a list of requests, as iallreduce returns, got"):
+    with pytest.raises(
+        ConfigError, match="requests: expected a list of requests, as iallreduce returns, got"
+    ):
         wait_all(requests)
 
 
@@ -331,7 +378,9 @@ def test_the_queued_steps_of_a_trainer(poisoned: bool) -> None:
 @pytest.mark.parametrize("used", [True, False])
 def test_accelerators_that_have_been_used(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
     waited: list[int] = []
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 1024 * (index != 1))

@@ -22,7 +22,12 @@ def fit(*callbacks: Callback, run_dir: Path | None = None) -> Trainer:
     torch.manual_seed(0)
     model = lockstep.models.gpt(11, 8, layers=1, heads=2, width=8, dropout=0.3)
     made = Trainer(
-        model, torch.optim.AdamW(model.parameters()), next_token_loss, 8, callbacks=list(callbacks), run_dir=run_dir
+        model,
+        torch.optim.AdamW(model.parameters()),
+        next_token_loss,
+        8,
+        callbacks=list(callbacks),
+        run_dir=run_dir,
     )
     made.fit(DATA, 2, validate=DATA)
     return made
@@ -48,7 +53,9 @@ def test_samples_change_no_bit_and_are_the_same_again(capsys: pytest.CaptureFixt
 def test_samples_are_printed_as_lines_that_are_safe(capsys: pytest.CaptureFixture[str]) -> None:
     fit(TextSamples([[1] * 8], lambda tokens: "\x1b[31m\n" + "ab\tc" * len(tokens), 8, length=90))
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all(line.isprintable() and len(line) <= 80 and "▸" in line for line in lines)
+    assert len(lines) == 2 and all(
+        line.isprintable() and len(line) <= 80 and "▸" in line for line in lines
+    )
     fit(samples(show=False))
     assert capsys.readouterr().out == ""
 

@@ -73,9 +73,17 @@ def test_other_forms_are_refused(value: object) -> None:
         (nn.functional.cross_entropy, OUTPUT, without(LABELS, 0)),
         (nn.functional.nll_loss, OUTPUT.log_softmax(1), without(LABELS, 0)),
         (partial(nn.functional.cross_entropy, ignore_index=2), OUTPUT, without(LABELS, 0, value=2)),
-        (partial(nn.functional.cross_entropy, weight=WEIGHTS, label_smoothing=0.1), OUTPUT, without(LABELS, 0)),
+        (
+            partial(nn.functional.cross_entropy, weight=WEIGHTS, label_smoothing=0.1),
+            OUTPUT,
+            without(LABELS, 0),
+        ),
         (partial(nn.functional.cross_entropy, reduction="none"), OUTPUT, LABELS),
-        (partial(nn.functional.nll_loss, ignore_index=2), OUTPUT.log_softmax(1), without(LABELS, 0, value=2)),
+        (
+            partial(nn.functional.nll_loss, ignore_index=2),
+            OUTPUT.log_softmax(1),
+            without(LABELS, 0, value=2),
+        ),
         (nn.MSELoss(), OUTPUT, OUTPUT.flip(0)),
         (nn.L1Loss(reduction="none"), OUTPUT[:, 0], OUTPUT[:, 1]),
         (nn.BCEWithLogitsLoss(WEIGHTS, pos_weight=WEIGHTS + 1), OUTPUT, OUTPUT.sigmoid()),
@@ -83,7 +91,9 @@ def test_other_forms_are_refused(value: object) -> None:
         (nn.MultiMarginLoss(weight=WEIGHTS), OUTPUT, LABELS),
     ],
 )
-def test_parts_add_up_to_torchs_mean_over_all(loss_fn: LossFn, output: torch.Tensor, target: torch.Tensor) -> None:
+def test_parts_add_up_to_torchs_mean_over_all(
+    loss_fn: LossFn, output: torch.Tensor, target: torch.Tensor
+) -> None:
     whole, parts = output.clone().requires_grad_(), output.clone().requires_grad_()
     expected = loss_fn(whole, target).mean()
     loss = Loss(loss_fn, CPU)
@@ -95,7 +105,9 @@ def test_parts_add_up_to_torchs_mean_over_all(loss_fn: LossFn, output: torch.Ten
     torch.testing.assert_close(parts.grad, whole.grad)
 
 
-@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)])
+@pytest.mark.parametrize(
+    "loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)]
+)
 def test_where_all_labels_are_ignored_there_is_nothing(loss_fn: nn.Module) -> None:
     output, target = OUTPUT.clone().requires_grad_(), torch.full((6,), -100)
     # the fault that is guarded against
@@ -203,7 +215,9 @@ def test_a_loss_with_parameters_adds_no_names() -> None:
 
 @pytest.mark.parametrize("fn", [nn.functional.cross_entropy, nn.functional.nll_loss])
 def test_a_bare_sum_is_refused_of_a_function_with_keywords_too(fn: LossFn) -> None:
-    with pytest.raises(ConfigError, match=r"got partial\((nll_loss|cross_entropy), reduction='sum'\)"):
+    with pytest.raises(
+        ConfigError, match=r"got partial\((nll_loss|cross_entropy), reduction='sum'\)"
+    ):
         Loss(partial(fn, reduction="sum"), CPU)
 
 
@@ -220,17 +234,33 @@ def test_a_loss_that_cannot_be_called_is_refused() -> None:
 @pytest.mark.parametrize(
     ("output", "target", "said"),
     [
-        ((OUTPUT, OUTPUT), LABELS, "model: expected a tensor of class scores as its output, got tuple. .*forward="),
-        (OUTPUT, LABELS.tolist(), "data: expected a tensor of class labels as the target, got list"),
-        (OUTPUT, LABELS.int(), r"data: expected class labels of dtype torch.int64, got torch.int32. .*labels.long"),
+        (
+            (OUTPUT, OUTPUT),
+            LABELS,
+            "model: expected a tensor of class scores as its output, got tuple. .*forward=",
+        ),
+        (
+            OUTPUT,
+            LABELS.tolist(),
+            "data: expected a tensor of class labels as the target, got list",
+        ),
+        (
+            OUTPUT,
+            LABELS.int(),
+            r"data: expected class labels of dtype torch.int64, got torch.int32. .*labels.long",
+        ),
     ],
 )
-def test_what_is_no_tensor_of_labels_or_scores_is_named(output: object, target: object, said: str) -> None:
+def test_what_is_no_tensor_of_labels_or_scores_is_named(
+    output: object, target: object, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         Loss(nn.CrossEntropyLoss(), CPU)(output, target, 6)
 
 
-@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(WEIGHTS), nn.functional.cross_entropy])
+@pytest.mark.parametrize(
+    "loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(WEIGHTS), nn.functional.cross_entropy]
+)
 def test_a_label_of_a_later_batch_that_is_too_large_is_named(loss_fn: LossFn) -> None:
     loss = Loss(loss_fn, CPU)
     loss(OUTPUT, LABELS, 6)
@@ -250,18 +280,24 @@ def test_shapes_that_are_broadcast_are_named() -> None:
     model = nn.Linear(3, 1)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), nn.MSELoss())
     samples = torch.randn(8, 3), torch.randn(8)
-    with pytest.raises(ConfigError, match=r"of shape \[8, 1\] and a target of shape \[8\] are broadcast to \[8, 8\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"of shape \[8, 1\] and a target of shape \[8\] are broadcast to \[8, 8\]",
+    ):
         step(Batch(samples, torch.arange(8), 8, 8, 0, 0))
 
 
-# --- the count from torch's kernel ------------------------------------------------------------------------------------
+# --- the count from torch's kernel
+# ------------------------------------------------------------------------------------
 
 
 def operations_of(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> list[str]:
     """The operations of a loss of six samples."""
 
     class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             names.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -294,7 +330,9 @@ def test_the_count_of_torch_s_kernel_is_the_count_and_the_sum_has_the_same_bits(
     expected.backward()
     assert torch.equal(total, expected) and torch.equal(ours.grad, theirs.grad)
     assert int(count) == int((target != summing.ignore_index).sum())
-    assert not [name for name in operations_of(loss, ours, target) if "ne." in name or "aten.sum" in name]
+    assert not [
+        name for name in operations_of(loss, ours, target) if "ne." in name or "aten.sum" in name
+    ]
 
 
 class Doubled(nn.CrossEntropyLoss):
@@ -313,7 +351,9 @@ class Doubled(nn.CrossEntropyLoss):
         (nn.CrossEntropyLoss(), OUTPUT, LABELS.to(torch.uint8)),
     ],
 )
-def test_other_losses_are_counted_by_their_labels(loss_fn: LossFn, output: torch.Tensor, target: torch.Tensor) -> None:
+def test_other_losses_are_counted_by_their_labels(
+    loss_fn: LossFn, output: torch.Tensor, target: torch.Tensor
+) -> None:
     assert any("aten.ne." in name for name in operations_of(Loss(loss_fn, CPU), output, target))
 
 
@@ -322,7 +362,9 @@ def test_hooks_of_a_loss_are_called(of_all: bool) -> None:
     loss_fn = nn.CrossEntropyLoss()
     loss = Loss(loss_fn, CPU)
     loss(OUTPUT, LABELS, 6)
-    register = nn.modules.module.register_module_forward_hook if of_all else loss_fn.register_forward_hook
+    register = (
+        nn.modules.module.register_module_forward_hook if of_all else loss_fn.register_forward_hook
+    )
     hook = register(lambda module, inputs, output: output * 3)
     try:
         torch.testing.assert_close(loss(OUTPUT, LABELS, 6)[0], 18 * loss_fn(OUTPUT, LABELS) / 3)

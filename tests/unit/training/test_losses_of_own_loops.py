@@ -1,4 +1,6 @@
-"""Losses of a loop with `prepare` that parts of a batch do not add up to, and like ones that they do."""
+"""Losses of a loop with `prepare` that parts of a batch do not add up to, and like ones that they
+do.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def train(
     data = TensorDataset(torch.randn(4 * SAMPLES, 3, generator=generator), labels)
     model = model or nn.Linear(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = lockstep.prepare(model, optimizer, DataLoader(data, batch_size=SAMPLES), **options)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, DataLoader(data, batch_size=SAMPLES), **options
+    )
     steps = 0
     for x, y in loader:
         optimizer.zero_grad()
@@ -52,8 +56,16 @@ def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("body", "count", "said"),
     [
-        (weighted, lambda y: WEIGHT[y.clamp(0)].sum(), r"weights of its labels' classes.*step\(count=weight\[targets"),
-        (lambda *each: F.cross_entropy(each[0](each[1]), each[2]), lambda y: (y >= 0).sum(), "labels that are not ign"),
+        (
+            weighted,
+            lambda y: WEIGHT[y.clamp(0)].sum(),
+            r"weights of its labels' classes.*step\(count=weight\[targets",
+        ),
+        (
+            lambda *each: F.cross_entropy(each[0](each[1]), each[2]),
+            lambda y: (y >= 0).sum(),
+            "labels that are not ign",
+        ),
     ],
     ids=["class weights", "ignored labels"],
 )
@@ -73,7 +85,9 @@ def hardest(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     output = model(x)
     distances = torch.cdist(output, output)
     same = y[:, None] == y
-    return (distances.where(same, 0).amax(1) - distances.where(~same, 1e6).amin(1) + 1).relu().mean()
+    return (
+        (distances.where(same, 0).amax(1) - distances.where(~same, 1e6).amin(1) + 1).relu().mean()
+    )
 
 
 def to_prototypes(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -97,7 +111,8 @@ def test_comparisons_with_what_is_no_sample_are_not(body: Any) -> None:
     assert train(body) == 4
 
 
-# --- numbers that the model adds to the loss ------------------------------------------------------------------------
+# --- numbers that the model adds to the loss
+# ------------------------------------------------------------------------
 
 
 class WithNumber(nn.Module):
@@ -130,7 +145,9 @@ def train_with_number(
     derived: bool = False,
     **options: Any,
 ) -> int:
-    """Train with a number that the model returns; `derived` gives it inputs that are computed from the data."""
+    """Train with a number that the model returns; `derived` gives it inputs that are computed from
+    the data.
+    """
     model = WithNumber(number)
 
     def body(_: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -141,9 +158,13 @@ def train_with_number(
 
 
 @pytest.mark.parametrize("derived", [False, True])
-@pytest.mark.parametrize("number", [balance, lambda chosen: chosen.std(0).sum(), lambda chosen: chosen.mean(0).norm()])
+@pytest.mark.parametrize(
+    "number", [balance, lambda chosen: chosen.std(0).sum(), lambda chosen: chosen.mean(0).norm()]
+)
 def test_a_number_of_the_model_that_is_no_mean_is_refused(number: Any, derived: bool) -> None:
-    with pytest.raises(ConfigError, match="each number that a model adds to it, got a number of the model that is"):
+    with pytest.raises(
+        ConfigError, match="each number that a model adds to it, got a number of the model that is"
+    ):
         train_with_number(number, derived=derived)
 
 
@@ -151,12 +172,18 @@ def test_a_number_of_the_model_that_is_no_mean_is_refused(number: Any, derived: 
     "options",
     [
         {"number": lambda chosen: chosen.square().mean()},
-        {"number": lambda chosen: chosen.square().sum(), "weigh": lambda value, samples: value / samples},
+        {
+            "number": lambda chosen: chosen.square().sum(),
+            "weigh": lambda value, samples: value / samples,
+        },
         {"number": balance, "weigh": lambda value, _: value.detach() * 0.01},
         {"number": balance, "weigh": lambda value, _: value * 0.0},
         {"number": balance, "virtual_workers": 4},
         {"number": lambda chosen: (chosen * torch.rand_like(chosen)).mean()},
-        {"number": lambda chosen: (chosen[:, 0] * chosen[:, 1]).sum() / chosen[:, 1].sum(), "count": lambda y: 3},
+        {
+            "number": lambda chosen: (chosen[:, 0] * chosen[:, 1]).sum() / chosen[:, 1].sum(),
+            "count": lambda y: 3,
+        },
     ],
 )
 def test_a_number_of_the_model_that_parts_add_up_to_is_not(options: Any) -> None:
@@ -176,7 +203,9 @@ class InTraining(WithNumber):
 
 
 class Running(WithNumber):
-    """Has the statistics of the batch in training, and running ones in evaluation, as batch norm has."""
+    """Has the statistics of the batch in training, and running ones in evaluation, as batch norm
+    has.
+    """
 
     def __init__(self) -> None:
         super().__init__(lambda chosen: chosen.square().mean())
@@ -237,7 +266,8 @@ def test_a_number_over_time_is_not_compared_where_the_samples_are_in_the_second_
     assert train(body, model=model) == 4
 
 
-# --- sums of constants ----------------------------------------------------------------------------------------------
+# --- sums of constants
+# ----------------------------------------------------------------------------------------------
 
 
 def boundary(rows: int, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
@@ -245,31 +275,42 @@ def boundary(rows: int, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tenso
     points, values = torch.linspace(-1, 1, rows * 3).reshape(rows, 3), torch.zeros(rows, 4)
 
     def body(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(x), y.clamp(0)) + 0 + loss(model(points.requires_grad_()), values)
+        return (
+            F.cross_entropy(model(x), y.clamp(0)) + 0 + loss(model(points.requires_grad_()), values)
+        )
 
     return body
 
 
 @pytest.mark.parametrize("rows", [5, SAMPLES])
-@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), lambda output, target: (output - target).square().sum()])
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(reduction="sum"), lambda output, target: (output - target).square().sum()]
+)
 def test_a_sum_of_constants_is_the_same_on_each_worker(rows: int, loss: Any) -> None:
     assert train(boundary(rows, loss)) == 4
     assert train(boundary(rows, loss), virtual_workers=2) == 4
 
 
-@pytest.mark.parametrize("change", [lambda x: x, lambda x: x * 2, lambda x: (x + 1).requires_grad_()])
+@pytest.mark.parametrize(
+    "change", [lambda x: x, lambda x: x * 2, lambda x: (x + 1).requires_grad_()]
+)
 def test_a_sum_of_data_is_refused_besides(change: Any) -> None:
     def body(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return boundary(5, nn.MSELoss(reduction="sum"))(model, x, y) + model(change(x)).square().sum()
+        return (
+            boundary(5, nn.MSELoss(reduction="sum"))(model, x, y) + model(change(x)).square().sum()
+        )
 
     with pytest.raises(ConfigError, match=r"got a sum: sum\(\) over a tensor of shape \[16, 4\]"):
         train(body)
 
 
-# --- what changes the weights ---------------------------------------------------------------------------------------
+# --- what changes the weights
+# ---------------------------------------------------------------------------------------
 
 
-def by_hand(model: nn.Module, x: torch.Tensor, y: torch.Tensor, move: Callable[[Any, torch.Tensor], Any]) -> Any:
+def by_hand(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, move: Callable[[Any, torch.Tensor], Any]
+) -> Any:
     """The loss at weights that are moved up the gradient, as in sharpness-aware minimisation."""
     plain(model, x, y).backward()
     moves = [0.1 * p.grad / p.grad.norm() for p in model.parameters() if p.grad is not None]
@@ -286,7 +327,10 @@ def in_place(p: Any, step: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("move", [in_place, lambda p, step: p.data.add_(step)])
 def test_weights_moved_between_two_passes_are_noticed(move: Any) -> None:
-    with pytest.raises(ConfigError, match=r"parameters: expected the same values in all backward passes before a step"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parameters: expected the same values in all backward passes before a step",
+    ):
         train(lambda *each: by_hand(*each, move=move))
     assert train(lambda *each: by_hand(*each, move=lambda p, step: None)) == 4
 
@@ -324,7 +368,9 @@ def test_an_optimizer_that_was_not_given_is_noticed_where_it_steps() -> None:
         other.step()  # of another model
         optimizer.step()  # with the gradients of the global batch, which the inner one has
         optimizer.zero_grad()
-    with pytest.raises(ConfigError, match=r"optimizer: expected a step of optimizers that were given .* one of SGD"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer: expected a step of optimizers that were given .* one of SGD"
+    ):
         for x, y in loader:
             plain(model, x, y).backward()
             inside.inner.step()
@@ -338,7 +384,9 @@ def test_a_parameter_of_the_loss_belongs_into_a_module() -> None:
 
     model, temperature = nn.Linear(3, 4), Temperature()
     with pytest.raises(ConfigError, match="temperature of a loss, belongs into a module"):
-        lockstep.prepare(model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(()))], 0.1))
+        lockstep.prepare(
+            model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(()))], 0.1)
+        )
     optimizer = torch.optim.SGD([*model.parameters(), temperature.value], 0.1)
     data = TensorDataset(torch.randn(32, 3), torch.randint(4, (32,)))
     objects = lockstep.prepare(model, temperature, optimizer, DataLoader(data, 8))

@@ -84,23 +84,37 @@ class Around(nn.Module):
         (Around(nn.CrossEntropyLoss()), SCORES, IGNORED),
         (tokens, TEXTS, PADDED),
         (tokens, TEXTS.bfloat16(), PADDED),
-        # at the beginning of a training the losses of all tokens are nearly the same, and so is any mean of them
+        # at the beginning of a training the losses of all tokens are nearly the same, and so is any
+        # mean of them
         (tokens, 1e-6 * TEXTS, PADDED),
-        (lambda output, target: F.cross_entropy(output, target), TEXTS.flatten(0, 1), PADDED.flatten()),
         (
-            lambda output, target: output["logits"].flatten(0, 1).logsumexp(1)[target.flatten() >= 0].mean(),
+            lambda output, target: F.cross_entropy(output, target),
+            TEXTS.flatten(0, 1),
+            PADDED.flatten(),
+        ),
+        (
+            lambda output, target: output["logits"]
+            .flatten(0, 1)
+            .logsumexp(1)[target.flatten() >= 0]
+            .mean(),
             {"logits": TEXTS},
             PADDED,
         ),
         (contrastive, POINTS, OTHERS),
         (
-            lambda output, target: F.cross_entropy(output @ target.T, torch.arange(9)[: len(output)], reduction="none"),
+            lambda output, target: F.cross_entropy(
+                output @ target.T, torch.arange(9)[: len(output)], reduction="none"
+            ),
             POINTS,
             OTHERS,
         ),
         (dice, POINTS, (OTHERS > 0).float()),
         (hardest, SCORES, LABELS),
-        (lambda output, target: F.mse_loss(output, target), POINTS[:, :1], OTHERS[:, 0]),  # all against all
+        (
+            lambda output, target: F.mse_loss(output, target),
+            POINTS[:, :1],
+            OTHERS[:, 0],
+        ),  # all against all
         (lambda output, target: (output - output.mean(0)).square().mean(), POINTS, OTHERS),
     ],
 )
@@ -110,7 +124,8 @@ def test_what_is_no_mean_over_samples_is_refused(fn: LossFn, output: Any, target
     assert found is not None
     assert found.samples == 9
     with pytest.raises(
-        ConfigError, match=r"loss_fn: expected a mean over samples, .* for 9 samples of rank 0 .*\(sum, count\)"
+        ConfigError,
+        match=r"loss_fn: expected a mean over samples, .* for 9 samples of rank 0 .*\(sum, count\)",
     ):
         raise found.error()
 
@@ -126,7 +141,9 @@ class Out:
 
 def kl(output: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
     found, mean, logvar = output
-    return F.mse_loss(found, target) - 0.5 * (1 + logvar - mean.square() - logvar.exp()).sum(1).mean()
+    return (
+        F.mse_loss(found, target) - 0.5 * (1 + logvar - mean.square() - logvar.exp()).sum(1).mean()
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,20 +154,37 @@ def kl(output: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
         (nn.BCEWithLogitsLoss(pos_weight=torch.arange(5.0)), POINTS, (OTHERS > 0).float()),
         (nn.KLDivLoss(reduction="batchmean"), SCORES.log_softmax(1), SCORES.flip(0).softmax(1)),
         (nn.MultiMarginLoss(weight=WEIGHTS), SCORES, LABELS),
-        (lambda output, target: F.cross_entropy(output, target, label_smoothing=0.1), SCORES, LABELS),
+        (
+            lambda output, target: F.cross_entropy(output, target, label_smoothing=0.1),
+            SCORES,
+            LABELS,
+        ),
         (lambda output, target: F.cross_entropy(output, target, reduction="none"), SCORES, LABELS),
         (tokens, TEXTS, TOKENS),
-        (lambda output, target: F.cross_entropy(output, target), TEXTS.flatten(0, 1), TOKENS.flatten()),
+        (
+            lambda output, target: F.cross_entropy(output, target),
+            TEXTS.flatten(0, 1),
+            TOKENS.flatten(),
+        ),
         (kl, (POINTS, OTHERS, POINTS.flip(0)), OTHERS),
         (
-            lambda output, target: F.cross_entropy(output.logits, target) + output.hidden.square().mean(),
+            lambda output, target: F.cross_entropy(output.logits, target)
+            + output.hidden.square().mean(),
             Out(SCORES, POINTS),
             LABELS,
         ),
         # the sum of many numbers that nearly cancel each other
         (lambda output, target: (output * target).mean(), draw(9, 5000), draw(9, 5000)),
-        (lambda output, target: F.cosine_embedding_loss(output[0], output[1], target), (POINTS, OTHERS), LABELS.sign()),
-        (lambda output, target: F.mse_loss(output, target) + WEIGHTS.square().sum(), POINTS, OTHERS),
+        (
+            lambda output, target: F.cosine_embedding_loss(output[0], output[1], target),
+            (POINTS, OTHERS),
+            LABELS.sign(),
+        ),
+        (
+            lambda output, target: F.mse_loss(output, target) + WEIGHTS.square().sum(),
+            POINTS,
+            OTHERS,
+        ),
         # what is not cut by samples may be there, and be a constant of the model
         (lambda output, target: F.mse_loss(output[0], target), (POINTS, torch.ones(3, 9)), OTHERS),
         (lambda output, target: output.sum() * 0, POINTS, OTHERS),
@@ -158,15 +192,22 @@ def kl(output: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
 )
 def test_what_is_one_is_not(fn: LossFn, output: Any, target: Any) -> None:
     assert check(fn, output, target) is None
-    assert check(fn, map_tensors(lambda t: t[:2], output), map_tensors(lambda t: t[:2], target), 2) is None
+    assert (
+        check(fn, map_tensors(lambda t: t[:2], output), map_tensors(lambda t: t[:2], target), 2)
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     "fn",
     [
         lambda output, target: (F.mse_loss(output, target, reduction="sum"), output.numel()),
-        lambda output, target: (F.cross_entropy(output, LABELS[: len(output)]) * len(output), len(output)),
-        # in-batch negatives, as of a loss that gathers the outputs of all workers: the sum over these samples is right
+        lambda output, target: (
+            F.cross_entropy(output, LABELS[: len(output)]) * len(output),
+            len(output),
+        ),
+        # in-batch negatives, as of a loss that gathers the outputs of all workers: the sum over
+        # these samples is right
         lambda output, target: (contrastive(output, target) * len(output), len(output)),
     ],
 )
@@ -178,7 +219,10 @@ def test_sums_with_counts_that_add_up_are_accepted(fn: LossFn) -> None:
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
-        (lambda output, target: (F.mse_loss(output, target), output.detach().square().mean()), "the count"),
+        (
+            lambda output, target: (F.mse_loss(output, target), output.detach().square().mean()),
+            "the count",
+        ),
         (lambda output, target: (F.mse_loss(output, target, reduction="sum"), 1), "the count 1 "),
         # a mean, and how many are right: the count adds up, the mean does not
         (lambda output, target: (F.mse_loss(output, target), len(output)), "the sum"),
@@ -187,7 +231,9 @@ def test_sums_with_counts_that_add_up_are_accepted(fn: LossFn) -> None:
 def test_a_loss_and_a_part_of_it_are_no_sum_and_count(fn: LossFn, says: str) -> None:
     found = check(fn, POINTS, OTHERS)
     assert found is not None
-    with pytest.raises(ConfigError, match=r"add up over the parts .* for their two halves together") as caught:
+    with pytest.raises(
+        ConfigError, match=r"add up over the parts .* for their two halves together"
+    ) as caught:
         raise found.error()
     assert says in str(caught.value)
 
@@ -195,9 +241,9 @@ def test_a_loss_and_a_part_of_it_are_no_sum_and_count(fn: LossFn, says: str) -> 
 def test_a_count_that_requires_a_gradient_is_none() -> None:
     output = POINTS.clone().requires_grad_()
     with pytest.raises(ConfigError, match=r"loss_fn: .* a second value that requires a gradient"):
-        MeanCheck("loss_fn", lambda output, target: (F.mse_loss(output, target), output.square().mean()))(
-            output, OTHERS, 9
-        )
+        MeanCheck(
+            "loss_fn", lambda output, target: (F.mse_loss(output, target), output.square().mean())
+        )(output, OTHERS, 9)
 
 
 def test_the_comparison_is_repeated() -> None:
@@ -205,18 +251,27 @@ def test_the_comparison_is_repeated() -> None:
     fixed = [0, *(2**n for n in range(11)), 2048, 3072, 4096]
     assert set(fixed) < set(due)
     drawn = sorted(set(due) - set(fixed))
-    assert [bisect(fixed, step) for step in drawn] == list(range(bisect(fixed, 8), len(fixed) + 1))  # one between two
-    loss = MeanCheck("loss_fn", lambda output, target: F.cross_entropy(output, target, weight=output.detach()[0].exp()))
+    assert [bisect(fixed, step) for step in drawn] == list(
+        range(bisect(fixed, 8), len(fixed) + 1)
+    )  # one between two
+    loss = MeanCheck(
+        "loss_fn",
+        lambda output, target: F.cross_entropy(output, target, weight=output.detach()[0].exp()),
+    )
     found = {}
     for step in range(6):
         loss.expect(step)
-        loss(SCORES if step >= 3 else torch.zeros(9, 4), LABELS, 9)  # the classes' weights differ from step 3 on
+        loss(
+            SCORES if step >= 3 else torch.zeros(9, 4), LABELS, 9
+        )  # the classes' weights differ from step 3 on
         found[step] = loss.check() is not None
     assert found == {0: False, 1: False, 2: False, 3: False, 4: True, 5: False}
 
 
 def check_late(batches: list[tuple[Any, Any]], fn: LossFn, size: int = 9) -> list[int]:
-    """The steps, of these batches, at which something is found; the first ones are compared in any case."""
+    """The steps, of these batches, at which something is found; the first ones are compared in any
+    case.
+    """
     loss, found = MeanCheck("loss_fn", fn), []
     for step, (output, target) in enumerate(batches):
         loss.expect(step)
@@ -245,9 +300,19 @@ UNMASKED, MASKED = torch.ones(9), (torch.arange(9) < 4).float()
         ),
         (tokens, TEXTS, TOKENS, PADDED),
         # a class that comes late, with another weight, and neither the first nor the last one
-        (lambda output, target: F.cross_entropy(output, target, WEIGHTS), SCORES, torch.full((9,), 3), LABELS),
+        (
+            lambda output, target: F.cross_entropy(output, target, WEIGHTS),
+            SCORES,
+            torch.full((9,), 3),
+            LABELS,
+        ),
         (masked, POINTS, {"values": OTHERS, "mask": UNMASKED}, {"values": OTHERS, "mask": MASKED}),
-        (masked, POINTS, {"values": OTHERS, "mask": UNMASKED > 0}, {"values": OTHERS, "mask": MASKED > 0}),
+        (
+            masked,
+            POINTS,
+            {"values": OTHERS, "mask": UNMASKED > 0},
+            {"values": OTHERS, "mask": MASKED > 0},
+        ),
         (
             lambda output, target: (output - target)[~target.isnan()].square().mean(),
             POINTS,
@@ -288,7 +353,9 @@ def test_new_values_in_each_batch_are_not_compared_each_time() -> None:
 
 
 def test_a_step_that_is_not_due_costs_the_sum_and_a_look_at_its_value() -> None:
-    """Labels of a few samples are looked up without an operation; nothing is kept, copied or called again."""
+    """Labels of a few samples are looked up without an operation; nothing is kept, copied or called
+    again.
+    """
     loss = MeanCheck("loss_fn", lambda output, target: F.cross_entropy(output, target))
     for step in range(6):
         loss.expect(step)
@@ -298,7 +365,9 @@ def test_a_step_that_is_not_due_costs_the_sum_and_a_look_at_its_value() -> None:
     names: list[str] = []
 
     class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             names.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
@@ -334,7 +403,9 @@ def test_the_mean_over_nothing_times_nothing_is_nothing() -> None:
 
 
 def test_few_samples_are_compared_and_other_ones_each_time() -> None:
-    seen: deque[tuple[float, int]] = deque()  # not a list, as what comparisons append to one is removed
+    seen: deque[tuple[float, int]] = (
+        deque()
+    )  # not a list, as what comparisons append to one is removed
 
     def fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         seen.append((float(output[0, 0].detach()), len(output)))
@@ -354,7 +425,10 @@ def test_few_samples_are_compared_and_other_ones_each_time() -> None:
 
 def test_values_of_classes_are_no_values_of_samples_where_there_are_as_many_of_both() -> None:
     found = check(
-        lambda output, target: F.mse_loss(output, target, reduction="none").mean(0), POINTS[:5], OTHERS[:5], 5
+        lambda output, target: F.mse_loss(output, target, reduction="none").mean(0),
+        POINTS[:5],
+        OTHERS[:5],
+        5,
     )
     assert found is not None
     assert "another number of values for fewer of them" in str(found.error())
@@ -362,18 +436,27 @@ def test_values_of_classes_are_no_values_of_samples_where_there_are_as_many_of_b
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_all_pairs_of_samples_are_never_taken_for_the_samples() -> None:
-    """For some binary targets, the two halves in their order have the same mean, and all pairs give what pairs give."""
+    """For some binary targets, the two halves in their order have the same mean, and all pairs give
+    what pairs give.
+    """
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         output = torch.randn(16, 1, generator=generator)
         target = (torch.randn(16, generator=generator) > 0).float()
         for loss_fn in (nn.MSELoss(), F.l1_loss, partial(F.huber_loss, delta=0.5)):
-            with pytest.raises(ConfigError, match=r"output of shape \[16, 1\] and a target of shape \[16\]"):
+            with pytest.raises(
+                ConfigError, match=r"output of shape \[16, 1\] and a target of shape \[16\]"
+            ):
                 Loss(loss_fn, CPU)(output, target, 16)
-        for behind in (lambda output, target: F.mse_loss(output, target), lambda o, t: (o - t).square().mean()):
+        for behind in (
+            lambda output, target: F.mse_loss(output, target),
+            lambda o, t: (o - t).square().mean(),
+        ):
             found = check(behind, output, target, 16)
             assert found is not None
-            assert "[16, 1] and a target of shape [16] are broadcast to [16, 16]" in str(found.error())
+            assert "[16, 1] and a target of shape [16] are broadcast to [16, 16]" in str(
+                found.error()
+            )
         assert check(lambda o, t: F.mse_loss(o.squeeze(1), t), output, target, 16) is None
 
 
@@ -391,7 +474,9 @@ def test_element_wise_losses_are_known_by_their_shapes() -> None:
         calls.clear()
         assert loss.check(nullcontext) is None
         assert len(calls) == times
-    with pytest.warns(UserWarning, match="target size"):  # of torch; each sample has its own target here
+    with pytest.warns(
+        UserWarning, match="target size"
+    ):  # of torch; each sample has its own target here
         assert float(Loss(nn.MSELoss(), CPU)(POINTS, OTHERS[:, :1], 9)[0]) > 0
     with pytest.raises(ConfigError, match="as many elements of the output for each sample"):
         Loss(nn.MSELoss(), CPU)(POINTS, OTHERS, 7)  # such as nodes of graphs of different sizes
@@ -441,19 +526,28 @@ def test_the_state_of_a_loss_stays() -> None:
             TOKENS + 1,
             9,
         ),
-        (lambda output, target: F.mse_loss(output, target, reduction="sum"), POINTS[:1], OTHERS[:1], 1),
+        (
+            lambda output, target: F.mse_loss(output, target, reduction="sum"),
+            POINTS[:1],
+            OTHERS[:1],
+            1,
+        ),
         # it can be called with a whole batch only, or changes its arguments
         (lambda output, target: F.mse_loss(output.view(9, 5), target), POINTS, OTHERS, 9),
         (lambda output, target: F.mse_loss(output.mul_(1.1), target), POINTS.clone(), OTHERS, 9),
     ],
 )
-def test_where_a_loss_cannot_be_checked_nothing_is_reported(fn: LossFn, output: Any, target: Any, size: int) -> None:
+def test_where_a_loss_cannot_be_checked_nothing_is_reported(
+    fn: LossFn, output: Any, target: Any, size: int
+) -> None:
     assert check(fn, output, target, size) is None
 
 
 def test_a_closed_function_keeps_nothing_and_is_called_once() -> None:
     calls = []
-    loss = MeanCheck("loss_fn", lambda output, target: calls.append(0) or F.mse_loss(output, target))
+    loss = MeanCheck(
+        "loss_fn", lambda output, target: calls.append(0) or F.mse_loss(output, target)
+    )
     loss(POINTS, OTHERS, 9)
     assert loss.check() is None
     calls.clear()
@@ -479,7 +573,10 @@ class Own(nn.Module):
 
     def __init__(self, padded: bool) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(5, 8), nn.Sequential(nn.BatchNorm1d(6), nn.Linear(8, 5), nn.Dropout(0.5))
+        self.embed, self.head = (
+            nn.Embedding(5, 8),
+            nn.Sequential(nn.BatchNorm1d(6), nn.Linear(8, 5), nn.Dropout(0.5)),
+        )
         self.ignored = 0 if padded else -100
         self.register_buffer("calls", torch.zeros(()))
 
@@ -494,14 +591,18 @@ class Own(nn.Module):
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_loss_that_the_model_has_computed_itself(padded: bool, scalar_alone: bool) -> None:
     torch.manual_seed(0)
-    texts = torch.randint(1, 5, (9, 6)).where(torch.arange(6)[None] < torch.arange(9)[:, None] % 6 + 1, 0)
+    texts = torch.randint(1, 5, (9, 6)).where(
+        torch.arange(6)[None] < torch.arange(9)[:, None] % 6 + 1, 0
+    )
     model = Own(padded).train()
 
     def forward(model: nn.Module, data: torch.Tensor) -> tuple[Any, Any]:
         output = model(data)
         return (output["loss"] if scalar_alone else output), None
 
-    loss = LossModule(model, Loss(lambda output, _: output if scalar_alone else output["loss"], CPU, forward))
+    loss = LossModule(
+        model, Loss(lambda output, _: output if scalar_alone else output["loss"], CPU, forward)
+    )
     total, _ = loss(texts, 9)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     drawn = torch.get_rng_state()
@@ -522,7 +623,10 @@ class Experts(nn.Module):
         super().__init__()
         self.coefficient, self.dtype = coefficient, dtype
         self.embed, self.gate, self.drop = nn.Embedding(20, 16), nn.Linear(16, 4), nn.Dropout(0.5)
-        self.experts, self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 20)
+        self.experts, self.out = (
+            nn.ModuleList(nn.Linear(16, 16) for _ in range(4)),
+            nn.Linear(16, 20),
+        )
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -535,9 +639,14 @@ class Experts(nn.Module):
         shares = chosen.float().mean((0, 1))
         balance = 4 * (shares * chances.mean((0, 1))).sum()
         scores = self.out(hidden)
-        if self.dtype is not None:  # as models do that compute their loss in float32 whatever they compute in
+        if (
+            self.dtype is not None
+        ):  # as models do that compute their loss in float32 whatever they compute in
             scores = scores.to(self.dtype)
-        return {"loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten()) + self.coefficient * balance}
+        return {
+            "loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+            + self.coefficient * balance
+        }
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.001, 0.01])
@@ -559,22 +668,31 @@ def test_a_small_term_of_the_whole_batch_is_seen_in_a_model_s_own_loss(
         state = {name: value.clone() for name, value in model.state_dict().items()}
         drawn = torch.get_rng_state()
         found = loss.check(nullcontext)
-        if coefficient == 0 or step == 0 or not copied:  # later, gradients are not computed with a copy
+        if (
+            coefficient == 0 or step == 0 or not copied
+        ):  # later, gradients are not computed with a copy
             assert (found is not None) is (coefficient > 0), (step, found)
         assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), drawn)
-        assert all(layer.training for layer in model.modules()) and all(p.grad is None for p in model.parameters())
+        assert all(layer.training for layer in model.modules()) and all(
+            p.grad is None for p in model.parameters()
+        )
         if found is not None:
-            assert "the model's own loss" in str(found.error()) and "Compute it for each sample" in str(found.error())
+            assert "the model's own loss" in str(
+                found.error()
+            ) and "Compute it for each sample" in str(found.error())
     assert not loss.loss.expect(3)
 
 
-# --- metrics --------------------------------------------------------------------------------------------------
+# --- metrics
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [3, True, torch.tensor(3), torch.tensor(True)])
 def test_a_whole_number_is_no_mean(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"metrics: .* got a whole number .* no mean. Return \(sum, count\)"):
+    with pytest.raises(
+        ConfigError, match=r"metrics: .* got a whole number .* no mean. Return \(sum, count\)"
+    ):
         as_sum(value, 6, "metrics")
 
 
@@ -629,15 +747,23 @@ def test_metrics_get_the_same_check(metric: Any, fine: bool) -> None:
         assert "share, which gives" in str(wrong.error())
 
 
-# --- half formats -------------------------------------------------------------------------------------------
+# --- half formats
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (8192,)])
-def test_a_sum_of_half_numbers_neither_overflows_nor_rounds_to_them(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    value = torch.full(shape, 20.125, dtype=dtype, requires_grad=True)  # a mean, or one value for each sample
+def test_a_sum_of_half_numbers_neither_overflows_nor_rounds_to_them(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    value = torch.full(
+        shape, 20.125, dtype=dtype, requires_grad=True
+    )  # a mean, or one value for each sample
     total, count = as_sum(value, 8192)
-    assert (float(total.detach()), count) == (20.125 * 8192, 8192)  # 164,864: above what float16 can hold
+    assert (float(total.detach()), count) == (
+        20.125 * 8192,
+        8192,
+    )  # 164,864: above what float16 can hold
     total.backward()
     assert value.grad is not None
     assert value.grad.dtype == dtype
@@ -689,7 +815,11 @@ def test_what_a_function_keeps_outside_of_it_is_seen_and_has_no_calls_of_compari
         return scale * output.square().mean()
 
     owner = Keeping()
-    for fn, names in ((keeps, {"samples", "table", "around", "KEPT"}), (owner, {"outputs"}), (by_sample, set())):
+    for fn, names in (
+        (keeps, {"samples", "table", "around", "KEPT"}),
+        (owner, {"outputs"}),
+        (by_sample, set()),
+    ):
         metric = MeanCheck("metrics", fn, "metric")
         for step in range(3):
             metric.expect(step)

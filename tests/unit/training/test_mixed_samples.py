@@ -1,4 +1,6 @@
-"""A model whose outputs for a sample depend on the others of the same pass is told from all other models."""
+"""A model whose outputs for a sample depend on the others of the same pass is told from all other
+models.
+"""
 
 from __future__ import annotations
 

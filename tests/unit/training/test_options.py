@@ -47,7 +47,9 @@ def test_a_null_in_a_file_is_an_option_that_is_not_given() -> None:
 
 
 def test_a_mode_of_the_compiler_needs_the_compiler() -> None:
-    with pytest.raises(ConfigError, match="compile_mode: expected default without compile, got 'reduce-overhead'"):
+    with pytest.raises(
+        ConfigError, match="compile_mode: expected default without compile, got 'reduce-overhead'"
+    ):
         TrainOptions(compile_mode="reduce-overhead").check()
     TrainOptions(compile=True, compile_mode="reduce-overhead").check()
 
@@ -58,7 +60,11 @@ def test_a_mode_of_the_compiler_needs_the_compiler() -> None:
         ("epochs", "three", "epochs: expected a whole number of at least 1, got 'three'"),
         ("epochs", 1.5, "epochs: expected a whole number of at least 1, got 1.5"),
         ("epochs", True, "epochs: expected a whole number of at least 1, got True"),
-        ("global_batch_size", [1], r"global_batch_size: expected a whole number of at least 1, got \[1\]"),
+        (
+            "global_batch_size",
+            [1],
+            r"global_batch_size: expected a whole number of at least 1, got \[1\]",
+        ),
         ("lr", "fast", "lr: expected a finite number above 0, got 'fast'"),
         ("lr", False, "lr: expected a finite number above 0, got False"),
         ("compile", "maybe", "compile: expected true or false, got 'maybe'"),
@@ -116,7 +122,10 @@ def test_a_key_comes_once() -> None:
         *((name, 0.0) for name in ("lr", "max_grad_norm")),
         *((name, -1.0) for name in ("momentum", "weight_decay", "warmup_epochs")),
         *((name, float("inf")) for name in ("lr", "momentum", "weight_decay", "max_grad_norm")),
-        *((name, float("nan")) for name in ("lr", "momentum", "weight_decay", "max_grad_norm", "warmup_epochs")),
+        *(
+            (name, float("nan"))
+            for name in ("lr", "momentum", "weight_decay", "max_grad_norm", "warmup_epochs")
+        ),
         ("gradient_accumulation_steps", 257),  # more than there are samples in a step
         *((name, value) for name in ("beta1", "beta2") for value in (-0.1, 1.0, float("nan"))),
         *(("param_groups", text) for text in ("lr=0.1", "fc*", "fc*:lr", "fc*:lr=x", "fc*:")),
@@ -137,7 +146,9 @@ def test_small_data_has_defaults_of_its_own() -> None:
 
 
 def test_what_belongs_to_one_call_is_not_kept_for_the_next() -> None:
-    assert {"quiet", "resume", "run_dir"}.isdisjoint(TrainOptions(quiet=True, run_dir="a").as_dict())
+    assert {"quiet", "resume", "run_dir"}.isdisjoint(
+        TrainOptions(quiet=True, run_dir="a").as_dict()
+    )
 
 
 def test_parameter_groups_are_parsed() -> None:
@@ -155,20 +166,29 @@ def test_seeds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 2**64])
 def test_seeds_beyond_64_bits_are_refused(seed: int) -> None:
-    with pytest.raises(ConfigError, match=f"seed: expected a whole number from 0 to {2**63 - 1}, got {seed}"):
+    with pytest.raises(
+        ConfigError, match=f"seed: expected a whole number from 0 to {2**63 - 1}, got {seed}"
+    ):
         TrainOptions.parse({"seed": seed})
 
 
 @pytest.mark.parametrize(
     ("given", "lr"),
-    [({}, 0.05), ({"optimizer": "adam"}, 0.001), ({"optimizer": "adamw"}, 0.001), ({"optimizer": "adam", "lr": 1}, 1)],
+    [
+        ({}, 0.05),
+        ({"optimizer": "adam"}, 0.001),
+        ({"optimizer": "adamw"}, 0.001),
+        ({"optimizer": "adam", "lr": 1}, 1),
+    ],
 )
 def test_the_learning_rate_suits_the_optimizer(given: dict[str, Any], lr: float) -> None:
     assert TrainOptions(**given).lr == lr
 
 
 def test_written_options_can_be_read_and_name_no_folder() -> None:
-    options = TrainOptions(run_dir="somewhere", resume="somewhere/else", lr=0.3, workers="2", compile=True)
+    options = TrainOptions(
+        run_dir="somewhere", resume="somewhere/else", lr=0.3, workers="2", compile=True
+    )
     written = options.as_dict()
     names = {entry.name for entry in options_of(TrainOptions)}
     assert set(written) == names - {"run_dir", "resume", "allow_different_hardware", "quiet"}

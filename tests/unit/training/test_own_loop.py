@@ -34,10 +34,22 @@ def test_objects_come_back_in_order_and_a_single_one_alone() -> None:
         ([DataLoader(DATA, 2)], {}, "objects: expected at least one module"),
         ([nn.Linear(2, 1)], {"precision": "fp16"}, "precision: expected fp32 or bf16"),
         ([nn.Linear(2, 1)], {"max_grad_norm": 0}, "max_grad_norm: expected a number above 0"),
-        ([nn.Linear(2, 1)], {"max_grad_norm": "1"}, "max_grad_norm: expected a number above 0, got '1'"),
+        (
+            [nn.Linear(2, 1)],
+            {"max_grad_norm": "1"},
+            "max_grad_norm: expected a number above 0, got '1'",
+        ),
         ([nn.Linear(2, 1)], {"threads": 2}, "threads: expected none without virtual workers"),
-        ([nn.Linear(2, 1), lockstep.Loader(DATA, 2)], {"virtual_workers": 2}, "virtual_workers: expected 2"),
-        ([nn.Linear(2, 1), optimizer_of(nn.Linear(2, 1))], {}, "parameters of the model that is trained"),
+        (
+            [nn.Linear(2, 1), lockstep.Loader(DATA, 2)],
+            {"virtual_workers": 2},
+            "virtual_workers: expected 2",
+        ),
+        (
+            [nn.Linear(2, 1), optimizer_of(nn.Linear(2, 1))],
+            {},
+            "parameters of the model that is trained",
+        ),
     ],
 )
 def test_bad_arguments_are_named(objects: list[Any], options: dict[str, Any], message: str) -> None:
@@ -54,7 +66,9 @@ def test_an_optimizer_is_prepared_once() -> None:
 
 def test_an_optimizer_whose_step_needs_a_closure_is_refused() -> None:
     model = nn.Linear(2, 1)
-    with pytest.raises(ConfigError, match="optimizer: expected one that takes a step from existing gradients"):
+    with pytest.raises(
+        ConfigError, match="optimizer: expected one that takes a step from existing gradients"
+    ):
         lockstep.prepare(model, torch.optim.LBFGS(model.parameters()))
 
 
@@ -72,7 +86,10 @@ def test_gradients_clipped_by_hand_are_refused_on_one_worker_too() -> None:
     model, optimizer = lockstep.prepare(model, optimizer_of(model))
     model(torch.randn(5, 4)).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    with pytest.raises(ConfigError, match=r"gradients: expected gradients that are not changed .* max_grad_norm= of"):
+    with pytest.raises(
+        ConfigError,
+        match=r"gradients: expected gradients that are not changed .* max_grad_norm= of",
+    ):
         optimizer.step()
 
 

@@ -1,4 +1,6 @@
-"""Loops of `prepare` in an elastic job, with one worker at a time: what is repeated, who gets what, and what is not."""
+"""Loops of `prepare` in an elastic job, with one worker at a time: what is repeated, who gets what,
+and what is not.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
             failures.pass_by(f"step {self.steps_done}")
             original(self, marks)
 
-        monkeypatch.setattr(own_loop, "recovery_of", lambda *_, **__: recovery.ElasticRecovery(comm))
+        monkeypatch.setattr(
+            own_loop, "recovery_of", lambda *_, **__: recovery.ElasticRecovery(comm)
+        )
         monkeypatch.setattr(PreparedOptimizer, "_check_replicas", check)
 
     return let
@@ -82,9 +86,13 @@ def prepare(virtual_workers: int | None = 2, *more: Any, **options: Any) -> tupl
 
 
 def train(comm: Any, failures: Failures, virtual_workers: int | None = 2) -> dict[str, Any]:
-    """Nine batches of one or two shards, with what bodies do beside the step, and after each of them an evaluation."""
+    """Nine batches of one or two shards, with what bodies do beside the step, and after each of
+    them an evaluation.
+    """
     seen: dict[str, Any] = {"values": []}
-    model, optimizer, scheduler, average, loader = prepare(virtual_workers, max_grad_norm=1.0, state={"seen": seen})
+    model, optimizer, scheduler, average, loader = prepare(
+        virtual_workers, max_grad_norm=1.0, state={"seen": seen}
+    )
     for batch in loader.batches():
         if comm is not None:
             comm.client.wants_to_regroup = f"batch {batch.step}" in failures.places
@@ -93,14 +101,18 @@ def train(comm: Any, failures: Failures, virtual_workers: int | None = 2) -> dic
             loss = F.cross_entropy(model(inputs), targets)
             loss.backward()
             if virtual_workers is None:  # else it would be another one in the second shard
-                optimizer.param_groups[0]["weight_decay"] = 0.1 + 0.5 * optimizer.param_groups[0]["weight_decay"]
+                optimizer.param_groups[0]["weight_decay"] = (
+                    0.1 + 0.5 * optimizer.param_groups[0]["weight_decay"]
+                )
             mean = optimizer.step(loss=loss)
             scheduler.step()
             average.update_parameters(model)
             if optimizer.stepped:
                 optimizer.param_groups[0]["momentum"] *= 0.9
                 seen["values"] += [batch.step, float(mean), float(optimizer.grad_norm)]
-                seen["values"] += [optimizer.param_groups[0][name] for name in ("lr", "weight_decay", "momentum")]
+                seen["values"] += [
+                    optimizer.param_groups[0][name] for name in ("lr", "weight_decay", "momentum")
+                ]
 
         def measure(number: int = batch.step) -> float:
             failures.pass_by(f"evaluation {number}")
@@ -126,7 +138,11 @@ def test_the_bodies_of_a_batch_run_again(place: str, virtual_workers: int | None
 @pytest.mark.parametrize(
     ("ahead", "behind", "commit"),
     [
-        ("evaluation 4", "step 4", (0, 6)),  # one has not got the result of a step, after which the other has gone on
+        (
+            "evaluation 4",
+            "step 4",
+            (0, 6),
+        ),  # one has not got the result of a step, after which the other has gone on
         ("step 5", "evaluation 4", (0, 7)),  # one has not got the result of an evaluation
         ("batch 4", "", ()),  # one joins after a batch
     ],
@@ -145,7 +161,8 @@ def test_who_is_behind_gets_what_it_has_not_done(
     assert second.sent == []
 
 
-# --- what is not repeated ---------------------------------------------------------------------------------------------
+# --- what is not repeated
+# ---------------------------------------------------------------------------------------------
 
 
 def step_twice(model: Any, optimizer: Any, scheduler: Any, average: Any, loader: Any) -> None:
@@ -244,7 +261,9 @@ def test_a_loop_that_is_left_is_outside_of_a_training_from_there_on(use: Use) ->
 def test_passes_after_the_step_of_a_later_batch_are_refused(use: Use) -> None:
     use(Alone(), Failures())
     model, optimizer, _, _, loader = prepare()
-    with pytest.raises(ConfigError, match="got one after it, in training mode, which has changed buffers"):
+    with pytest.raises(
+        ConfigError, match="got one after it, in training mode, which has changed buffers"
+    ):
         for inputs, targets in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), targets).backward()
@@ -270,7 +289,11 @@ def test_several_optimizers_are_said_at_the_start(
 ) -> None:
     missing = recovery.Recovery()
     missing.is_missing = True
-    monkeypatch.setattr(own_loop, "recovery_of", lambda _, can_regroup: recovery.Recovery() if can_regroup else missing)
+    monkeypatch.setattr(
+        own_loop,
+        "recovery_of",
+        lambda _, can_regroup: recovery.Recovery() if can_regroup else missing,
+    )
     prepare()
     assert not caplog.records
     other = nn.Linear(3, 2)

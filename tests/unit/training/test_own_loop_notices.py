@@ -36,7 +36,9 @@ class Loop:
         model = model or nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
         self.optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         others = tuple(other(self.optimizer, model) for other in others)
-        objects = lockstep.prepare(model, self.optimizer, DataLoader(data(), BATCH), *others, **options)
+        objects = lockstep.prepare(
+            model, self.optimizer, DataLoader(data(), BATCH), *others, **options
+        )
         self.model, self.optimizer, self.loader, *self.others = objects
 
     def run(
@@ -64,7 +66,8 @@ class Loop:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-# --- schedulers and averages --------------------------------------------------------------------------------
+# --- schedulers and averages
+# --------------------------------------------------------------------------------
 
 
 def of_class(kind: type[Any], **options: Any) -> Callable[..., Any]:
@@ -84,7 +87,9 @@ class Halving(lr_scheduler.LRScheduler):
 
 
 SCHEDULERS = [
-    of_class(lr_scheduler.StepLR, step_size=8, gamma=0.5),  # by value: changes in a batch's last shard only
+    of_class(
+        lr_scheduler.StepLR, step_size=8, gamma=0.5
+    ),  # by value: changes in a batch's last shard only
     of_class(lr_scheduler.CosineAnnealingWarmRestarts, T_0=4),
     of_class(Halving),
     lambda optimizer, _: lr_scheduler.SequentialLR(
@@ -98,14 +103,19 @@ SCHEDULERS = [
 
 @pytest.mark.parametrize("make", SCHEDULERS)
 @pytest.mark.parametrize("made_before", [True, False])
-def test_a_scheduler_that_was_not_given_is_noticed_where_it_steps(make: Callable[..., Any], made_before: bool) -> None:
+def test_a_scheduler_that_was_not_given_is_noticed_where_it_steps(
+    make: Callable[..., Any], made_before: bool
+) -> None:
     torch.manual_seed(3)
     model = nn.Linear(FEATURES, CLASSES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = make(optimizer, model) if made_before else None
     loader = lockstep.prepare(model, optimizer, DataLoader(data(), BATCH), virtual_workers=4)[2]
     scheduler = scheduler or make(optimizer, model)
-    with pytest.raises(ConfigError, match=r"scheduler.* once a global batch.*Give the scheduler to lockstep.prepare"):
+    with pytest.raises(
+        ConfigError,
+        match=r"scheduler.* once a global batch.*Give the scheduler to lockstep.prepare",
+    ):
         for inputs, targets in loader:
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
@@ -113,7 +123,9 @@ def test_a_scheduler_that_was_not_given_is_noticed_where_it_steps(make: Callable
             scheduler.step()
 
 
-def test_a_scheduler_that_was_not_given_may_step_between_epochs_and_where_the_step_is_done() -> None:
+def test_a_scheduler_that_was_not_given_may_step_between_epochs_and_where_the_step_is_done() -> (
+    None
+):
     loop = Loop(virtual_workers=4)
     by_epoch = lr_scheduler.ExponentialLR(loop.optimizer, 0.5)
     loop.run()
@@ -131,7 +143,9 @@ def test_a_scheduler_that_was_not_given_may_step_where_no_worker_has_several_sha
 
 
 @pytest.mark.parametrize("make", SCHEDULERS)
-def test_a_scheduler_that_was_given_steps_once_a_batch_and_can_be_saved(make: Callable[..., Any]) -> None:
+def test_a_scheduler_that_was_given_steps_once_a_batch_and_can_be_saved(
+    make: Callable[..., Any],
+) -> None:
     loop = Loop(make, virtual_workers=4)
     (scheduler,) = loop.others
     loop.run(after_step=scheduler.step)
@@ -144,7 +158,10 @@ def test_a_scheduler_that_was_given_steps_once_a_batch_and_can_be_saved(make: Ca
     saved = io.BytesIO()
     torch.save(scheduler.state_dict(), saved)
     assert scheduler.state_dict().keys() == expected.state_dict().keys()
-    assert isinstance(scheduler, type(expected)) and type(scheduler).__name__ == type(expected).__name__
+    assert (
+        isinstance(scheduler, type(expected))
+        and type(scheduler).__name__ == type(expected).__name__
+    )
 
 
 def test_a_prepared_scheduler_is_copied_and_pickled_as_one_of_its_class() -> None:
@@ -162,7 +179,10 @@ def test_learning_rates_set_by_hand_are_compared_over_the_shards_of_a_batch() ->
     def decay() -> None:
         group["weight_decay"] += 0.1
 
-    with pytest.raises(ConfigError, match=r"weight_decay: .*'weight_decay' of parameter group 0 is 0.0 in one shard"):
+    with pytest.raises(
+        ConfigError,
+        match=r"weight_decay: .*'weight_decay' of parameter group 0 is 0.0 in one shard",
+    ):
         loop.run(after_step=decay)
     group["weight_decay"] = 0.0
     loop = Loop(virtual_workers=4)
@@ -173,7 +193,9 @@ def test_learning_rates_set_by_hand_are_compared_over_the_shards_of_a_batch() ->
 
 
 def average(optimizer: Any, model: nn.Module, **options: Any) -> AveragedModel:
-    return AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), **options)
+    return AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), **options
+    )
 
 
 def test_an_average_that_was_not_given_is_noticed_where_it_is_updated() -> None:
@@ -184,7 +206,9 @@ def test_an_average_that_was_not_given_is_noticed_where_it_is_updated() -> None:
     loop = Loop(virtual_workers=4)
     of_it = average(None, loop.model)
     loop.run(after_step=lambda: of_another.update_parameters(other))
-    loop.run(after_step=lambda: of_it.update_parameters(loop.model) if loop.optimizer.stepped else None)
+    loop.run(
+        after_step=lambda: of_it.update_parameters(loop.model) if loop.optimizer.stepped else None
+    )
     of_it.update_parameters(loop.model)
     assert int(of_it.n_averaged) == 4 and int(of_another.n_averaged) == 12
 
@@ -198,7 +222,8 @@ def test_an_average_that_was_given_is_updated_once_a_batch() -> None:
         lockstep.prepare(of_it)
 
 
-# --- gradients ----------------------------------------------------------------------------------------------
+# --- gradients
+# ----------------------------------------------------------------------------------------------
 
 
 def clip_head(loop: Loop) -> None:
@@ -216,9 +241,13 @@ def replace_one(loop: Loop) -> None:
 
 @pytest.mark.parametrize("virtual_workers", [None, 4])
 @pytest.mark.parametrize("change", [clip_head, clamp_data, replace_one])
-def test_gradients_changed_by_hand_are_noticed(change: Callable[[Loop], None], virtual_workers: int | None) -> None:
+def test_gradients_changed_by_hand_are_noticed(
+    change: Callable[[Loop], None], virtual_workers: int | None
+) -> None:
     loop = Loop(virtual_workers=virtual_workers)
-    with pytest.raises(ConfigError, match=r"gradients: .*not changed.*max_grad_norm= of lockstep.prepare"):
+    with pytest.raises(
+        ConfigError, match=r"gradients: .*not changed.*max_grad_norm= of lockstep.prepare"
+    ):
         loop.run(before_step=lambda: change(loop))
 
 
@@ -245,7 +274,12 @@ def test_gradients_may_be_read_removed_zeroed_and_set() -> None:
     before = loop.weights()
     loop.run(before_step=look)
     after = loop.weights()
-    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [False, True, False, True]
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
     for inputs, targets in loop.loader:
         loop.optimizer.zero_grad()
         loss = F.cross_entropy(loop.model(inputs), targets)
@@ -277,7 +311,10 @@ def test_each_way_to_zero_gradients_is_that_of_the_optimizer(
     def train(zero: Callable[[nn.Module], object] | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         generator, judge = nn.Linear(4, 4), nn.Linear(4, 1)
-        for_generator, for_judge = torch.optim.Adam(generator.parameters()), torch.optim.Adam(judge.parameters())
+        for_generator, for_judge = (
+            torch.optim.Adam(generator.parameters()),
+            torch.optim.Adam(judge.parameters()),
+        )
         loader = DataLoader(TensorDataset(torch.randn(14, 4)), 4)
         objects = (generator, judge, for_generator, for_judge, loader)
         loader = lockstep.prepare(*objects, virtual_workers=virtual_workers)[-1]
@@ -318,7 +355,8 @@ def test_each_way_to_zero_accumulated_gradients_between_batches_is_that_of_the_o
     assert all(torch.equal(a, b) for a, b in zip(train(zero), train(None), strict=True))
 
 
-# --- losses -------------------------------------------------------------------------------------------------
+# --- losses
+# -------------------------------------------------------------------------------------------------
 
 
 def one_hot(targets: torch.Tensor) -> torch.Tensor:
@@ -329,12 +367,15 @@ SUMS: list[Callable[..., torch.Tensor]] = [
     lambda output, targets: F.cross_entropy(output, targets, reduction="sum"),
     lambda output, targets: F.mse_loss(output, one_hot(targets), reduction="sum"),
     lambda output, targets: F.l1_loss(output, one_hot(targets), reduction="sum"),
-    lambda output, targets: F.binary_cross_entropy_with_logits(output, one_hot(targets), reduction="sum"),
+    lambda output, targets: F.binary_cross_entropy_with_logits(
+        output, one_hot(targets), reduction="sum"
+    ),
     lambda output, targets: F.kl_div(output.log_softmax(1), one_hot(targets), reduction="sum"),
     lambda output, targets: ((output - one_hot(targets)) ** 2).sum(),
     lambda output, targets: (output - one_hot(targets)).abs().sum(1).sum(),
     lambda output, targets: -output.log_softmax(1).gather(1, targets[:, None]).sum(),
-    lambda output, targets: F.cross_entropy(output, targets) + F.mse_loss(output, one_hot(targets), reduction="sum"),
+    lambda output, targets: F.cross_entropy(output, targets)
+    + F.mse_loss(output, one_hot(targets), reduction="sum"),
 ]
 
 
@@ -347,29 +388,41 @@ def test_a_loss_that_is_a_sum_is_refused_on_one_worker(loss: Callable[..., torch
 MEANS: list[Callable[..., torch.Tensor]] = [
     F.cross_entropy,
     lambda output, targets: F.cross_entropy(output, targets, reduction="sum") / len(targets),
-    lambda output, targets: F.mse_loss(output, one_hot(targets), reduction="sum") * (1 / output.numel()),
-    lambda output, targets: (F.cross_entropy(output, targets, reduction="none") / len(targets)).sum(),
+    lambda output, targets: F.mse_loss(output, one_hot(targets), reduction="sum")
+    * (1 / output.numel()),
     lambda output, targets: (
-        F.cross_entropy(output, targets, reduction="none") * torch.full((len(output),), 1 / len(output))
+        F.cross_entropy(output, targets, reduction="none") / len(targets)
+    ).sum(),
+    lambda output, targets: (
+        F.cross_entropy(output, targets, reduction="none")
+        * torch.full((len(output),), 1 / len(output))
     ).sum(),
     lambda output, targets: (output - one_hot(targets)).pow(2).sum(1).mean(),
     lambda output, targets: F.binary_cross_entropy_with_logits(
         output, one_hot(targets), weight=torch.full_like(output, 1 / len(output)), reduction="sum"
     ),
-    lambda output, targets: sum([F.cross_entropy(output, targets), output.pow(2).mean()], torch.zeros(())),
-    lambda output, targets: torch.stack([F.cross_entropy(output, targets)] * len(output)).sum() / len(output),
-    lambda output, targets: F.cross_entropy(output, targets) + F.triplet_margin_loss(output, output + 1, output * 2),
+    lambda output, targets: sum(
+        [F.cross_entropy(output, targets), output.pow(2).mean()], torch.zeros(())
+    ),
+    lambda output, targets: torch.stack([F.cross_entropy(output, targets)] * len(output)).sum()
+    / len(output),
+    lambda output, targets: F.cross_entropy(output, targets)
+    + F.triplet_margin_loss(output, output + 1, output * 2),
 ]
 
 
 @pytest.mark.parametrize("loss", MEANS)
 @pytest.mark.parametrize("virtual_workers", [None, 2])
-def test_losses_that_are_means_pass(loss: Callable[..., torch.Tensor], virtual_workers: int | None) -> None:
+def test_losses_that_are_means_pass(
+    loss: Callable[..., torch.Tensor], virtual_workers: int | None
+) -> None:
     Loop(virtual_workers=virtual_workers).run(loss)
 
 
 def test_sums_of_the_weights_pass_even_with_as_many_rows_as_samples() -> None:
-    model = nn.Sequential(nn.Linear(FEATURES, BATCH), nn.Linear(BATCH, BATCH), nn.Linear(BATCH, CLASSES))
+    model = nn.Sequential(
+        nn.Linear(FEATURES, BATCH), nn.Linear(BATCH, BATCH), nn.Linear(BATCH, CLASSES)
+    )
 
     def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         inner = model[1].weight
@@ -420,8 +473,13 @@ COMPARISONS: list[Callable[..., torch.Tensor]] = [
 
 
 @pytest.mark.parametrize("loss", COMPARISONS)
-def test_a_loss_that_compares_samples_is_refused_on_one_worker(loss: Callable[..., torch.Tensor]) -> None:
-    with pytest.raises(ConfigError, match=r"loss: .* samples of a part of the batch depend on each other.*whole_batch"):
+def test_a_loss_that_compares_samples_is_refused_on_one_worker(
+    loss: Callable[..., torch.Tensor],
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"loss: .* samples of a part of the batch depend on each other.*whole_batch",
+    ):
         Loop().run(loss)
 
 
@@ -429,7 +487,9 @@ def test_virtual_workers_may_compare_the_samples_of_their_shards() -> None:
     Loop(virtual_workers=2).run(COMPARISONS[0])
 
 
-def views(model: nn.Module, interleaved: bool) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def views(
+    model: nn.Module, interleaved: bool
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     def two(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pair = torch.stack([inputs, 2 * inputs], int(interleaved)).flatten(0, 1)
         output = model(pair)
@@ -456,9 +516,14 @@ def test_two_views_of_a_sample_may_be_compared_with_each_other(interleaved: bool
 
 
 def test_batch_norm_between_two_models_and_sequences_first_pass() -> None:
-    first, second = nn.Linear(FEATURES, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
+    first, second = (
+        nn.Linear(FEATURES, 4),
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)),
+    )
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
-    first, second, optimizer, loader = lockstep.prepare(first, second, optimizer, DataLoader(data(), BATCH))
+    first, second, optimizer, loader = lockstep.prepare(
+        first, second, optimizer, DataLoader(data(), BATCH)
+    )
     for inputs, targets in loader:
         optimizer.zero_grad()
         F.cross_entropy(second(first(inputs)), targets).backward()
@@ -466,12 +531,15 @@ def test_batch_norm_between_two_models_and_sequences_first_pass() -> None:
     loop = Loop()
     for inputs, _ in loop.loader:
         loop.optimizer.zero_grad()
-        output = loop.model(inputs.expand(len(inputs), *inputs.shape))  # (time, sample, feature), as many of each
+        output = loop.model(
+            inputs.expand(len(inputs), *inputs.shape)
+        )  # (time, sample, feature), as many of each
         (output[1:] - output[:-1]).pow(2).mean().backward()  # smooth in time
         loop.optimizer.step()
 
 
-# --- counts -------------------------------------------------------------------------------------------------
+# --- counts
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_in_which_nothing_counts_is_refused_before_the_update() -> None:
@@ -479,24 +547,30 @@ def test_a_batch_in_which_nothing_counts_is_refused_before_the_update() -> None:
         loop = Loop(virtual_workers=virtual_workers)
         before = loop.weights()
         with pytest.raises(
-            ConfigError, match=r"count: expected something that counts in each global batch, got a count"
+            ConfigError,
+            match=r"count: expected something that counts in each global batch, got a count",
         ):
             loop.run(lambda output, _: output.sum() * 0 / 0, count=torch.zeros(()))
         assert all(torch.equal(a, b) for a, b in zip(before, loop.weights(), strict=True))
 
 
 def test_counts_that_cannot_be_right_are_refused() -> None:
-    with pytest.raises(ConfigError, match="count: expected a number, got one that requires a gradient"):
+    with pytest.raises(
+        ConfigError, match="count: expected a number, got one that requires a gradient"
+    ):
         Loop().run(count=torch.ones((), requires_grad=True))
     loop = Loop()
-    with pytest.raises(ConfigError, match="count: expected no gradients of earlier batches in a step with count="):
+    with pytest.raises(
+        ConfigError, match="count: expected no gradients of earlier batches in a step with count="
+    ):
         for number, (inputs, targets) in enumerate(loop.loader):
             F.cross_entropy(loop.model(inputs), targets).backward()
             if number:
                 loop.optimizer.step(count=len(inputs))
 
 
-# --- the whole batch ----------------------------------------------------------------------------------------
+# --- the whole batch
+# ----------------------------------------------------------------------------------------
 
 
 def test_the_whole_batch_is_for_a_body_without_virtual_workers() -> None:
@@ -505,11 +579,15 @@ def test_the_whole_batch_is_for_a_body_without_virtual_workers() -> None:
     loop = Loop()
     for inputs, _ in loop.loader:
         assert torch.equal(lockstep.whole_batch(inputs), inputs)
-        with pytest.raises(ConfigError, match=r"output: expected 8 rows.*got 16\. Call it for each view"):
+        with pytest.raises(
+            ConfigError, match=r"output: expected 8 rows.*got 16\. Call it for each view"
+        ):
             lockstep.whole_batch(torch.cat([inputs, inputs]))
         with pytest.raises(ConfigError, match=r"count: expected none with lockstep\.whole_batch"):
             loop.optimizer.step(count=1)
         break
     for inputs, _ in Loop(virtual_workers=2).loader:
-        with pytest.raises(ConfigError, match="virtual_workers: expected none in a loop that uses the whole batch"):
+        with pytest.raises(
+            ConfigError, match="virtual_workers: expected none in a loop that uses the whole batch"
+        ):
             lockstep.whole_batch(inputs)

@@ -1,4 +1,6 @@
-"""The loss that a model computes itself becomes a sum over what it counts, which is found out with the first batch."""
+"""The loss that a model computes itself becomes a sum over what it counts, which is found out with
+the first batch.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,17 @@ class Language(nn.Module):
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         logits = self.head(self.words(input_ids))
         if labels is None:
             return {"logits": logits}
         given, wanted = (logits[:, :-1], labels[:, 1:]) if self.shifts else (logits, labels)
-        return {"loss": F.cross_entropy(given.transpose(1, 2), wanted, ignore_index=IGNORED), "logits": logits}
+        return {
+            "loss": F.cross_entropy(given.transpose(1, 2), wanted, ignore_index=IGNORED),
+            "logits": logits,
+        }
 
 
 class Classifier(nn.Module):
@@ -45,7 +52,11 @@ class Classifier(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         output = self.out(x)
-        return {"loss": F.mse_loss(output[:, 0], labels) if self.regression else F.cross_entropy(output, labels)}
+        return {
+            "loss": F.mse_loss(output[:, 0], labels)
+            if self.regression
+            else F.cross_entropy(output, labels)
+        }
 
 
 class Pair(Language):
@@ -59,7 +70,9 @@ class Pair(Language):
 class Entangled(Language):
     """Adds a loss of the whole batch, as for the balance of experts."""
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         found = super().forward(input_ids, labels)
         return {**found, "loss": found["loss"] + found["logits"].mean((0, 1)).square().sum()}
 
@@ -75,7 +88,10 @@ def sentences(n: int = 6, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def numbers(labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"x": torch.rand(len(labels), 3, generator=torch.Generator().manual_seed(0)), "labels": labels}
+    return {
+        "x": torch.rand(len(labels), 3, generator=torch.Generator().manual_seed(0)),
+        "labels": labels,
+    }
 
 
 CLASSES = numbers(torch.tensor([0, 1, IGNORED, 3, 0, 1]))
@@ -104,7 +120,9 @@ def module_of(model: nn.Module) -> LossModule:
 
 @pytest.mark.parametrize(("make", "data", "counting"), KNOWN)
 @pytest.mark.parametrize("first", [1, 6])
-def test_what_a_loss_counts_is_found_with_the_first_batch(make: Any, data: Any, counting: Counting, first: int) -> None:
+def test_what_a_loss_counts_is_found_with_the_first_batch(
+    make: Any, data: Any, counting: Counting, first: int
+) -> None:
     torch.manual_seed(0)
     own = OwnLoss()
     own.forward(make(), cut(data, 0, first))
@@ -122,10 +140,14 @@ def test_parts_of_a_batch_add_up_to_the_model_s_own_loss(
     whole = loss_in(model(**data) if isinstance(data, dict) else model(*data))
     expected = torch.autograd.grad(whole, list(model.parameters()))
     module = module_of(model)
-    parts = [module(cut(data, start, stop), stop - start) for start, stop in itertools.pairwise(cuts)]
+    parts = [
+        module(cut(data, start, stop), stop - start) for start, stop in itertools.pairwise(cuts)
+    ]
     total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
     torch.testing.assert_close(total / count, whole)
-    torch.testing.assert_close(torch.autograd.grad(total / count, list(model.parameters())), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(total / count, list(model.parameters())), expected
+    )
 
 
 def test_finding_it_changes_neither_the_model_nor_the_generators() -> None:
@@ -144,14 +166,18 @@ def test_finding_it_changes_neither_the_model_nor_the_generators() -> None:
     assert own.counting is Counting.LABELS
     assert torch.equal(torch.get_rng_state(), state)
     assert [layer.training for layer in wrapped.modules()] == modes
-    assert int(model[0].num_batches_tracked) == 0 and all(p.grad is None for p in wrapped.parameters())
+    assert int(model[0].num_batches_tracked) == 0 and all(
+        p.grad is None for p in wrapped.parameters()
+    )
 
 
 def test_a_loss_of_the_whole_batch_is_refused_and_named() -> None:
     torch.manual_seed(0)
     step = TrainStep(model := Entangled(shifts=True), torch.optim.SGD(model.parameters(), 0.1))
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(ConfigError, match=r"Entangled on rank 0, whose loss for 3 samples is .* Give forward="):
+    with pytest.raises(
+        ConfigError, match=r"Entangled on rank 0, whose loss for 3 samples is .* Give forward="
+    ):
         step(batch_of(SENTENCES))
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
@@ -167,7 +193,9 @@ def test_a_model_that_returns_no_loss_is_named() -> None:
         OwnLoss().forward(Language(shifts=True), {"input_ids": SENTENCES["input_ids"]})
 
 
-@pytest.mark.parametrize("output", [torch.zeros(3), (torch.zeros(()), torch.zeros(())), {"loss": 3.0}, None])
+@pytest.mark.parametrize(
+    "output", [torch.zeros(3), (torch.zeros(()), torch.zeros(())), {"loss": 3.0}, None]
+)
 def test_what_is_no_loss_is_refused(output: Any) -> None:
     with pytest.raises(ConfigError, match="a model that returns its loss"):
         loss_in(output)

@@ -24,7 +24,9 @@ ONE_OF_TWO = Communicator.at(World(0, 2, 0, 2), torch.device("cpu"))
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)
+    )
 
 
 @pytest.fixture
@@ -37,10 +39,14 @@ def compiler() -> Iterator[None]:
 
 @pytest.mark.leaks("the compiler keeps threads, processes and variables of its own")
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(" " in sys.prefix, reason="torch's compiler cannot link from a path with a space")
+@pytest.mark.skipif(
+    " " in sys.prefix, reason="torch's compiler cannot link from a path with a space"
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_compiled_model_is_compiled_and_the_same(compiler: None) -> None:
-    plain, compiled = (nn.Sequential(nn.Linear(8, 4), nn.ReLU()) for _ in range(2))  # the compiler takes its time
+    plain, compiled = (
+        nn.Sequential(nn.Linear(8, 4), nn.ReLU()) for _ in range(2)
+    )  # the compiler takes its time
     compiled.load_state_dict(plain.state_dict())
     before = list(compiled.parameters())
     prepared = prepare_model(compiled, ALONE, compile_model=True)
@@ -53,22 +59,40 @@ def test_a_compiled_model_is_compiled_and_the_same(compiler: None) -> None:
 
 def test_the_mode_of_the_compiler_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: asked.append(options) or function
+    )
     prepare_model(nn.Linear(2, 2), ALONE, compile_model=True)
-    prepare_model(nn.Linear(2, 2), ALONE, compile_model=True, compile_mode="reduce-overhead", fixed_shapes=True)
-    assert asked == [{"dynamic": None, "mode": "default"}, {"dynamic": False, "mode": "reduce-overhead"}]
-    with pytest.raises(ConfigError, match=r"compile_mode: expected default, reduce-overhead, .*, got 'fast'"):
+    prepare_model(
+        nn.Linear(2, 2),
+        ALONE,
+        compile_model=True,
+        compile_mode="reduce-overhead",
+        fixed_shapes=True,
+    )
+    assert asked == [
+        {"dynamic": None, "mode": "default"},
+        {"dynamic": False, "mode": "reduce-overhead"},
+    ]
+    with pytest.raises(
+        ConfigError, match=r"compile_mode: expected default, reduce-overhead, .*, got 'fast'"
+    ):
         prepare_model(nn.Linear(2, 2), ALONE, compile_model=True, compile_mode="fast")
     with pytest.raises(ConfigError, match='compile_mode: expected "default" without compile_model'):
         prepare_model(nn.Linear(2, 2), ALONE, compile_mode="reduce-overhead")
 
 
 def test_the_modes_are_those_that_torch_knows() -> None:
-    assert set(COMPILE_MODES) <= {"default", *torch._inductor.list_mode_options()}  # newer ones have more
+    assert set(COMPILE_MODES) <= {
+        "default",
+        *torch._inductor.list_mode_options(),
+    }  # newer ones have more
 
 
 def test_a_copy_of_a_compiled_model_runs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # what it is given is what matters here
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: function
+    )  # what it is given is what matters here
     model = prepare_model(convert(net(), ONE_OF_TWO), ALONE, compile_model=True).eval()
     twin = copy.deepcopy(model)
     x = torch.randn(5, 3, 8, 8)
@@ -96,10 +120,14 @@ def test_channels_last_converts_weights_and_inputs() -> None:
 
 def test_synchronised_batch_norm_keeps_parameters_and_buffers() -> None:
     model = net()
-    before = {name: id(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    before = {
+        name: id(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
     changed = prepare_model(model, ONE_OF_TWO, sync_batchnorm=True)
     assert isinstance(changed[1], SyncBatchNorm)  # type: ignore[index]
-    assert {name: id(tensor) for name, tensor in [*changed.named_parameters(), *changed.named_buffers()]} == before
+    assert {
+        name: id(tensor) for name, tensor in [*changed.named_parameters(), *changed.named_buffers()]
+    } == before
     assert changed.state_dict().keys() == net().state_dict().keys()
 
 
@@ -121,7 +149,9 @@ def test_in_evaluation_it_is_ordinary_batch_norm() -> None:
 )
 def test_alone_its_mathematics_are_those_of_torch(layer: nn.Module) -> None:
     torch.manual_seed(0)
-    shape = {"BatchNorm1d": (6, 4), "BatchNorm2d": (6, 4, 3, 3), "BatchNorm3d": (6, 4, 2, 2, 2)}[type(layer).__name__]
+    shape = {"BatchNorm1d": (6, 4), "BatchNorm2d": (6, 4, 3, 3), "BatchNorm3d": (6, 4, 2, 2, 2)}[
+        type(layer).__name__
+    ]
     ours = convert(type(layer)(4, affine=layer.affine, momentum=layer.momentum), ONE_OF_TWO)  # type: ignore[operator]
     ours.exchange = WorkerExchange(ALONE)  # type: ignore[assignment]
     for _ in range(2):

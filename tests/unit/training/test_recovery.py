@@ -1,4 +1,6 @@
-"""Which losses the workers of an elastic job go on after, what they repeat, and which hooks callbacks are given."""
+"""Which losses the workers of an elastic job go on after, what they repeat, and which hooks
+callbacks are given.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ from lockstep.training.stop_signals import StopSignals
         TransportError("shm: rank 1 is gone"),
         RankLostError(1, "shm: all_reduce: the process of rank 1 (7) has ended"),
         RuntimeError(
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]"
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+            "[127.0.0.1]"
         ),
     ],
 )
@@ -57,11 +60,14 @@ def test_an_error_of_the_program_and_a_report_are_not(error: RuntimeError) -> No
     assert raised.value is error
 
 
-# --- operations -------------------------------------------------------------------------------------------------------
+# --- operations
+# --------------------------------------------------------------------------------------------------
 
 
 class Group:
-    """A communicator of one worker, which notes why it regroups; its training is complete at once."""
+    """A communicator of one worker, which notes why it regroups; its training is complete at
+    once.
+    """
 
     def __init__(self) -> None:
         self.rank, self.size, self.device, self.trainings = 0, 1, torch.device("cpu"), 0
@@ -97,7 +103,12 @@ class Group:
         self.noted.append("barrier")
 
     def regroup_until(
-        self, commit: Any, adapt: Any, reason: str = "", at_boundary: bool = False, check: Any = None
+        self,
+        commit: Any,
+        adapt: Any,
+        reason: str = "",
+        at_boundary: bool = False,
+        check: Any = None,
     ) -> None:
         self.reasons.append((reason, at_boundary))
         adapt(View(len(self.reasons), (0,), (0,), (commit(),), 0))
@@ -131,7 +142,16 @@ def test_an_operation_is_repeated_where_it_was_called() -> None:
     with recovery.training(state, 3, "folder") as takes_part, recovery.until_all_have_ended():
         assert takes_part and state.happened == ["commit"]
         assert recovery.run(lost_once(7)) == 7
-        repeated = ["begin", "note_seen", "undo", "leave", "regroup", "begin", "note_seen", "commit"]
+        repeated = [
+            "begin",
+            "note_seen",
+            "undo",
+            "leave",
+            "regroup",
+            "begin",
+            "note_seen",
+            "commit",
+        ]
         assert state.happened[1:] == repeated and comm.reasons == [("gone", False)]
         assert recovery.run(lambda a, b: a + b, 1, 2, meets=False) == 3
         assert recovery.read(lost_once(8)) == 8
@@ -203,7 +223,11 @@ def test_who_has_ended_waits_for_all_others_also_after_a_signal_to_the_job() -> 
     comm: Any = Group()
     comm.endings = [True, False]
     recovery = ElasticRecovery(comm)
-    with pytest.raises(InterruptedRunError), recovery.training(State(), 1), recovery.until_all_have_ended():
+    with (
+        pytest.raises(InterruptedRunError),
+        recovery.training(State(), 1),
+        recovery.until_all_have_ended(),
+    ):
         raise InterruptedRunError("stopped", 15)
     assert comm.endings == [] and comm.reasons == [("", False)]
 
@@ -216,7 +240,9 @@ def test_a_worker_that_comes_after_the_end_of_a_training_takes_no_part() -> None
         assert not takes_part and state.result == ["a row"]
 
 
-def test_where_one_training_follows_another_a_worker_goes_on_that_could_not_join_before_the_end() -> None:
+def test_where_one_training_follows_another_a_worker_goes_on_that_could_not_join_before_the_end() -> (
+    None
+):
     comm: Any = Group()
     comm.is_joining, comm.joins_before_result, comm.earlier_result = True, lambda: False, lambda: 3
     state: Any = State()
@@ -244,7 +270,8 @@ def test_a_worker_whose_first_group_is_that_of_a_later_training_joins_in_that_on
         assert takes_part and not comm.is_joining and recovery.repeats
 
 
-# --- callbacks of rank 0, which may move to another worker ------------------------------------------------------------
+# --- callbacks of rank 0, which may move to another worker
+# ------------------------------------------------------------
 
 
 class Changing(Recovery):
@@ -283,7 +310,9 @@ class Seen(Callback):
 
 
 def run_as_second(all_seen: bool, after: str, trainer: Any = None) -> tuple[list[Any], list[Any]]:
-    """What callbacks of rank 0 and of all see on a worker that takes over rank 0 after the last row, or the end."""
+    """What callbacks of rank 0 and of all see on a worker that takes over rank 0 after the last
+    row, or the end.
+    """
     first = CallbackGroup([Seen(), Seen(every_rank=True)], 0, Changing())
     first.call("on_loss", trainer, None, 0.5)
     states = first.changed_states()
@@ -298,7 +327,9 @@ def run_as_second(all_seen: bool, after: str, trainer: Any = None) -> tuple[list
         group.call("on_row", trainer, {})
         if after == "row":
             group.take_rank(0, trainer, states, all_seen, epoch_has_begun=True)
-            group.take_rank(0, trainer, states, all_seen, epoch_has_begun=True)  # the view was over before it began
+            group.take_rank(
+                0, trainer, states, all_seen, epoch_has_begun=True
+            )  # the view was over before it began
             group.note_commit()
             group.call("on_loss", trainer, None, 0.125)
     if after == "end":
@@ -330,7 +361,9 @@ def test_a_callback_of_rank_0_that_cannot_move_is_refused_where_the_workers_chan
         pass
 
     CallbackGroup([Own()], 0)
-    with pytest.raises(ConfigError, match=r"callbacks.Own: expected a callback with state_dict\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"callbacks.Own: expected a callback with state_dict\(\)"
+    ):
         CallbackGroup([Own()], 1, Changing())
 
 
@@ -347,7 +380,10 @@ def test_all_callbacks_end_the_last_first_whatever_one_of_them_raises() -> None:
             if self.number == 2:
                 raise ValueError("no")
 
-    with pytest.raises(ValueError, match="no"), CallbackGroup([Ends(1), Ends(2), Ends(3)], 0).running(None):  # type: ignore[arg-type]
+    with (
+        pytest.raises(ValueError, match="no"),
+        CallbackGroup([Ends(1), Ends(2), Ends(3)], 0).running(None),
+    ):  # type: ignore[arg-type]
         pass
     assert ended == [3, 2, 1]
 

@@ -47,7 +47,9 @@ def test_hyperparameters(ours: Any, theirs: Any, same: bool) -> None:
 
 def test_a_value_of_every_parameter_now_and_then() -> None:
     model = nn.Sequential(
-        nn.Linear(3, 4), nn.Linear(4, 1).double(), nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
+        nn.Linear(3, 4),
+        nn.Linear(4, 1).double(),
+        nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last),
     )
     looked = check(3, model)
     assert [bool(looked.marks(step)[2]) for step in range(4)] == [True, False, False, True]
@@ -68,5 +70,7 @@ def test_each_value_comes_in_its_turn() -> None:
 
 def test_switched_off_the_replica_check_compares_nothing() -> None:
     assert len(check(0).marks(0)) == 0
-    with pytest.raises(ConfigError, match="replica_check: expected a whole number of at least 0, got -1"):
+    with pytest.raises(
+        ConfigError, match="replica_check: expected a whole number of at least 0, got -1"
+    ):
         check(-1)

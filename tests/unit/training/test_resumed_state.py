@@ -1,4 +1,6 @@
-"""What a resumed run has of its state: dtypes, expanded buffers, and the names of a model that is wrapped otherwise."""
+"""What a resumed run has of its state: dtypes, expanded buffers, and the names of a model that is
+wrapped otherwise.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def train(
     epochs: int,
     *,
     model: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(5, 1)),
-    optimizer: Callable[[Any], Any] = lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9),
+    optimizer: Callable[[Any], Any] = lambda parameters: torch.optim.SGD(
+        parameters, 0.05, momentum=0.9
+    ),
     dtype: torch.dtype = torch.float32,
     callbacks: Any = (),
     resume: str | None = None,
@@ -42,7 +46,15 @@ def train(
     torch.manual_seed(0)
     net = model().to(dtype)
     made = optimizer(net.parameters())
-    trainer = Trainer(net, made, nn.MSELoss(), 8, run_dir=run_dir, callbacks=[Checkpoints(), *callbacks], **options)
+    trainer = Trainer(
+        net,
+        made,
+        nn.MSELoss(),
+        8,
+        run_dir=run_dir,
+        callbacks=[Checkpoints(), *callbacks],
+        **options,
+    )
     trainer.fit(data(dtype), epochs, resume=resume)
     return trainer
 
@@ -51,7 +63,8 @@ def states(trainer: Trainer) -> list[Any]:
     return [trainer.optimizer.state[p] for p in trainer.model.parameters()]
 
 
-# --- dtypes of optimizer state ------------------------------------------------------------------------------
+# --- dtypes of optimizer state
+# ------------------------------------------------------------------------------
 
 
 def test_optimizer_state_keeps_its_own_dtype(tmp_path: Path) -> None:
@@ -59,7 +72,9 @@ def test_optimizer_state_keeps_its_own_dtype(tmp_path: Path) -> None:
     straight = train(tmp_path / "straight", 4, **options)
     train(tmp_path / "run", 2, **options)
     resumed = train(tmp_path / "run", 4, resume="latest", **options)
-    assert [row["train_loss"] for row in resumed.history] == [row["train_loss"] for row in straight.history]
+    assert [row["train_loss"] for row in resumed.history] == [
+        row["train_loss"] for row in straight.history
+    ]
     assert lockstep.fingerprint(resumed.model, resumed.optimizer) == lockstep.fingerprint(
         straight.model, straight.optimizer
     )
@@ -91,14 +106,16 @@ def test_what_an_optimizer_itself_converts_stays_converted() -> None:
     assert optimizer.state[p]["momentum_buffer"].dtype == torch.float16
 
 
-def test_another_dtype_of_a_parameter_is_converted_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_dtype_of_a_parameter_is_converted_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train(tmp_path, 1, dtype=torch.float64)
     with caplog.at_level(logging.WARNING, "lockstep.training.run_state"):
         resumed = train(tmp_path, 2, dtype=torch.float32, resume="latest")
     assert (
-        "the model has other dtypes than in the checkpoint, so that its values and their optimizer state were "
-        "converted, and the run goes on with other results: 0.weight from torch.float64 to torch.float32, 0.bias from "
-        "torch.float64 to torch.float32"
+        "the model has other dtypes than in the checkpoint, so that its values and their "
+        "optimizer state were converted, and the run goes on with other results: 0.weight from "
+        "torch.float64 to torch.float32, 0.bias from torch.float64 to torch.float32"
     ) in caplog.messages
     assert {state["momentum_buffer"].dtype for state in states(resumed)} == {torch.float32}
 
@@ -120,11 +137,14 @@ def test_values_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
             return self.linear(x) * self.scale  # type: ignore[no-any-return]
 
     train(tmp_path, 1, model=lambda: Scaled(torch.tensor(0.5)))
-    with pytest.raises(CheckpointError, match=r"scale: here torch\.int64, in the checkpoint torch\.float32"):
+    with pytest.raises(
+        CheckpointError, match=r"scale: here torch\.int64, in the checkpoint torch\.float32"
+    ):
         train(tmp_path, 2, model=lambda: Scaled(torch.tensor(1)), resume="latest")
 
 
-# --- expanded buffers ---------------------------------------------------------------------------------------
+# --- expanded buffers
+# ---------------------------------------------------------------------------------------
 
 
 class Gain(nn.Module):
@@ -143,7 +163,9 @@ class Gain(nn.Module):
 
 @pytest.mark.parametrize("virtual_workers", [None, 2])
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_buffer_made_by_expand_resumes(changes: bool, virtual_workers: int | None, tmp_path: Path) -> None:
+def test_a_buffer_made_by_expand_resumes(
+    changes: bool, virtual_workers: int | None, tmp_path: Path
+) -> None:
     def run(name: str, epochs: int, resume: str | None = None) -> Trainer:
         options = {"model": lambda: Gain(changes), "virtual_workers": virtual_workers}
         return train(tmp_path / name, epochs, resume=resume, **options)
@@ -156,7 +178,8 @@ def test_a_buffer_made_by_expand_resumes(changes: bool, virtual_workers: int | N
     assert (resumed.model.gain.stride() == (0,)) is not changes
 
 
-# --- names --------------------------------------------------------------------------------------------------
+# --- names
+# --------------------------------------------------------------------------------------------------
 
 
 def plain() -> nn.Module:
@@ -177,7 +200,9 @@ def compiled_parallel() -> nn.Module:
 
 @pytest.mark.parametrize("before", [plain, compiled, parallel, compiled_parallel])
 @pytest.mark.parametrize("after", [plain, compiled, parallel])
-def test_a_model_resumes_that_is_wrapped_in_another_way(before: Any, after: Any, tmp_path: Path) -> None:
+def test_a_model_resumes_that_is_wrapped_in_another_way(
+    before: Any, after: Any, tmp_path: Path
+) -> None:
     average = AveragedWeights(0.5)
     straight = train(tmp_path / "straight", 2, callbacks=[average])
     train(tmp_path / "run", 1, model=before, callbacks=[AveragedWeights(0.5)])
@@ -196,11 +221,16 @@ def test_another_model_is_still_refused_by_its_own_names(tmp_path: Path) -> None
         return nn.Sequential(nn.Identity(), nn.Linear(5, 5), nn.Linear(5, 1))
 
     train(tmp_path, 1, model=compiled)
-    with pytest.raises(CheckpointError, match=r"first difference is 1\.weight: here of shape \[5, 5\], in the check"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"first difference is 1\.weight: here of shape \[5, 5\], in the check",
+    ):
         train(tmp_path, 2, model=other, resume="latest")
 
 
-def test_frozen_parameters_that_are_not_saved_are_found_under_the_other_names(tmp_path: Path) -> None:
+def test_frozen_parameters_that_are_not_saved_are_found_under_the_other_names(
+    tmp_path: Path,
+) -> None:
     def frozen() -> nn.Sequential:
         model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1))
         model[0].requires_grad_(False)

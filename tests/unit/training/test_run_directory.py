@@ -1,4 +1,6 @@
-"""A run directory is one run's only, also where two begin at once; what is removed is what was made."""
+"""A run directory is one run's only, also where two begin at once; what is removed is what was
+made.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_of_two_runs_that_begin_at_once_one_gets_the_folder(
         winners.append(run_directory.prepare(out, None, fresh=True))
 
     monkeypatch.setattr(run_directory, "check_unused", check_then_be_overtaken)
-    with pytest.raises(ConfigError, match=r"run_dir: expected a folder without another run, got .*same"):
+    with pytest.raises(
+        ConfigError, match=r"run_dir: expected a folder without another run, got .*same"
+    ):
         run_directory.prepare(out, None, fresh=True)
     assert winners == [[] if exists else [tmp_path / "runs", out]]
     assert out.is_dir()
@@ -60,7 +64,9 @@ def test_a_folder_that_another_run_was_faster_to_make_is_not_this_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: path != tmp_path and exists(path))  # at the time of looking
+    monkeypatch.setattr(
+        Path, "exists", lambda path: path != tmp_path and exists(path)
+    )  # at the time of looking
     assert run_directory.prepare(tmp_path, None, fresh=True) == []
 
 
@@ -84,14 +90,13 @@ def test_a_folder_without_checkpoints_can_be_used_again(tmp_path: Path) -> None:
         run_directory.prepare(tmp_path, None, fresh=True)
 
 
-# --- the lock -----------------------------------------------------------------------------------------------
+# --- the lock
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_second_process_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     lock = run_directory.RunLock(tmp_path)
-    message = (
-        rf"a run that no other process continues, got .*, where process {os.getpid()} on \S+ has been training since"
-    )
+    message = rf"a run that no other process continues, got .*, where process {os.getpid()} on \S+ has been training since"
     with pytest.raises(ConfigError, match=message):
         run_directory.RunLock(tmp_path)
     lock.release()
@@ -100,8 +105,10 @@ def test_a_second_process_gets_an_error_that_names_the_first(tmp_path: Path) -> 
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
-    program = f"import os; from pathlib import Path; from lockstep.training.run_directory import RunLock; \
+    program = (
+        f"import os; from pathlib import Path; from lockstep.training.run_directory import RunLock; \
 lock = RunLock(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     run_directory.RunLock(tmp_path).release()
@@ -134,7 +141,9 @@ def test_a_trainer_holds_the_lock_while_it_trains_and_no_longer(tmp_path: Path) 
 
     def trainer(run_dir: Path, *made: callbacks.Callback) -> lockstep.Trainer:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        return lockstep.Trainer(model, optimizer, torch.nn.CrossEntropyLoss(), 2, run_dir=run_dir, callbacks=made)
+        return lockstep.Trainer(
+            model, optimizer, torch.nn.CrossEntropyLoss(), 2, run_dir=run_dir, callbacks=made
+        )
 
     class Second(callbacks.Callback):
         def on_train_start(self, _trainer: object) -> None:
@@ -162,9 +171,13 @@ def test_a_job_that_begins_again_finds_its_own_folder_and_no_other(
             assert run_directory.prepare(tmp_path / earlier, None, fresh=False) == []
 
 
-def test_a_lock_is_taken_from_a_holder_that_keeps_it_for_longer_than_the_others_wait(tmp_path: Path) -> None:
+def test_a_lock_is_taken_from_a_holder_that_keeps_it_for_longer_than_the_others_wait(
+    tmp_path: Path,
+) -> None:
     first = run_directory.RunLock(tmp_path)
-    with pytest.raises(ConfigError, match=f"run_dir: expected a run that no other .*process {os.getpid()} on "):
+    with pytest.raises(
+        ConfigError, match=f"run_dir: expected a run that no other .*process {os.getpid()} on "
+    ):
         run_directory.RunLock(tmp_path)
     began = time.monotonic()
     second = run_directory.RunLock(tmp_path, patience_s=0.2)
@@ -186,7 +199,12 @@ def test_a_job_whose_workers_were_all_started_again_resumes_from_the_newest_chec
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         made = [callbacks.Checkpoints("1step")] if saves else []
         return lockstep.Trainer(
-            model, optimizer, torch.nn.CrossEntropyLoss(), 2, run_dir=tmp_path / "run", callbacks=made
+            model,
+            optimizer,
+            torch.nn.CrossEntropyLoss(),
+            2,
+            run_dir=tmp_path / "run",
+            callbacks=made,
         )
 
     trainer().fit(data, 1)
@@ -195,7 +213,10 @@ def test_a_job_whose_workers_were_all_started_again_resumes_from_the_newest_chec
         trainer().fit(data, 2, resume=older)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("LOCKSTEP_RESUME", str(older))
-    assert [row["epoch"] for row in trainer(saves=False).fit(data, 2)] == [1, 2]  # of which the first is the saved one
+    assert [row["epoch"] for row in trainer(saves=False).fit(data, 2)] == [
+        1,
+        2,
+    ]  # of which the first is the saved one
     monkeypatch.delenv("LOCKSTEP_RESUME")
     monkeypatch.setenv("LOCKSTEP_EARLIER_RUN_DIR", str(tmp_path / "run"))
     begun = trainer()

@@ -23,7 +23,9 @@ def test_cosine_goes_from_one_to_zero() -> None:
 
 def test_step_falls_three_times() -> None:
     schedule = make_schedule("step", 90)
-    assert [schedule(step) for step in (29, 30, 60, 80, 89)] == pytest.approx([1, 0.1, 0.01, 0.001, 0.001])
+    assert [schedule(step) for step in (29, 30, 60, 80, 89)] == pytest.approx(
+        [1, 0.1, 0.01, 0.001, 0.001]
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

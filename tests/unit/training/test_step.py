@@ -31,10 +31,14 @@ def batch(inputs: torch.Tensor | None = None, labels: torch.Tensor = LABELS) -> 
     return Batch(data, torch.arange(4), 4, 4, 0, 0)
 
 
-def make(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> TrainStep:
+def make(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> TrainStep:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
     loss_fn = options.pop("loss_fn", nn.CrossEntropyLoss())
-    return TrainStep(model, optimizer, loss_fn, strategy=Distributed(Communicator.at(World(), CPU)), **options)
+    return TrainStep(
+        model, optimizer, loss_fn, strategy=Distributed(Communicator.at(World(), CPU)), **options
+    )
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
@@ -43,7 +47,9 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
         make(model, torch.optim.LBFGS(model.parameters()))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
+)
 def test_other_optimizers_are_not(kind: Any) -> None:
     model = nn.Linear(3, 4)
     optimizer = kind(model.parameters())
@@ -64,7 +70,10 @@ def test_more_passes_than_samples() -> None:
     one, many = (nn.Linear(3, 4) for _ in range(2))
     many.load_state_dict(one.state_dict())
     inputs = torch.randn(4, 3)
-    losses = [float(make(one)(batch(inputs))), float(make(many, gradient_accumulation_steps=7)(batch(inputs)))]
+    losses = [
+        float(make(one)(batch(inputs))),
+        float(make(many, gradient_accumulation_steps=7)(batch(inputs))),
+    ]
     assert losses[0] == pytest.approx(losses[1])
     torch.testing.assert_close(one.weight, many.weight)
 
@@ -75,7 +84,9 @@ def test_nothing_is_updated_by_a_loss_that_is_not_finite_or_counts_nothing() -> 
     step = make(model)
     with pytest.raises(DivergedError, match=r"the loss is nan at step 0 with learning rate 0\.1"):
         step(batch(torch.full((4, 3), float("nan"))))
-    with pytest.raises(DataError, match="step 0: expected a global batch with something that the loss counts"):
+    with pytest.raises(
+        DataError, match="step 0: expected a global batch with something that the loss counts"
+    ):
         step(batch(labels=torch.full((4,), -100)))
     assert torch.equal(model.weight, before)
     assert step.steps_done == 0
@@ -128,7 +139,9 @@ def test_gradients_of_several_formats_are_multiplied() -> None:
         torch.testing.assert_close(gradient, torch.ones(2, dtype=dtype))
 
 
-def test_elsewhere_the_factor_stays_on_the_device_and_has_the_gradients_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_the_factor_stays_on_the_device_and_has_the_gradients_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def record(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
@@ -145,8 +158,14 @@ def test_elsewhere_the_factor_stays_on_the_device_and_has_the_gradients_type(mon
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"gradient_accumulation_steps": 2.0}, "gradient_accumulation_steps: expected a whole number"),
-        ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps: expected a whole number"),
+        (
+            {"gradient_accumulation_steps": 2.0},
+            "gradient_accumulation_steps: expected a whole number",
+        ),
+        (
+            {"gradient_accumulation_steps": True},
+            "gradient_accumulation_steps: expected a whole number",
+        ),
         ({"max_grad_norm": "1"}, "max_grad_norm: expected a number above 0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm: expected a number above 0"),
         ({"schedule": "cosine"}, "schedule: expected a function .* 'cosine'. .*make_schedule"),
@@ -157,14 +176,20 @@ def test_elsewhere_the_factor_stays_on_the_device_and_has_the_gradients_type(mon
 )
 def test_arguments_of_other_kinds_are_refused(options: dict[str, Any], said: str) -> None:
     model = nn.Linear(3, 4)
-    given: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "loss_fn": nn.MSELoss()}
+    given: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "loss_fn": nn.MSELoss(),
+    }
     with pytest.raises(ConfigError, match=said):
         TrainStep(**{**given, **options}, strategy=Distributed(Communicator.at(World(), CPU)))
 
 
 def test_a_schedule_that_gives_no_number_is_refused() -> None:
     step = make(nn.Linear(3, 4), schedule=lambda _: None)
-    with pytest.raises(ConfigError, match="schedule: expected a number as the factor of step 0, got None"):
+    with pytest.raises(
+        ConfigError, match="schedule: expected a number as the factor of step 0, got None"
+    ):
         step(batch())
 
 
@@ -179,22 +204,34 @@ def test_a_group_added_later_is_scheduled_clipped_and_corrected() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert float(gradients.norm()) == pytest.approx(1e-3, rel=1e-3)
-    assert all(float((p.detach() - old).abs().max()) < 1e-3 for p, old in zip(model.parameters(), before, strict=True))
+    assert all(
+        float((p.detach() - old).abs().max()) < 1e-3
+        for p, old in zip(model.parameters(), before, strict=True)
+    )
 
 
 def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-@pytest.mark.parametrize(("loss_fn", "passes"), [(mean_square, 0), (lambda o, t: (o.square().sum(), 4), 1)])
+@pytest.mark.parametrize(
+    ("loss_fn", "passes"), [(mean_square, 0), (lambda o, t: (o.square().sum(), 4), 1)]
+)
 def test_gradients_of_a_mean_over_samples_are_not_multiplied_by_1(
     monkeypatch: pytest.MonkeyPatch, loss_fn: Any, passes: int
 ) -> None:
-    """On a device, where to ask for the factor would wait for it; "meta" is one that every host has."""
+    """On a device, where to ask for the factor would wait for it; "meta" is one that every host
+    has.
+    """
     calls: list[int] = []
-    monkeypatch.setattr("lockstep.training.step.scale_gradients", lambda gradients, _: calls.append(len(gradients)))
+    monkeypatch.setattr(
+        "lockstep.training.step.scale_gradients", lambda gradients, _: calls.append(len(gradients))
+    )
     model = nn.Linear(3, 4, device="meta")
-    optimizer, comm = torch.optim.SGD(model.parameters(), 0.1), Communicator.at(World(), torch.device("meta"))
+    optimizer, comm = (
+        torch.optim.SGD(model.parameters(), 0.1),
+        Communicator.at(World(), torch.device("meta")),
+    )
     step = TrainStep(model, optimizer, loss_fn, strategy=Strategy(comm))
     step.run(batch(torch.ones(4, 3, device="meta"), LABELS.to("meta")))
     assert calls == [2] * passes
@@ -203,7 +240,9 @@ def test_gradients_of_a_mean_over_samples_are_not_multiplied_by_1(
 def test_workers_whose_losses_count_different_things_are_found() -> None:
     """Some have taken theirs for a mean over samples without a look at the device."""
     result = StepResult(3, torch.tensor(1.0), torch.zeros(()), 0.1, torch.tensor(6.0), samples=4)
-    with pytest.raises(ConfigError, match="over the same on all workers, got one over 6 of 4 samples at step 3"):
+    with pytest.raises(
+        ConfigError, match="over the same on all workers, got one over 6 of 4 samples at step 3"
+    ):
         result.check()
     StepResult(3, torch.tensor(1.0), torch.zeros(()), 0.1, torch.tensor(4.0), samples=4).check()
 
@@ -232,7 +271,9 @@ def test_running_statistics_travel_by_few_kernels() -> None:
     buffers.begin()
     averaged = [b for b in model.buffers() if b.is_floating_point()]
     counters = [b for b in model.buffers() if not b.is_floating_point()]
-    expected = torch.cat([*((b.double() * 0.3) for b in averaged), *(b.double().reshape(1) for b in counters)])
+    expected = torch.cat(
+        [*((b.double() * 0.3) for b in averaged), *(b.double().reshape(1) for b in counters)]
+    )
     with Kernels() as kernels:
         sums = buffers.of_shard(0.3, first=True, last=True)
         buffers.set(sums)
@@ -257,8 +298,13 @@ def test_buffers_of_replicas_travel_by_few_kernels() -> None:
     for replica in replicas:
         for old, new in zip(before, replica.buffers(), strict=True):
             assert new._version == 0  # nothing has been written to it so far
-            assert new.view(torch.uint8).equal(old.view(torch.uint8)) if old.dim() else new.equal(old)
-    changed = [(a * 2, b * 3) for a, b in zip(*(list(replica.buffers()) for replica in replicas), strict=True)]
+            assert (
+                new.view(torch.uint8).equal(old.view(torch.uint8)) if old.dim() else new.equal(old)
+            )
+    changed = [
+        (a * 2, b * 3)
+        for a, b in zip(*(list(replica.buffers()) for replica in replicas), strict=True)
+    ]
     for values, *news in zip(changed, *(replica.buffers() for replica in replicas), strict=True):
         for value, new in zip(values, news, strict=True):
             new.copy_(value)
@@ -275,7 +321,9 @@ def test_a_learning_rate_on_a_device_is_not_read_by_the_step() -> None:
     # reading a value of the device meta is an error
     step.optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
     assert isinstance(step._begin(0), torch.Tensor)
-    assert StepResult(0, torch.ones(()), torch.zeros(()), torch.tensor(0.5), torch.ones(())).lr == 0.5
+    assert (
+        StepResult(0, torch.ones(()), torch.zeros(()), torch.tensor(0.5), torch.ones(())).lr == 0.5
+    )
 
 
 def test_a_result_has_its_numbers_on_the_host_and_makes_tensors_when_they_are_read() -> None:
@@ -286,7 +334,12 @@ def test_a_result_has_its_numbers_on_the_host_and_makes_tensors_when_they_are_re
     with pytest.raises(AttributeError, match="step"):
         result.step = 4
     other = pickle.loads(pickle.dumps(result.replaced(grad_norm=torch.tensor(2.0))))
-    assert (other.step, other.on_hand, other.lr, float(other.grad_norm)) == (3, result.on_hand, 0.1, 2.0)
+    assert (other.step, other.on_hand, other.lr, float(other.grad_norm)) == (
+        3,
+        result.on_hand,
+        0.1,
+        2.0,
+    )
     assert "loss=1.5" in repr(other)
 
 

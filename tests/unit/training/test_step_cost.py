@@ -1,4 +1,6 @@
-"""A step has no more operations of torch than that of a loop by hand: what it costs of its own, without a clock."""
+"""A step has no more operations of torch than that of a loop by hand: what it costs of its own,
+without a clock.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def in_passes(passes: int) -> Side:
 def with_options(**options: Any) -> Side:
     def train_step(data: TensorDataset) -> Callable[[], None]:
         step = lockstep.TrainStep(*objects(), **options)
-        loader = lockstep.Loader(data, global_batch_size=BATCH, virtual_workers=options.get("virtual_workers"))
+        loader = lockstep.Loader(
+            data, global_batch_size=BATCH, virtual_workers=options.get("virtual_workers")
+        )
 
         def epoch() -> None:
             for batch in loader:
@@ -85,12 +89,16 @@ class Reading(Callback):
 
 
 def operations_of_a_step(side: Side) -> Counter[str]:
-    """Return the operations of a step, as the difference of two epochs of other lengths; both are second epochs."""
+    """Return the operations of a step, as the difference of two epochs of other lengths; both are
+    second epochs.
+    """
     found = {}
     for steps in (FEW, MANY):
         generator = torch.Generator().manual_seed(1)
         inputs = torch.randn(BATCH * steps, 16, generator=generator)
-        epoch = side(TensorDataset(inputs, torch.randint(0, 10, (BATCH * steps,), generator=generator)))
+        epoch = side(
+            TensorDataset(inputs, torch.randint(0, 10, (BATCH * steps,), generator=generator))
+        )
         epoch()
         with Operations() as mode:
             epoch()
@@ -102,22 +110,30 @@ def operations_of_a_step(side: Side) -> Counter[str]:
 
 @pytest.mark.usefixtures("as_in_a_new_process")
 @pytest.mark.parametrize(
-    "side", [with_options(), with_callbacks(), with_callbacks(Reading())], ids=["TrainStep", "Trainer", "with on_loss"]
+    "side",
+    [with_options(), with_callbacks(), with_callbacks(Reading())],
+    ids=["TrainStep", "Trainer", "with on_loss"],
 )
 def test_a_step_has_no_more_operations_than_one_by_hand(side: Side) -> None:
     hand, ours = operations_of_a_step(in_passes(1)), operations_of_a_step(side)
     more = {name: number - hand[name] for name, number in ours.items() if number > hand[name]}
-    assert ours.total() <= hand.total(), f"{ours.total()} operations, by hand {hand.total()}; more than there: {more}"
+    assert ours.total() <= hand.total(), (
+        f"{ours.total()} operations, by hand {hand.total()}; more than there: {more}"
+    )
     assert more.keys() <= {"aten._local_scalar_dense.default"}  # numbers that are read
 
 
 @pytest.mark.usefixtures("as_in_a_new_process")
 def test_another_shard_has_few_operations_more_than_another_pass_by_hand() -> None:
-    """More than those by hand are: three numbers are read, the totals are a tensor, and the shards' are added up."""
+    """More than those by hand are: three numbers are read, the totals are a tensor, and the shards'
+    are added up.
+    """
 
     def of_another(few: Counter[str], many: Counter[str]) -> float:
         return (many.total() - few.total()) / 6
 
     hand = of_another(*(operations_of_a_step(in_passes(passes)) for passes in (2, 8)))
-    ours = of_another(*(operations_of_a_step(with_options(virtual_workers=shards)) for shards in (2, 8)))
+    ours = of_another(
+        *(operations_of_a_step(with_options(virtual_workers=shards)) for shards in (2, 8))
+    )
     assert ours <= hand + 7, f"{ours:.1f} operations, by hand {hand:.1f}"

@@ -1,4 +1,6 @@
-"""Signals are remembered instead of obeyed, and only where Python can put back what was there before."""
+"""Signals are remembered instead of obeyed, and only where Python can put back what was there
+before.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from lockstep.training.stop_signals import StopSignals
 @pytest.fixture(autouse=True)
 def _handlers_as_before() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in StopSignals.HANDLED}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background has it ignored
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a program in the background has it ignored
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -28,7 +32,9 @@ def heard() -> list[int]:
     return numbers
 
 
-def test_the_first_signal_is_remembered_and_reaches_the_program_at_the_end(heard: list[int]) -> None:
+def test_the_first_signal_is_remembered_and_reaches_the_program_at_the_end(
+    heard: list[int],
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
         assert signals.received is None
@@ -58,7 +64,9 @@ def test_the_second_acts_as_before() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_launched_worker_ignores_the_second(monkeypatch: pytest.MonkeyPatch, heard: list[int]) -> None:
+def test_a_launched_worker_ignores_the_second(
+    monkeypatch: pytest.MonkeyPatch, heard: list[int]
+) -> None:
     monkeypatch.setattr("lockstep.training.stop_signals.under_launcher", lambda: True)
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGTERM)
@@ -77,10 +85,14 @@ def test_an_ignored_signal_stays_ignored(heard: list[int]) -> None:
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
-def test_a_handler_that_python_cannot_put_back_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_python_cannot_put_back_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = signal.getsignal
     # what it says of a handler that a program in C has set before it started Python
-    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else real(number))
+    monkeypatch.setattr(
+        signal, "getsignal", lambda number: None if number == signal.SIGTERM else real(number)
+    )
     with StopSignals():
         assert real(signal.SIGTERM) == signal.SIG_DFL
         assert real(signal.SIGINT) not in (signal.SIG_DFL, signal.default_int_handler)

@@ -1,4 +1,6 @@
-"""What is left out of torch's wrappers changes nothing: hooks, profilers and own methods still have their effect."""
+"""What is left out of torch's wrappers changes nothing: hooks, profilers and own methods still have
+their effect.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,9 @@ def without_hooks_of_all(_: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_calls, "optimizer_module", object())
 
 
-@pytest.mark.parametrize("leave_out", [without_the_wrapper, without_the_profiler, without_hooks_of_all])
+@pytest.mark.parametrize(
+    "leave_out", [without_the_wrapper, without_the_profiler, without_hooks_of_all]
+)
 def test_the_public_step_is_called_where_torch_has_other_parts(
     leave_out: Callable[[Optimizer, pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -197,7 +201,9 @@ def test_a_mode_sees_the_backward_pass() -> None:
     x.grad = None
     with Noting() as mode:
         run_backward(x * 2, torch.ones(()))
-    assert mode.called == of_torch.called  # with torch.autograd.backward among them, but in torch 2.10
+    assert (
+        mode.called == of_torch.called
+    )  # with torch.autograd.backward among them, but in torch 2.10
     assert x.grad == 2
 
 
@@ -208,7 +214,9 @@ def test_another_public_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(called) == 1
 
 
-def test_the_public_backward_is_called_where_torch_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_public_backward_is_called_where_torch_has_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x = torch.ones((), requires_grad=True)
     loss, engine = x * 2, getattr(torch.autograd, "_engine_run_backward")  # noqa: B009
     monkeypatch.delattr(torch.autograd, "_engine_run_backward")
@@ -216,7 +224,9 @@ def test_the_public_backward_is_called_where_torch_has_no_other(monkeypatch: pyt
 
     def backward(tensor: Any, gradient: Any) -> None:
         public.append(tensor)
-        engine((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        engine(
+            (tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
     monkeypatch.setattr(torch.autograd, "backward", backward)
     run_backward(loss, torch.ones(()))

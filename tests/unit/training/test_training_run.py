@@ -37,7 +37,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         prepared.update(how)
         return model
 
-    def trainer(model: nn.Module, optimizer: Any, loss_fn: Any, global_batch_size: int, **rest: Any) -> Any:
+    def trainer(
+        model: nn.Module, optimizer: Any, loss_fn: Any, global_batch_size: int, **rest: Any
+    ) -> Any:
         return SimpleNamespace(
             model=model,
             optimizer=optimizer,
@@ -87,14 +89,23 @@ def test_the_rest_of_the_trainer(made: Any) -> None:
 
 @pytest.mark.parametrize(
     ("option", "argument"),
-    [("sync_batchnorm", "sync_batchnorm"), ("channels_last", "channels_last"), ("compile", "compile_model")],
+    [
+        ("sync_batchnorm", "sync_batchnorm"),
+        ("channels_last", "channels_last"),
+        ("compile", "compile_model"),
+    ],
 )
 def test_options_of_the_model(made: Any, option: str, argument: str) -> None:
     for value in (False, True):
         asked = made(**{option: value}).prepared
-        none = dict.fromkeys(("sync_batchnorm", "channels_last", "compile_model", "fixed_shapes"), False)
+        none = dict.fromkeys(
+            ("sync_batchnorm", "channels_last", "compile_model", "fixed_shapes"), False
+        )
         assert asked == {**none, "compile_mode": "default", argument: value}
-    assert made(compile=True, compile_mode="reduce-overhead").prepared["compile_mode"] == "reduce-overhead"
+    assert (
+        made(compile=True, compile_mode="reduce-overhead").prepared["compile_mode"]
+        == "reduce-overhead"
+    )
     assert made(virtual_workers=4).prepared["fixed_shapes"]
 
 
@@ -115,14 +126,25 @@ def test_optimizers(made: Any, name: str, kind: type[Any]) -> None:
 
 
 def test_parameters_have_groups_by_their_names(made: Any) -> None:
-    trainer = made(param_groups="*.bias:weight_decay=0;*:lr=0.01", lr=0.3, weight_decay=0.2, base_batch_size=None)
+    trainer = made(
+        param_groups="*.bias:weight_decay=0;*:lr=0.01",
+        lr=0.3,
+        weight_decay=0.2,
+        base_batch_size=None,
+    )
     biases, rest = trainer.optimizer.param_groups
     names = {id(p): name for name, p in trainer.model.named_parameters()}
-    assert all(names[id(p)].endswith(".bias") for p in biases["params"]) and (biases["weight_decay"], biases["lr"]) == (
+    assert all(names[id(p)].endswith(".bias") for p in biases["params"]) and (
+        biases["weight_decay"],
+        biases["lr"],
+    ) == (
         0,
         0.3,
     )
-    assert not any(names[id(p)].endswith(".bias") for p in rest["params"]) and (rest["weight_decay"], rest["lr"]) == (
+    assert not any(names[id(p)].endswith(".bias") for p in rest["params"]) and (
+        rest["weight_decay"],
+        rest["lr"],
+    ) == (
         0.2,
         0.01,
     )
@@ -140,8 +162,14 @@ def test_parameters_without_a_group_come_first_with_the_betas_of_the_options(mad
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ("nothing*:lr=0.1", r"param_groups: expected patterns of names of parameters, got 'nothing\*'. The model has "),
-        ("*:momentun=0.1", "param_groups: expected lr, weight_decay or momentum, got 'momentun'. Did you mean"),
+        (
+            "nothing*:lr=0.1",
+            r"param_groups: expected patterns of names of parameters, got 'nothing\*'. The model has ",
+        ),
+        (
+            "*:momentun=0.1",
+            "param_groups: expected lr, weight_decay or momentum, got 'momentun'. Did you mean",
+        ),
     ],
 )
 def test_groups_that_fit_nothing_are_named(made: Any, groups: str, message: str) -> None:
@@ -157,7 +185,9 @@ def test_frozen_parameters_are_left_alone() -> None:
 
 
 def test_the_learning_rate_is_scaled_from_the_base_batch(made: Any) -> None:
-    assert made(lr=0.3, global_batch_size=20, base_batch_size=10).optimizer.param_groups[0]["lr"] == pytest.approx(0.6)
+    assert made(lr=0.3, global_batch_size=20, base_batch_size=10).optimizer.param_groups[0][
+        "lr"
+    ] == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(
@@ -169,17 +199,29 @@ def test_the_learning_rate_is_scaled_from_the_base_batch(made: Any) -> None:
         ({"schedule": "constant", "warmup_epochs": 1.0}, {0: 0.2, 3: 0.8, 4: 1.0}),
         # a warm-up begins at the rate that was chosen for the base batch
         (
-            {"schedule": "constant", "warmup_epochs": 2.0, "base_batch_size": 5, "global_batch_size": 20},
+            {
+                "schedule": "constant",
+                "warmup_epochs": 2.0,
+                "base_batch_size": 5,
+                "global_batch_size": 20,
+            },
             {0: 0.25 + 0.75 / 5, 4: 1.0},
         ),
         (
-            {"schedule": "constant", "warmup_epochs": 2.0, "base_batch_size": 40, "global_batch_size": 20},
+            {
+                "schedule": "constant",
+                "warmup_epochs": 2.0,
+                "base_batch_size": 40,
+                "global_batch_size": 20,
+            },
             {0: 1.0, 4: 1.0},
         ),
         ({"schedule": "cosine", "epochs": 10}, {20: 0.5, 40: 0.0}),
     ],
 )
-def test_schedules_of_the_learning_rate(made: Any, options: dict[str, Any], factors: dict[int, float]) -> None:
+def test_schedules_of_the_learning_rate(
+    made: Any, options: dict[str, Any], factors: dict[int, float]
+) -> None:
     schedule = made(**options).schedule
     assert {step: schedule(step) for step in factors} == pytest.approx(factors, abs=1e-9)
 
@@ -187,9 +229,13 @@ def test_schedules_of_the_learning_rate(made: Any, options: dict[str, Any], fact
 def test_callbacks() -> None:
     kinds = [type(callback) for callback in training_run.make_callbacks(TrainOptions())]
     assert kinds == [Progress, CSVLog, Curve, Checkpoints]
-    assert Progress not in [type(callback) for callback in training_run.make_callbacks(TrainOptions(quiet=True))]
+    assert Progress not in [
+        type(callback) for callback in training_run.make_callbacks(TrainOptions(quiet=True))
+    ]
     for log in ("tensorboard", "tensorboard,csv"):
-        assert [type(callback) for callback in training_run.make_callbacks(TrainOptions(log=log))] == [
+        assert [
+            type(callback) for callback in training_run.make_callbacks(TrainOptions(log=log))
+        ] == [
             *kinds,
             TensorBoard,
         ]
@@ -232,7 +278,9 @@ class Folder:
 def test_the_run_fits_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Stub()
     devices: list[str] = []
-    monkeypatch.setattr(training_run, "init", lambda device: devices.append(device) or SimpleNamespace(rank=0))
+    monkeypatch.setattr(
+        training_run, "init", lambda device: devices.append(device) or SimpleNamespace(rank=0)
+    )
     monkeypatch.setattr(training_run, "load_data", lambda options: ("train", "test"))
     monkeypatch.setattr(training_run, "make_trainer", lambda *given: stub)
     monkeypatch.setattr(training_run, "RunDirectory", Folder)

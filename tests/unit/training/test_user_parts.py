@@ -1,4 +1,6 @@
-"""A user's model and data that cannot be used are refused in one line, before anything is started."""
+"""A user's model and data that cannot be used are refused in one line, before anything is
+started.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("both", (6, 3)), ("alone", (6, None)), ("as_list", (6, None)), ("without_test", (6, None))]
+    ("name", "sizes"),
+    [("both", (6, 3)), ("alone", (6, None)), ("as_list", (6, None)), ("without_test", (6, None))],
 )
 def test_good_data(name: str, sizes: tuple[int, int | None]) -> None:
     train, test = load_data(TrainOptions(data=f"my_parts:{name}"))
@@ -93,22 +96,40 @@ def test_good_data(name: str, sizes: tuple[int, int | None]) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("listed", r"items that are pairs \(input, label\), got one of type TensorDataset in a list"),
-        ("triple", r"a factory that returns \(train, test\), .*got a tuple of 3 from my_parts:triple"),
+        (
+            "listed",
+            r"items that are pairs \(input, label\), got one of type TensorDataset in a list",
+        ),
+        (
+            "triple",
+            r"a factory that returns \(train, test\), .*got a tuple of 3 from my_parts:triple",
+        ),
         ("empty", "at least one sample in each data set, got my_parts:empty, with an empty one"),
         ("empty_test", "at least one sample in each data set, got my_parts:empty_test"),
-        ("nothing", r"a factory that returns \(train, test\), .*got one of type NoneType from my_parts:nothing"),
+        (
+            "nothing",
+            r"a factory that returns \(train, test\), .*got one of type NoneType from my_parts:nothing",
+        ),
         ("text", "got one of type str from my_parts:text"),
         ("tensors", r"items that are pairs \(input, label\), got one of type Tensor in a Tensor"),
         ("unlabelled", r"items that are pairs \(input, label\), got one of type tuple"),
-        ("objects", r"data sets with len\(\) and indexing, got TypeError from my_parts:objects: default_collate"),
+        (
+            "objects",
+            r"data sets with len\(\) and indexing, got TypeError from my_parts:objects: default_collate",
+        ),
         ("words", "tensors, arrays or numbers, got a batch of tuple and tuple"),
-        ("needs_argument", "called without arguments, got TypeError from my_parts:needs_argument: .*'folder'"),
+        (
+            "needs_argument",
+            "called without arguments, got TypeError from my_parts:needs_argument: .*'folder'",
+        ),
         ("fails", "got ValueError from my_parts:fails. --debug shows where."),
         ("fails_with_text", "got FileNotFoundError from my_parts:fails_with_text: .*x.npy"),
         ("number", "got my_parts:number, which is of type int"),
         ("stream", r"each with len\(\) and indexing, got one of type Stream from my_parts:stream"),
-        ("unread", r"data sets with len\(\) and indexing, got KeyError from my_parts:unread: 'image 0'"),
+        (
+            "unread",
+            r"data sets with len\(\) and indexing, got KeyError from my_parts:unread: 'image 0'",
+        ),
     ],
 )
 def test_bad_data(name: str, said: str) -> None:
@@ -124,17 +145,24 @@ def test_an_error_of_our_own_kind_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("my_typo:net", "SyntaxError from my_typo:net"), ("my_import:net", "ImportError from my_import:net: cannot")],
+    [
+        ("my_typo:net", "SyntaxError from my_typo:net"),
+        ("my_import:net", "ImportError from my_import:net: cannot"),
+    ],
 )
 def test_modules_that_cannot_be_imported(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^data: expected a module that can be imported, got {said}"):
+    with pytest.raises(
+        ConfigError, match=f"^data: expected a module that can be imported, got {said}"
+    ):
         load_data(TrainOptions(data=name))
     with pytest.raises(ConfigError, match=f"^model: expected .*got {said}"):
         model_for(name, "alone")
 
 
 def model_for(name: str, data: str) -> torch.nn.Module:
-    options = TrainOptions(model=name if ":" in name else f"my_parts:{name}", data=f"my_parts:{data}")
+    options = TrainOptions(
+        model=name if ":" in name else f"my_parts:{name}", data=f"my_parts:{data}"
+    )
     return build_model(options, load_data(options)[0])
 
 
@@ -145,9 +173,16 @@ def test_a_good_model() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("silent", "a factory that returns a torch.nn.Module, got ValueError from my_parts:silent. --debug shows"),
+        (
+            "silent",
+            "a factory that returns a torch.nn.Module, got ValueError from my_parts:silent. "
+            "--debug shows",
+        ),
         ("two_lines", "got ValueError from my_parts:two_lines: one two. --debug"),
-        ("Silent", r"a model for inputs of shape \[2, 1, 4, 4\], got ValueError from my_parts:Silent. --debug"),
+        (
+            "Silent",
+            r"a model for inputs of shape \[2, 1, 4, 4\], got ValueError from my_parts:Silent. --debug",
+        ),
         ("Missing", "got AttributeError from my_parts:Missing: .*'head'"),
         ("Assertive", "got AssertionError from my_parts:Assertive. --debug"),
     ],
@@ -160,10 +195,14 @@ def test_bad_models(name: str, said: str) -> None:
 
 
 def test_labels_that_are_no_classes() -> None:
-    with pytest.raises(ConfigError, match=r"data: expected class labels of dtype torch.int64, .*float32"):
+    with pytest.raises(
+        ConfigError, match=r"data: expected class labels of dtype torch.int64, .*float32"
+    ):
         model_for("net", "floats")
 
 
 def test_classes_that_are_no_number() -> None:
-    with pytest.raises(ConfigError, match="data: expected a data set with known classes and shape, got TypeError"):
+    with pytest.raises(
+        ConfigError, match="data: expected a data set with known classes and shape, got TypeError"
+    ):
         model_for("net", "oddly_classed")

@@ -19,7 +19,9 @@ def step(loss: float, **tensors: str) -> Step:
     return Step("-".join([loss.hex(), *tensors.values()]), loss.hex(), tensors)
 
 
-ONE = Record(1, (step(1.0, a="x", b="y"), step(0.5, a="u", b="v")), {"threads": 1}, ("Dropout", "Linear"))
+ONE = Record(
+    1, (step(1.0, a="x", b="y"), step(0.5, a="u", b="v")), {"threads": 1}, ("Dropout", "Linear")
+)
 TWO = replace(ONE, workers=2)
 
 
@@ -43,7 +45,13 @@ FORWARD, BACKWARD = Divergence(0, True, ("a",), 2), Divergence(0, False, ("a",),
 @pytest.mark.parametrize(
     ("other", "divergence", "has_virtual_workers", "repeated", "said"),
     [
-        (TWO, FORWARD, True, Divergence(3, True, ("b",), 2), "two runs with 1 worker diverge too, at step 3, in b"),
+        (
+            TWO,
+            FORWARD,
+            True,
+            Divergence(3, True, ("b",), 2),
+            "two runs with 1 worker diverge too, at step 3, in b",
+        ),
         (TWO, FORWARD, False, None, "without virtual workers"),
         (replace(TWO, settings={"threads": 2}), BACKWARD, True, None, "threads: 1 against 2"),
         (TWO, FORWARD, True, None, "The model has Dropout"),
@@ -52,6 +60,10 @@ FORWARD, BACKWARD = Divergence(0, True, ("a",), 2), Divergence(0, False, ("a",),
     ],
 )
 def test_the_likely_cause(
-    other: Record, divergence: Divergence, has_virtual_workers: bool, repeated: Divergence | None, said: str
+    other: Record,
+    divergence: Divergence,
+    has_virtual_workers: bool,
+    repeated: Divergence | None,
+    said: str,
 ) -> None:
     assert said in likely_cause(ONE, other, divergence, has_virtual_workers, repeated)

@@ -56,7 +56,12 @@ def fit(**options: Any) -> Any:
 
 
 def evaluate(**options: Any) -> Any:
-    given = {"model": net(), "loader": loader(shuffle=False), "loss_fn": nn.CrossEntropyLoss(), **options}
+    given = {
+        "model": net(),
+        "loader": loader(shuffle=False),
+        "loss_fn": nn.CrossEntropyLoss(),
+        **options,
+    }
     return lockstep.evaluate(**given)
 
 
@@ -192,12 +197,20 @@ def test_hints_say_what_to_write() -> None:
         return str(caught.value)
 
     said = of(trainer, callbacks=callbacks.CSVLog())
-    assert said.startswith("callbacks: expected a list of callbacks, got a single CSVLog. Put it into a list")
+    assert said.startswith(
+        "callbacks: expected a list of callbacks, got a single CSVLog. Put it into a list"
+    )
     assert 'resume="latest" continues' in of(fit, resume=True)
-    assert 'A text says what is counted: "3epochs" or "3steps".' in of(callbacks.Checkpoints, every=3)
-    assert of(trainer, optimizer=torch.optim.SGD).endswith("got the class SGD. Create an instance: SGD(...).")
+    assert 'A text says what is counted: "3epochs" or "3steps".' in of(
+        callbacks.Checkpoints, every=3
+    )
+    assert of(trainer, optimizer=torch.optim.SGD).endswith(
+        "got the class SGD. Create an instance: SGD(...)."
+    )
     assert "lockstep.prepare" in of(trainer, optimizer=[parts()["optimizer"]])
-    assert "scheduler=" in of(trainer, schedule=torch.optim.lr_scheduler.StepLR(parts()["optimizer"], 1))
+    assert "scheduler=" in of(
+        trainer, schedule=torch.optim.lr_scheduler.StepLR(parts()["optimizer"], 1)
+    )
     assert "lockstep run -np N" in of(trainer, devices=2)
     assert "datetime.timedelta(seconds=30)" in of(lockstep.init, timeout=30)
 
@@ -231,7 +244,8 @@ def test_values_that_are_right_are_taken() -> None:
     lockstep.init("cpu", timeout=datetime.timedelta(seconds=3), transport="gloo")
 
 
-# --- losses, labels and frozen models ---------------------------------------------------------------------------------
+# --- losses, labels and frozen models
+# ---------------------------------------------------------------------------------
 
 
 def frozen() -> nn.Module:
@@ -242,22 +256,46 @@ def frozen() -> nn.Module:
 
 
 LOSSES: dict[str, tuple[dict[str, Any], str]] = {
-    "a float": ({"loss_fn": lambda o, t: F.cross_entropy(o, t).item()}, "loss_fn: .* got a float. .*item"),
+    "a float": (
+        {"loss_fn": lambda o, t: F.cross_entropy(o, t).item()},
+        "loss_fn: .* got a float. .*item",
+    ),
     "a whole number": ({"loss_fn": lambda o, t: 1}, r"loss_fn: .* got a whole number \(int\)"),
-    "detached": ({"loss_fn": lambda o, t: F.cross_entropy(o, t).detach()}, "loss_fn: .* got one without a gradient"),
-    "of detached outputs": ({"loss_fn": lambda o, t: F.mse_loss(o.detach()[:, 0], t * 1.0)}, "without a gradient"),
+    "detached": (
+        {"loss_fn": lambda o, t: F.cross_entropy(o, t).detach()},
+        "loss_fn: .* got one without a gradient",
+    ),
+    "of detached outputs": (
+        {"loss_fn": lambda o, t: F.mse_loss(o.detach()[:, 0], t * 1.0)},
+        "without a gradient",
+    ),
     "a sum and a count": ({"loss_fn": lambda o, t: (o.sum().item(), 8)}, "loss_fn: .* got a float"),
-    "a frozen model": ({"model": frozen()}, "model: expected at least one parameter that is trained, got none of 4"),
+    "a frozen model": (
+        {"model": frozen()},
+        "model: expected at least one parameter that is trained, got none of 4",
+    ),
     "a single tensor": (
         {"forward": lambda m, d: m(d[0])},
         r"forward: .*\(output, target\), got a tensor of shape \[\d, 3\]",
     ),
-    "two rows": ({"forward": lambda m, d: m(d[0])[:2]}, r"forward: .* got a tensor of shape \[2, 3\]"),
+    "two rows": (
+        {"forward": lambda m, d: m(d[0])[:2]},
+        r"forward: .* got a tensor of shape \[2, 3\]",
+    ),
     "nothing": ({"forward": lambda m, d: None}, "forward: .* got NoneType"),
     "three": ({"forward": lambda m, d: (m(d[0]), d[1], 0)}, "forward: .* got tuple of 3"),
-    "no loss": ({"loss_fn": None}, "loss_fn: .* got no loss_fn, and a model that does not take the batch"),
-    "float labels": ({"data": LABELS.float()}, r"data: .*dtype torch.int64, or probabilities .* got torch.float32 of"),
-    "double labels": ({"data": LABELS.double()}, r"data: .* got torch.float64 of shape \[\d\]. .*labels.long\(\)"),
+    "no loss": (
+        {"loss_fn": None},
+        "loss_fn: .* got no loss_fn, and a model that does not take the batch",
+    ),
+    "float labels": (
+        {"data": LABELS.float()},
+        r"data: .*dtype torch.int64, or probabilities .* got torch.float32 of",
+    ),
+    "double labels": (
+        {"data": LABELS.double()},
+        r"data: .* got torch.float64 of shape \[\d\]. .*labels.long\(\)",
+    ),
     "negative labels": (
         {"data": LABELS - 1},
         "data: expected class labels from 0 to 2, for 3 outputs, got labels from -",
@@ -267,7 +305,9 @@ LOSSES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("virtual_workers", [None, 2])
-def test_a_loss_without_a_gradient_and_the_like_are_named(name: str, virtual_workers: int | None) -> None:
+def test_a_loss_without_a_gradient_and_the_like_are_named(
+    name: str, virtual_workers: int | None
+) -> None:
     options, said = LOSSES[name]
     options = dict(options)
     data = TensorDataset(INPUTS, options.pop("data", LABELS))

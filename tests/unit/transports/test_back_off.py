@@ -1,4 +1,6 @@
-"""The back-off of a wait: it spins, yields the core, sleeps, and checks periodically whether it is hopeless."""
+"""The back-off of a wait: it spins, yields the core, sleeps, and checks periodically whether it is
+hopeless.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_a_long_wait_is_checked_regularly_and_ends_at_its_limit(clock: Clock) ->
 
 
 def test_a_wait_that_always_begins_anew_ends_at_its_limit(clock: Clock) -> None:
-    """MPI's requests seem to make progress whenever a test of them takes longer than the quickest one did."""
+    """MPI's requests seem to make progress whenever a test of them takes longer than the quickest
+    one did.
+    """
     checks = Checks()
     wait = Backoff("barrier", 1.0, checks.check, oversubscribed=True)
     with pytest.raises(TimeoutError):

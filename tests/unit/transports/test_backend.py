@@ -1,4 +1,6 @@
-"""The backends are known as soon as Lockstep and torch.distributed are both imported, in either order."""
+"""The backends are known as soon as Lockstep and torch.distributed are both imported, in either
+order.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,19 @@ def run(folder: Path, program: str, fails: bool = False) -> None:
     (package / "distributed_c10d.py").write_text(f"FAILS = {fails}\n{STUB}")
     source = Path(lockstep.__file__).parents[1]
     start = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(source)!r}]\n"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", start + program], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", start + program], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
 
 
 def test_lockstep_first(tmp_path: Path) -> None:
-    run(tmp_path, f"import lockstep\nassert not any(name.startswith('torch') for name in sys.modules)\n{KNOWN}")
+    run(
+        tmp_path,
+        "import lockstep\nassert not any(name.startswith('torch') for name in "
+        f"sys.modules)\n{KNOWN}",
+    )
 
 
 def test_torch_first(tmp_path: Path) -> None:
@@ -87,16 +95,25 @@ def test_another_finder_is_there_too(tmp_path: Path, first: str, place: int) -> 
     steps = ["import lockstep\n", f"sys.meta_path.insert({place}, Finder())\n"]
     check = "assert c10d.__name__ in asked\nassert isinstance(c10d.__spec__.loader, Loader)\n"
     check += "import inspect\nassert 'class Backend' in inspect.getsource(c10d)\n"
-    run(tmp_path, FINDER + "".join(steps if first == "lockstep" else reversed(steps)) + KNOWN + check)
+    run(
+        tmp_path,
+        FINDER + "".join(steps if first == "lockstep" else reversed(steps)) + KNOWN + check,
+    )
 
 
 def test_somebody_looks_for_the_module_without_importing_it(tmp_path: Path) -> None:
-    look = "import importlib.util\nassert importlib.util.find_spec('torch.distributed.distributed_c10d')\n"
+    look = (
+        "import importlib.util\nassert "
+        "importlib.util.find_spec('torch.distributed.distributed_c10d')\n"
+    )
     run(tmp_path, f"import lockstep\n{look}{look}{KNOWN}")
 
 
 def test_the_first_import_fails(tmp_path: Path) -> None:
-    attempt = "try:\n    import torch.distributed.distributed_c10d\nexcept ImportError:\n    failed = True\n"
+    attempt = (
+        "try:\n    import torch.distributed.distributed_c10d\nexcept ImportError:\n    failed = "
+        "True\n"
+    )
     run(tmp_path, f"import lockstep\n{attempt}assert failed\n{KNOWN}", fails=True)
 
 
@@ -124,5 +141,7 @@ dist.destroy_process_group()
 
 
 def test_with_torch_itself() -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", REAL], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", REAL], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

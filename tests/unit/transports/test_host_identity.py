@@ -52,7 +52,9 @@ def test_another_namespace_is_another_host(space: str, monkeypatch: pytest.Monke
     """Its processes cannot be seen from here, or not be told apart from others of their numbers."""
     real, here = os.readlink, host_key()
     assert host_key() == here
-    monkeypatch.setattr(os, "readlink", lambda path: "elsewhere" if str(path).endswith(space) else real(path))
+    monkeypatch.setattr(
+        os, "readlink", lambda path: "elsewhere" if str(path).endswith(space) else real(path)
+    )
     assert host_key() != here
 
 
@@ -85,12 +87,20 @@ def mapped_by_rank_1(path: str, nbytes: int) -> str:
 
 
 def test_a_rank_maps_nothing_but_another_process_memory(tmp_path: Path) -> None:
-    """The path comes from the store, in which others may write; mapped, the file would be written to."""
+    """The path comes from the store, in which others may write; mapped, the file would be written
+    to.
+    """
     file = tmp_path / "weights"
     file.write_bytes(bytes(4096))
     link = tmp_path / "5"
     link.symlink_to(file)
-    odd = [str(file), str(link), f"/proc/{os.getpid()}/fd/../../../{file}", "/proc/self/fd/3", "/proc/1/fd/0\n"]
+    odd = [
+        str(file),
+        str(link),
+        f"/proc/{os.getpid()}/fd/../../../{file}",
+        "/proc/self/fd/3",
+        "/proc/1/fd/0\n",
+    ]
     for path in (*odd, f"/proc/{os.getpid()}/root/{file}", "/proc/٣/fd/3", "/dev/mem"):
         error = mapped_by_rank_1(path, 4096)
         assert "rank 1: ValueError: expected /proc/PID/fd/NUMBER" in error and repr(path) in error
@@ -108,6 +118,8 @@ def test_a_rank_maps_memory_of_the_right_size_and_user_alone() -> None:
             os.fchown(descriptor, 12345, -1)
             assert f"{path} is not 4096 bytes of this user's memory" in mapped_by_rank_1(path, 4096)
         with Path("/dev/zero").open("r+b") as device:
-            assert "this user's memory" in mapped_by_rank_1(f"/proc/{os.getpid()}/fd/{device.fileno()}", 4096)
+            assert "this user's memory" in mapped_by_rank_1(
+                f"/proc/{os.getpid()}/fd/{device.fileno()}", 4096
+            )
     finally:
         os.close(descriptor)

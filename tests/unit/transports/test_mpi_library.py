@@ -1,4 +1,6 @@
-"""The backend "mpi4py" says what to do where there is no mpi4py, or an MPI that cannot serve threads."""
+"""The backend "mpi4py" says what to do where there is no mpi4py, or an MPI that cannot serve
+threads.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def mpi4py(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
 
 def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(ConfigError, match=r"cannot be imported .*pip install 'lockstep-train\[mpi\]'"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be imported .*pip install 'lockstep-train\[mpi\]'"
+    ):
         load_mpi()
 
 
@@ -42,13 +46,22 @@ def test_without_an_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AttributeError(name)
 
     monkeypatch.setitem(sys.modules, "mpi4py", NoLibrary("mpi4py"))
-    with pytest.raises(ConfigError, match=r"cannot load MPI library.*pip install 'lockstep-train\[mpi\]'"):
+    with pytest.raises(
+        ConfigError, match=r"cannot load MPI library.*pip install 'lockstep-train\[mpi\]'"
+    ):
         load_mpi()
 
 
-@pytest.mark.parametrize(("level", "name"), [(0, "single"), (1, "funneled"), (2, "serialized"), (3, "")])
+@pytest.mark.parametrize(
+    ("level", "name"), [(0, "single"), (1, "funneled"), (2, "serialized"), (3, "")]
+)
 def test_the_level_of_threads(monkeypatch: pytest.MonkeyPatch, level: int, name: str) -> None:
-    levels = {"THREAD_SINGLE": 0, "THREAD_FUNNELED": 1, "THREAD_SERIALIZED": 2, "THREAD_MULTIPLE": 3}
+    levels = {
+        "THREAD_SINGLE": 0,
+        "THREAD_FUNNELED": 1,
+        "THREAD_SERIALIZED": 2,
+        "THREAD_MULTIPLE": 3,
+    }
     mpi = SimpleNamespace(**levels, Query_thread=lambda: level)
     mpi4py(monkeypatch, MPI=mpi)
     if not name:

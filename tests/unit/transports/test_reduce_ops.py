@@ -16,7 +16,16 @@ from lockstep.errors import ConfigError
 from lockstep.transports.runtime.reduce_ops import reduce_fn_for
 
 BOOL = (torch.bool,)
-INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+INTEGER = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
 HALF = (torch.half, torch.bfloat16)
 REAL = (*HALF, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -48,20 +57,30 @@ CASES = [(op, dtype) for op, dtypes in FITS.items() for dtype in dtypes]
 
 
 def reduce_op(name: str) -> Any:
-    return dist._make_nccl_premul_sum(FACTOR) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+    return (
+        dist._make_nccl_premul_sum(FACTOR) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+    )
 
 
 def values(dtype: torch.dtype, ranks: int, seed: int = 0) -> list[Tensor]:
-    """What the ranks hold: any bits for integers, numbers of very different sizes for the others."""
+    """What the ranks hold: any bits for integers, numbers of very different sizes for the
+    others.
+    """
     source = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return [torch.randint(0, 2, (33,), generator=source).bool() for _ in range(ranks)]
     if dtype in INTEGER:
         nbytes = 33 * dtype.itemsize
-        return [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=source).view(dtype) for _ in range(ranks)]
+        return [
+            torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=source).view(dtype)
+            for _ in range(ranks)
+        ]
     wide = torch.complex128 if dtype.is_complex else torch.float64
     sizes = 10.0 ** torch.randint(-2, 3, (ranks, 33), generator=source)
-    return [(torch.randn(33, dtype=wide, generator=source) * sizes[rank]).to(dtype) for rank in range(ranks)]
+    return [
+        (torch.randn(33, dtype=wide, generator=source) * sizes[rank]).to(dtype)
+        for rank in range(ranks)
+    ]
 
 
 def expected(op: str, parts: list[Tensor]) -> Tensor:
@@ -81,7 +100,9 @@ def same(got: Tensor, wanted: Tensor, op: str) -> bool:
     # a complex product, or division, may be computed with other roundings
     if got.dtype.is_complex and op in ("PRODUCT", "AVG"):
         return torch.allclose(got, wanted, rtol=1e-5 if got.dtype == torch.complex64 else 1e-12)
-    return got.dtype == wanted.dtype and torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    return got.dtype == wanted.dtype and torch.equal(
+        got.view(torch.uint8), wanted.view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -92,7 +113,9 @@ def test_every_operation_and_dtype(op: str, dtype: torch.dtype, ranks: int) -> N
     out = torch.empty_like(parts[0])
     reduce_fn_for(reduce_op(op), dtype)(parts, out)
     assert same(out, expected(op, before), op), f"{out}, not {expected(op, before)}"
-    assert all(same(part, old, "") for part, old in zip(parts, before, strict=True)), "an input was changed"
+    assert all(same(part, old, "") for part, old in zip(parts, before, strict=True)), (
+        "an input was changed"
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -102,14 +125,18 @@ def test_the_result_may_take_the_place_of_any_part(op: str, dtype: torch.dtype, 
         parts = values(dtype, ranks)
         wanted = expected(op, [part.clone() for part in parts])
         reduce_fn_for(reduce_op(op), dtype)(parts, parts[rank])
-        assert same(parts[rank], wanted, op), f"in the place of rank {rank}: {parts[rank]}, not {wanted}"
+        assert same(parts[rank], wanted, op), (
+            f"in the place of rank {rank}: {parts[rank]}, not {wanted}"
+        )
 
 
 def test_a_sum_is_taken_from_the_first_rank_on() -> None:
     """In another order the small terms would be lost, or would not be."""
     for terms, total in (((1.0, 1e8, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)):
         out = torch.empty(1)
-        reduce_fn_for(dist.ReduceOp.SUM, torch.float32)([torch.tensor([term]) for term in terms], out)
+        reduce_fn_for(dist.ReduceOp.SUM, torch.float32)(
+            [torch.tensor([term]) for term in terms], out
+        )
         assert out.item() == total
 
 
@@ -117,7 +144,10 @@ def test_a_sum_is_taken_from_the_first_rank_on() -> None:
 def test_halves_are_rounded_once(dtype: torch.dtype) -> None:
     """1 + 4 × ε/4, where each quarter alone would be rounded away."""
     quarter = torch.finfo(dtype).eps / 4
-    parts = [torch.ones(1, dtype=dtype), *(torch.full((1,), quarter, dtype=dtype) for _ in range(4))]
+    parts = [
+        torch.ones(1, dtype=dtype),
+        *(torch.full((1,), quarter, dtype=dtype) for _ in range(4)),
+    ]
     out = torch.empty(1, dtype=dtype)
     reduce_fn_for(dist.ReduceOp.SUM, dtype)(parts, out)
     assert out.item() == 1 + torch.finfo(dtype).eps
@@ -132,10 +162,14 @@ def test_a_factor_holds_for_its_own_call_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype"), [(op, dtype) for op in FITS for dtype in (*ALL, torch.float8_e5m2) if dtype not in FITS[op]]
+    ("op", "dtype"),
+    [(op, dtype) for op in FITS for dtype in (*ALL, torch.float8_e5m2) if dtype not in FITS[op]],
 )
 def test_what_does_not_fit_is_refused_with_what_would(op: str, dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match=rf"dtype: expected one that {op} is defined for \(.*{_name(FITS[op][-1])}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"dtype: expected one that {op} is defined for \(.*{_name(FITS[op][-1])}",
+    ):
         reduce_fn_for(reduce_op(op), dtype)
 
 

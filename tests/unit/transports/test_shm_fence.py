@@ -1,4 +1,6 @@
-"""The memory fence between data and its counter: nothing on x86, two cycles of a lock everywhere else."""
+"""The memory fence between data and its counter: nothing on x86, two cycles of a lock everywhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ class CountingLock:
     def __enter__(self) -> None:
         self.events.append("acquire")
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.events.append("release")
 
 
 def module_for(processor: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A copy of the module as it is on such a processor."""
     monkeypatch.setattr(platform, "machine", lambda: processor)
-    spec = importlib.util.spec_from_file_location("lockstep.transports.shm.fence_copy", real.__file__)
+    spec = importlib.util.spec_from_file_location(
+        "lockstep.transports.shm.fence_copy", real.__file__
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,8 +41,12 @@ def module_for(processor: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("processor", ["aarch64", "arm64", "armv8l", "ppc64le", "riscv64", "s390x", ""])
-def test_elsewhere_a_lock_is_acquired_and_released_twice(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "processor", ["aarch64", "arm64", "armv8l", "ppc64le", "riscv64", "s390x", ""]
+)
+def test_elsewhere_a_lock_is_acquired_and_released_twice(
+    processor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = module_for(processor, monkeypatch)
     lock = CountingLock()
     monkeypatch.setattr(module, "_lock", lock)

@@ -1,4 +1,6 @@
-"""How the shared memory of a group is divided: nothing overlaps, nothing lies outside, and it is never too small."""
+"""How the shared memory of a group is divided: nothing overlaps, nothing lies outside, and it is
+never too small.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def assert_sound(layout: Layout, size: int) -> None:
     assert found[0][0] >= 0
     assert all(end <= begin for (_, end), (begin, _) in pairwise(found))
     assert found[-1][1] <= layout.total <= size
-    # counters are aligned words, payloads begin where any dtype may, and no two ranks write into one line
+    # counters are aligned words, payloads begin where any dtype may, and no two ranks write into
+    # one line
     assert all(begin % LINE == 0 for begin, _ in found)
     assert layout.fragment % LINE == 0
     assert layout.halves % layouts.PAGE == layout.chunk % layouts.PAGE == 0
@@ -52,7 +55,9 @@ def assert_sound(layout: Layout, size: int) -> None:
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[int, int]:
     ranks = draw(st.integers(1, MOST_RANKS))
-    extra = draw(st.one_of(st.integers(0, 1 << 16), st.integers(0, 1 << 22), st.integers(0, 1 << 31)))
+    extra = draw(
+        st.one_of(st.integers(0, 1 << 16), st.integers(0, 1 << 22), st.integers(0, 1 << 31))
+    )
     return ranks, least(ranks) + extra
 
 
@@ -67,14 +72,18 @@ def test_nothing_overlaps_or_lies_outside(request: tuple[int, int]) -> None:
 def test_the_least_size_that_the_error_names_is_enough_and_no_less_is(ranks: int) -> None:
     size = least(ranks)
     assert_sound(plan(ranks, size), size)
-    with pytest.raises(ConfigError, match=f"at least {size} bytes for {ranks} ranks.*LOCKSTEP_SHM_SIZE"):
+    with pytest.raises(
+        ConfigError, match=f"at least {size} bytes for {ranks} ranks.*LOCKSTEP_SHM_SIZE"
+    ):
         plan(ranks, size - 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 63, 64, MOST_RANKS, 512])
 @pytest.mark.parametrize("more", [0, 1 << 20])
 def test_a_slot_holds_something_for_every_rank(ranks: int, more: int) -> None:
-    """An all-to-all puts a header and a line for each rank into a slot, a reduce-scatter a line for each rank."""
+    """An all-to-all puts a header and a line for each rank into a slot, a reduce-scatter a line for
+    each rank.
+    """
     chunk = plan(ranks, least(ranks) + more).chunk
     assert (chunk - HEADER) // ranks >= HEADER
     assert chunk // ranks >= 64 >= WIDEST

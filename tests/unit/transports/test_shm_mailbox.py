@@ -1,4 +1,6 @@
-"""Messages through rings in shared memory, step by step: order, matching, sizes, and receives that are given up."""
+"""Messages through rings in shared memory, step by step: order, matching, sizes, and receives that
+are given up.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Post:
         return self.queues[source].send(tensor, target, tag)
 
     def receive(self, target: int, source: int | None, tensor: torch.Tensor, tag: int = 0) -> Steps:
-        return self.queues[target].receive(self.queues[target].post(PostedReceive(tensor, source, tag)))
+        return self.queues[target].receive(
+            self.queues[target].post(PostedReceive(tensor, source, tag))
+        )
 
     def deliver(self, source: int, target: int, tensor: torch.Tensor, tag: int = 0) -> None:
         """A message as a whole."""
@@ -76,14 +80,19 @@ def drive(*operations: Steps) -> None:
 
 
 def message(nbytes: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
-# --- sizes and kinds ------------------------------------------------------------------------------------------
+# --- sizes and kinds
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("receiver_first", [True, False])
-@pytest.mark.parametrize("nbytes", [0, 1, FRAGMENT - 1, FRAGMENT, FRAGMENT + 1, RING * FRAGMENT, 9 * FRAGMENT + 7])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, FRAGMENT - 1, FRAGMENT, FRAGMENT + 1, RING * FRAGMENT, 9 * FRAGMENT + 7]
+)
 def test_a_message_of_any_size(post: Post, nbytes: int, receiver_first: bool) -> None:
     for turn in range(RING + 1):  # so that it begins at every place of the ring
         data, into = message(nbytes, turn), torch.empty(nbytes, dtype=torch.uint8)
@@ -116,29 +125,42 @@ def test_a_conjugate_is_sent_and_received_as_what_it_means(post: Post) -> None:
 
 @pytest.mark.parametrize("wanted", [0, 3, FRAGMENT * 6])
 @pytest.mark.parametrize("early", [True, False])
-def test_a_message_of_another_size_is_an_error_and_the_next_is_right(post: Post, wanted: int, early: bool) -> None:
+def test_a_message_of_another_size_is_an_error_and_the_next_is_right(
+    post: Post, wanted: int, early: bool
+) -> None:
     into = torch.zeros(wanted, dtype=torch.uint8)
     sending = [post.send(0, 1, message(FRAGMENT * 2))]
     if early:
         drive(sending.pop())
-    with pytest.raises(TransportError, match=rf"rank 0 sent 1024 bytes \(tag 0\).* receives into {wanted} bytes"):
+    with pytest.raises(
+        TransportError, match=rf"rank 0 sent 1024 bytes \(tag 0\).* receives into {wanted} bytes"
+    ):
         drive(post.receive(1, 0, into), *sending)
     assert not into.any()
     post.deliver(0, 1, message(FRAGMENT * 6))
 
 
-# --- order and matching ---------------------------------------------------------------------------------------
+# --- order and matching
+# ---------------------------------------------------------------------------------------
 
 MESSAGES = st.lists(
-    st.tuples(st.sampled_from([(0, 1), (2, 1), (0, 2)]), st.integers(0, 2), st.integers(0, FRAGMENT * (RING + 2))),
+    st.tuples(
+        st.sampled_from([(0, 1), (2, 1), (0, 2)]),
+        st.integers(0, 2),
+        st.integers(0, FRAGMENT * (RING + 2)),
+    ),
     max_size=12,
 )
 
 
 @settings(max_examples=40, deadline=None)
 @given(MESSAGES, st.randoms(use_true_random=False))
-def test_what_is_sent_with_one_tag_arrives_in_order(messages: list[tuple[tuple[int, int], int, int]], chance) -> None:  # type: ignore[no-untyped-def]
-    """Whatever is posted before or after what; receives of different tags are posted in any order."""
+def test_what_is_sent_with_one_tag_arrives_in_order(
+    messages: list[tuple[tuple[int, int], int, int]], chance
+) -> None:  # type: ignore[no-untyped-def]
+    """Whatever is posted before or after what; receives of different tags are posted in any
+    order.
+    """
     post = Post()
     queues: dict[tuple[int, int], list[Steps]] = {}
     receives, expected = [], []
@@ -183,7 +205,8 @@ def test_the_receive_that_was_posted_first_gets_the_message(post: Post) -> None:
     assert (first.item(), second.item()) == (message(1, 5).item(), message(1, 6).item())
 
 
-# --- who is awaited -------------------------------------------------------------------------------------------
+# --- who is awaited
+# -------------------------------------------------------------------------------------------
 
 
 def awaited(steps: Steps) -> list[int]:
@@ -198,8 +221,12 @@ def test_a_receive_awaits_its_source(post: Post) -> None:
     assert awaited(post.receive(1, 2, message(1))) == [2]
 
 
-def test_a_receive_from_any_rank_awaits_those_who_have_left_only_when_nobody_else_is_there(post: Post) -> None:
-    """A worker that has sent its result and left is no reason to give up waiting for the other workers'."""
+def test_a_receive_from_any_rank_awaits_those_who_have_left_only_when_nobody_else_is_there(
+    post: Post,
+) -> None:
+    """A worker that has sent its result and left is no reason to give up waiting for the other
+    workers'.
+    """
     steps = post.receive(1, None, message(1))
     assert awaited(steps) == [0, 2]
     post.rank_states[0].close()
@@ -228,7 +255,8 @@ def test_nobody_is_awaited_when_a_fragment_is_there_that_has_not_been_read(post:
         drive(steps)
 
 
-# --- receives that are given up -------------------------------------------------------------------------------
+# --- receives that are given up
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", [0, None])

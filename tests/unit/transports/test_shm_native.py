@@ -1,4 +1,6 @@
-"""The native extension's own checks: numbers outside the memory, or without a meaning, are refused."""
+"""The native extension's own checks: numbers outside the memory, or without a meaning, are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ DATA = torch.zeros(64)
 ONE = (DATA.data_ptr(), 16)
 TWO = (*ONE, DATA.data_ptr() + 16, 16)
 
-pytestmark = pytest.mark.skipif(rank_states._native is None, reason="installed without the native extension")
+pytestmark = pytest.mark.skipif(
+    rank_states._native is None, reason="installed without the native extension"
+)
 
 
 @pytest.fixture
 def state() -> Iterator[SimpleNamespace]:
     """`native`: rank 0 of two, of which rank 1 never arrives."""
-    made = SimpleNamespace(native=rank_states._make_state(share(dist.HashStore(), 0, 1, LAYOUT.total), LAYOUT, 0))
+    made = SimpleNamespace(
+        native=rank_states._make_state(share(dist.HashStore(), 0, 1, LAYOUT.total), LAYOUT, 0)
+    )
     yield made
     vars(made).clear()  # pytest keeps the object, and nothing shall keep the memory
 
@@ -55,20 +61,36 @@ def test_invalid_arguments_are_refused(state: SimpleNamespace, arguments: tuple[
 
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=KINDS)
 def test_a_waiting_collective_names_the_awaited_rank(state: SimpleNamespace, kind: int) -> None:
-    each = {KINDS["all_gather"]: (ONE, TWO), KINDS["reduce_scatter"]: (TWO, ONE), KINDS["all_to_all"]: (TWO, TWO)}
+    each = {
+        KINDS["all_gather"]: (ONE, TWO),
+        KINDS["reduce_scatter"]: (TWO, ONE),
+        KINDS["all_to_all"]: (TWO, TWO),
+    }
     inputs, outputs = each.get(kind, (ONE, ONE))
-    assert state.native.begin(kind, 1, 0, -1, inputs, outputs) == (1 if kind == KINDS["gather"] else 0)
+    assert state.native.begin(kind, 1, 0, -1, inputs, outputs) == (
+        1 if kind == KINDS["gather"] else 0
+    )
     if kind != KINDS["gather"]:  # no rank waits for its root
         from_root = kind in (KINDS["broadcast"], KINDS["scatter"])
-        assert (state.native.awaited_rank, state.native.awaited_tick) == ((1, 1) if from_root else (-1, 1))
+        assert (state.native.awaited_rank, state.native.awaited_tick) == (
+            (1, 1) if from_root else (-1, 1)
+        )
         assert state.native.advance(-1) == 0
 
 
 @pytest.mark.parametrize(
     ("ring", "nbytes"),
-    [(-8, 4), (LAYOUT.halves, 4), (LAYOUT.total, 4), (4, 4), (LAYOUT.ring(0, 1), LAYOUT.fragment + 1)],
+    [
+        (-8, 4),
+        (LAYOUT.halves, 4),
+        (LAYOUT.total, 4),
+        (4, 4),
+        (LAYOUT.ring(0, 1), LAYOUT.fragment + 1),
+    ],
 )
-def test_a_message_outside_the_rings_is_refused(state: SimpleNamespace, ring: int, nbytes: int) -> None:
+def test_a_message_outside_the_rings_is_refused(
+    state: SimpleNamespace, ring: int, nbytes: int
+) -> None:
     with pytest.raises(ValueError, match="no such ring"):
         state.native.put(ring, 0, 0, 0, nbytes, 0, DATA.data_ptr(), nbytes)
 
@@ -87,4 +109,7 @@ def test_a_mismatch_names_both_ranks_and_sizes() -> None:
     error = mismatch_error(0, 1, found, expected, (10, 11))
     assert "rank 11 has 24 bytes in gather, where rank 10 has 20." in str(error)
     other = mismatch_error(0, 1, signature_of(KINDS["scatter"], 1, 70_000, 20), expected, (10, 11))
-    assert "rank 11 has called another collective where rank 10 has called gather with 20 bytes" in str(other)
+    assert (
+        "rank 11 has called another collective where rank 10 has called gather with 20 bytes"
+        in str(other)
+    )

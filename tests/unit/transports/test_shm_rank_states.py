@@ -1,4 +1,6 @@
-"""The ranks' counters and states: which have arrived, which cannot any more, and the errors of the others."""
+"""The ranks' counters and states: which have arrived, which cannot any more, and the errors of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def post(all_states: list[RankStates], *ranks: int) -> None:
         all_states[rank].post()
 
 
-# --- counters -------------------------------------------------------------------------------------------------
+# --- counters
+# -------------------------------------------------------------------------------------------------
 
 
 def test_all_reached_waits_for_the_last(all_states: list[RankStates]) -> None:
@@ -73,14 +76,20 @@ def test_all_reached_waits_for_the_last(all_states: list[RankStates]) -> None:
     assert all(states.all_reached(1) for states in all_states)
 
 
-def test_what_is_known_is_never_more_than_this_rank_has_posted(all_states: list[RankStates]) -> None:
-    """Others may be ahead; a later question about a tick that this rank has not posted is asked anew."""
+def test_what_is_known_is_never_more_than_this_rank_has_posted(
+    all_states: list[RankStates],
+) -> None:
+    """Others may be ahead; a later question about a tick that this rank has not posted is asked
+    anew.
+    """
     post(all_states, 1, 2, 1, 2, 0)
     assert all_states[0].all_reached(1)
     assert all_states[0].state.low == 1
 
 
-def test_a_wait_names_the_ranks_that_are_missing_when_it_is_iterated(all_states: list[RankStates]) -> None:
+def test_a_wait_names_the_ranks_that_are_missing_when_it_is_iterated(
+    all_states: list[RankStates],
+) -> None:
     post(all_states, 0)
     steps = all_states[0].wait_for_all(1)
     assert next(steps) is None
@@ -105,7 +114,8 @@ def test_a_wait_for_one_rank_ends_with_it(all_states: list[RankStates]) -> None:
     assert list(steps) == []
 
 
-# --- ranks that are lost -------------------------------------------------------------------------------
+# --- ranks that are lost
+# -------------------------------------------------------------------------------
 
 
 def test_a_check_passes_while_all_are_there(all_states: list[RankStates]) -> None:
@@ -114,7 +124,9 @@ def test_a_check_passes_while_all_are_there(all_states: list[RankStates]) -> Non
 
 def test_an_awaited_rank_whose_process_has_ended_is_named(all_states: list[RankStates]) -> None:
     end(all_states, 1)
-    with pytest.raises(RankLostError, match=rf"gather: the process of rank 11 \({os.getpid()}\) has ended") as caught:
+    with pytest.raises(
+        RankLostError, match=rf"gather: the process of rank 11 \({os.getpid()}\) has ended"
+    ) as caught:
         check(all_states[0])
     assert caught.value.rank == 11
 
@@ -156,11 +168,14 @@ def test_a_rank_that_arrives_and_ends_between_two_checks_is_not_lost(
     assert list(steps) == []
 
 
-# --- errors on the other ranks ---------------------------------------------------------------------------------
+# --- errors on the other ranks
+# ---------------------------------------------------------------------------------
 
 
 def test_a_stall_names_all_missing_ranks(all_states: list[RankStates]) -> None:
-    with pytest.raises(StallError, match=r"gather timed out: ranks 11, 12 did not arrive within 5\.5 s") as caught:
+    with pytest.raises(
+        StallError, match=r"gather timed out: ranks 11, 12 did not arrive within 5\.5 s"
+    ) as caught:
         check(all_states[0], (1, 2), waited=5.5)
     assert caught.value.ranks == (11, 12)
 
@@ -180,7 +195,9 @@ def test_a_rank_that_gives_up_ends_the_others_with_the_same_error(
     all_states[1].fail(f"{type(error).__name__}: {error}", error)
     expected = type(error) if isinstance(error, LockstepError) else TransportError
     for states in (all_states[0], all_states[2]):
-        with pytest.raises(TransportError, match=f"rank 11 gave up: {type(error).__name__}: {error}") as caught:
+        with pytest.raises(
+            TransportError, match=f"rank 11 gave up: {type(error).__name__}: {error}"
+        ) as caught:
             check(states, ())
         assert type(caught.value) is expected
         assert {name: getattr(caught.value, name) for name in attributes} == attributes
@@ -195,7 +212,9 @@ def test_a_rank_that_has_given_up_stays_so_after_it_has_left(all_states: list[Ra
 
 
 @pytest.mark.parametrize("word", ["x", "ü", "日"])
-def test_a_long_error_text_is_cut_and_stay_in_their_block(all_states: list[RankStates], word: str) -> None:
+def test_a_long_error_text_is_cut_and_stay_in_their_block(
+    all_states: list[RankStates], word: str
+) -> None:
     all_states[0].post()
     all_states[2].post()
     all_states[1].fail(word * 1000, StallError("late", tuple(range(100))))

@@ -29,14 +29,21 @@ def step(
     lr: float = 0.1,
     weight: float = 1.0,
 ) -> StepRecord:
-    return StepRecord(0, number, ({"lr": str(lr)},), {"w": tensor(weight)}, dict(gradients), dict(buffers or {}))
+    return StepRecord(
+        0, number, ({"lr": str(lr)},), {"w": tensor(weight)}, dict(gradients), dict(buffers or {})
+    )
 
 
-def run(*steps: StepRecord, workers: int = 1, rank: int = 0, layers: Sequence[str] = ()) -> RunRecord:
+def run(
+    *steps: StepRecord, workers: int = 1, rank: int = 0, layers: Sequence[str] = ()
+) -> RunRecord:
     return RunRecord(rank, workers, steps, tuple(layers))
 
 
-ONE = run(step(0, {"w": tensor(1.0, 2.0), "b": tensor(3.0)}), step(1, {"w": tensor(2.0, 1.0), "b": tensor(1.0)}))
+ONE = run(
+    step(0, {"w": tensor(1.0, 2.0), "b": tensor(3.0)}),
+    step(1, {"w": tensor(2.0, 1.0), "b": tensor(1.0)}),
+)
 
 
 def test_equal_runs_have_the_same_bits() -> None:
@@ -61,7 +68,9 @@ def test_the_first_gradient_beyond_rounding_is_named() -> None:
 
 
 def test_a_gradient_that_is_rounding_itself_is_not_named() -> None:
-    """That of a bias before batch norm is zero up to rounding, and another rounding at each number of workers."""
+    """That of a bias before batch norm is zero up to rounding, and another rounding at each number
+    of workers.
+    """
     one = run(step(0, {"bias": tensor(1e-9), "w": tensor(1.0)}))
     other = run(step(0, {"bias": tensor(-3e-9), "w": tensor(1.0)}), workers=2)
     assert compare(one, other).difference is None
@@ -70,19 +79,31 @@ def test_a_gradient_that_is_rounding_itself_is_not_named() -> None:
     assert difference is not None and difference.name == "w"
 
 
-@pytest.mark.parametrize(("factor", "said"), [(2.0, "a sum over the workers"), (0.5, "a mean over the workers")])
+@pytest.mark.parametrize(
+    ("factor", "said"), [(2.0, "a sum over the workers"), (0.5, "a mean over the workers")]
+)
 def test_a_gradient_that_is_a_multiple_is_explained(factor: float, said: str) -> None:
-    gradients = {name: tensor(*(factor * v for v in each.sample)) for name, each in ONE.steps[0].gradients.items()}
+    gradients = {
+        name: tensor(*(factor * v for v in each.sample))
+        for name, each in ONE.steps[0].gradients.items()
+    }
     other = run(step(0, gradients), ONE.steps[1], workers=2)
     found = compare(ONE, other).difference
     assert found is not None and said in likely_cause(ONE, other, found, None)
 
 
 def test_hyperparameters_precede_gradients() -> None:
-    other = run(ONE.steps[0], step(1, {"w": tensor(9.0, 9.0), "b": tensor(1.0)}, lr=0.05), workers=2)
+    other = run(
+        ONE.steps[0], step(1, {"w": tensor(9.0, 9.0), "b": tensor(1.0)}, lr=0.05), workers=2
+    )
     found = compare(ONE, other).difference
     assert found is not None
-    assert (found.step, found.kind, found.name, found.values) == (1, "hyperparameter", "lr", ("0.1", "0.05"))
+    assert (found.step, found.kind, found.name, found.values) == (
+        1,
+        "hyperparameter",
+        "lr",
+        ("0.1", "0.05"),
+    )
     assert "Step schedulers once a global batch" in likely_cause(ONE, other, found, None)
 
 
@@ -95,7 +116,9 @@ def test_models_that_begin_with_other_weights() -> None:
 
 def test_buffers_that_differ() -> None:
     gradients = ONE.steps[0].gradients
-    one, other = (run(step(0, gradients, {"norm.running_mean": tensor(each)})) for each in (1.0, 1.2))
+    one, other = (
+        run(step(0, gradients, {"norm.running_mean": tensor(each)})) for each in (1.0, 1.2)
+    )
     found = compare(one, other).difference
     assert found is not None and (found.kind, found.name) == ("buffer", "norm.running_mean")
     assert "sync_batchnorm=True" in likely_cause(one, other, found, None)
@@ -108,7 +131,11 @@ def test_runs_of_other_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "said"), [("Dropout2d", "draws masks of its own"), ("BatchNorm2d", "statistics are those of each worker")]
+    ("layer", "said"),
+    [
+        ("Dropout2d", "draws masks of its own"),
+        ("BatchNorm2d", "statistics are those of each worker"),
+    ],
 )
 def test_layers_that_are_known_exceptions_are_named(layer: str, said: str) -> None:
     one = run(step(0, {"w": tensor(1.0)}), layers=["Conv2d", layer])
@@ -118,7 +145,9 @@ def test_layers_that_are_known_exceptions_are_named(layer: str, said: str) -> No
 
 
 def test_a_script_that_differs_from_itself_is_not_seeded() -> None:
-    found = compare(ONE, run(step(0, {"w": tensor(7.0, 2.0), "b": tensor(3.0)}), workers=2)).difference
+    found = compare(
+        ONE, run(step(0, {"w": tensor(7.0, 2.0), "b": tensor(3.0)}), workers=2)
+    ).difference
     assert found is not None
     assert likely_cause(ONE, ONE, found, found).startswith("not the number of workers")
 
@@ -132,10 +161,20 @@ def test_values_that_are_not_finite() -> None:
 
 
 def test_formats_of_16_bits_round_more() -> None:
-    assert tolerance(0, False) == 1e-4 < tolerance(3, False) < tolerance(100, False) == tolerance(0, True)
+    assert (
+        tolerance(0, False)
+        == 1e-4
+        < tolerance(3, False)
+        < tolerance(100, False)
+        == tolerance(0, True)
+    )
 
 
 def test_ranks_that_went_apart() -> None:
-    ranks = [run(ONE.steps[0]), run(ONE.steps[0], rank=1), run(step(0, ONE.steps[0].gradients, weight=2.0), rank=2)]
+    ranks = [
+        run(ONE.steps[0]),
+        run(ONE.steps[0], rank=1),
+        run(step(0, ONE.steps[0].gradients, weight=2.0), rank=2),
+    ]
     assert diverging_ranks(ranks) == (2, 0, "w")
     assert diverging_ranks(ranks[:2]) is None

@@ -45,7 +45,10 @@ def digest(calls: list[CallInfo]) -> Digest:
 
 def judged(calls: list[CallInfo]) -> set[str]:
     raws = [
-        RawRecord(1, 2, c.sequence, c.fingerprint, c.line, c.batch, c.loop, 0, 0, 0, 0, 0, c.name, -1) for c in calls
+        RawRecord(
+            1, 2, c.sequence, c.fingerprint, c.line, c.batch, c.loop, 0, 0, 0, 0, 0, c.name, -1
+        )
+        for c in calls
     ]
     uneven = any(call.uneven for call in calls)
     return {kind for raw in raws for kind in compare_records(raws[0], raw, uneven)}
@@ -97,7 +100,9 @@ def test_calls_are_exchanged_once_where_ranks_branch_or_skip_a_batch_and_never_w
 ) -> None:
     looks: list[int] = []
     check = PreflightCheck(None, cast("Any", None), 1, (0, 1), cast("Any", None), lambda work: None)
-    monkeypatch.setattr(check, "_exchange_calls", lambda pending, mine: looks.append(pending.sequence))
+    monkeypatch.setattr(
+        check, "_exchange_calls", lambda pending, mine: looks.append(pending.sequence)
+    )
     monkeypatch.setattr(check, "compare_calls", lambda pending, calls: None)
     calls = [[ONE], [replace(ONE, line=2)], [replace(ONE, batch=4)], [replace(ONE, fingerprint=6)]]
     for turn in range(3):

@@ -1,4 +1,6 @@
-"""Asynchronous calls that wait for their pre-flight checks start in their order, and end with the checks' errors."""
+"""Asynchronous calls that wait for their pre-flight checks start in their order, and end with the
+checks' errors.
+"""
 
 from __future__ import annotations
 

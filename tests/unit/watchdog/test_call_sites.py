@@ -38,7 +38,14 @@ def test_equal_code_in_two_files_has_two_call_sites(tmp_path: Path) -> None:
     found = []
     for name in ("a.py", "b.py"):
         space: dict[str, Any] = {"known": known}
-        exec(compile("import sys\ndef f(): return known.lookup(sys._getframe())", str(tmp_path / name), "exec"), space)
+        exec(
+            compile(
+                "import sys\ndef f(): return known.lookup(sys._getframe())",
+                str(tmp_path / name),
+                "exec",
+            ),
+            space,
+        )
         found += [space["f"](), space["f"]()]
     assert [place.text for place in found] == [1, 1, 2, 2]
     assert found[0].line != found[2].line
@@ -50,17 +57,27 @@ def test_a_stack_begins_below_the_watch_itself() -> None:
 
 
 def test_a_stack_shows_the_users_frames_and_where_it_is_inside() -> None:
-    frames = [(torch.__file__, 1, "inner"), ("/home/me/train.py", 7, "main"), ("/home/me/train.py", 9, "<module>")]
+    frames = [
+        (torch.__file__, 1, "inner"),
+        ("/home/me/train.py", 7, "main"),
+        ("/home/me/train.py", 9, "<module>"),
+    ]
     shown = stack_of(frames)
     first, second = shown
-    assert first.startswith("/home/me/train.py:7 in main (inside ") and first.endswith("/__init__.py:1 in inner)")
+    assert first.startswith("/home/me/train.py:7 in main (inside ") and first.endswith(
+        "/__init__.py:1 in inner)"
+    )
     assert second == "/home/me/train.py:9 in <module>"
     assert not is_internal("<stdin>")
 
 
 def test_a_stack_shows_the_users_frames_and_not_those_of_libraries() -> None:
     library = "/env/lib/python3.11/site-packages/matplotlib"
-    frames = [(f"{library}/cbook.py", 3, "f"), (f"{library}/axis.py", 4, "g"), ("/home/me/train.py", 7, "main")]
+    frames = [
+        (f"{library}/cbook.py", 3, "f"),
+        (f"{library}/axis.py", 4, "g"),
+        ("/home/me/train.py", 7, "main"),
+    ]
     assert stack_of(frames) == ("/home/me/train.py:7 in main (inside matplotlib/cbook.py:3 in f)",)
     assert stack_of(frames[:2]) == ("matplotlib/cbook.py:3 in f", "matplotlib/axis.py:4 in g")
     command = [*frames[:2], (verify.__file__, 1, "run")]
@@ -82,14 +99,20 @@ def test_a_stack_shows_the_users_frames_and_not_those_of_libraries() -> None:
         ("a" * 200, "a" * 140 + " …"),
     ],
 )
-def test_a_line_that_is_part_of_a_statement_is_marked(tmp_path: Path, line: str, shown: str) -> None:
+def test_a_line_that_is_part_of_a_statement_is_marked(
+    tmp_path: Path, line: str, shown: str
+) -> None:
     (tmp_path / "train.py").write_text(f"{line}\n")
     linecache.checkcache()
     assert describe(str(tmp_path / "train.py"), 1, "main")[1] == shown
 
 
 def test_a_stack_does_not_show_how_multiprocessing_has_started_the_process() -> None:
-    frames = [("/home/me/train.py", 7, "main"), (process.__file__, 1, "run"), ("<string>", 1, "<module>")]
+    frames = [
+        ("/home/me/train.py", 7, "main"),
+        (process.__file__, 1, "run"),
+        ("<string>", 1, "<module>"),
+    ]
     assert [line.rpartition("/")[2] for line in stack_of(frames)] == ["train.py:7 in main"]
     assert len(stack_of([frames[0], frames[2]])) == 2
 
@@ -111,5 +134,7 @@ def spawn_main(): pass  # as in the line with which multiprocessing starts a pro
 spawn_main.__module__ = "multiprocessing.spawn"
 thread.start(); thread.join()
 """
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert shown.strip().endswith("lockstep/training/verify.py:8 in of_lockstep")

@@ -1,4 +1,6 @@
-"""What becomes of a watched call: it is recorded, compared, refused or fails; the ranks live in one process."""
+"""What becomes of a watched call: it is recorded, compared, refused or fails; the ranks live in one
+process.
+"""
 
 # torch's stubs give the methods of a group other signatures
 # mypy: disable-error-code="override,assignment,call-arg,arg-type"
@@ -107,7 +109,9 @@ class Rank:
 
     def join(self, other: RecorderReader) -> None:
         self.session.peers = {other.rank: other}
-        self.monitor = self.group.watchdog_monitor = GroupMonitor(cast("Any", self.session), "g", "", (0, 1), 1)
+        self.monitor = self.group.watchdog_monitor = GroupMonitor(
+            cast("Any", self.session), "g", "", (0, 1), 1
+        )
         self.monitors = [self.monitor]
 
     def close(self) -> None:
@@ -117,7 +121,9 @@ class Rank:
         self.recorder.close()
 
     def all_reduce(self, size: int = 4, **options: Any) -> Any:
-        return self.group.allreduce([torch.ones(size)], blocking(dist.AllreduceOptions()), **options)
+        return self.group.allreduce(
+            [torch.ones(size)], blocking(dist.AllreduceOptions()), **options
+        )
 
     def barrier(self) -> Any:
         return self.group.barrier(opts=blocking(dist.BarrierOptions()))
@@ -191,7 +197,9 @@ def test_a_call_that_only_one_rank_refuses_parts_them(ranks: list[Rank]) -> None
     assert not other.found
     own = other.session.own.raw(1)
     assert own is not None
-    other.monitor.compare_with(other.monitor.peers[0], replace(own, entered=time.monotonic() - 6))  # still in it
+    other.monitor.compare_with(
+        other.monitor.peers[0], replace(own, entered=time.monotonic() - 6)
+    )  # still in it
     assert len(other.found) == 1
 
 
@@ -211,7 +219,9 @@ def test_a_rank_is_in_no_call_that_has_failed(ranks: list[Rank]) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_has_failed_before_it_is_waited_for_is_explained(ranks: list[Rank], asynchronous: bool) -> None:
+def test_what_has_failed_before_it_is_waited_for_is_explained(
+    ranks: list[Rank], asynchronous: bool
+) -> None:
     rank, failed = ranks[0], Work()
     failed.error = RuntimeError("Connection closed by peer")
     rank.group.act = lambda: failed
@@ -279,7 +289,9 @@ def queue(rank: Rank, asynchronous: bool) -> Queued:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_a_stream_waits_for_is_in_the_record_until_it_has_ended(ranks: list[Rank], asynchronous: bool) -> None:
+def test_what_a_stream_waits_for_is_in_the_record_until_it_has_ended(
+    ranks: list[Rank], asynchronous: bool
+) -> None:
     """The program waits for the device later, where nobody sees it."""
     rank = ranks[0]
     works = [queue(rank, asynchronous) for _ in range(2)]
@@ -358,7 +370,9 @@ class Graph:
             raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def test_no_device_is_queried_while_a_graph_is_captured(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_device_is_queried_while_a_graph_is_captured(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A query from any thread makes the capture fail; what is captured runs when the graph does."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     rank = ranks[0]
@@ -411,12 +425,22 @@ def test_the_first_of_several_receives_waits_for_one_message_only(ranks: list[Ra
     receive(one, 3)
     raws = list(one.session.own.raws())
     sender = one.session.peers[1]
-    assert [wait_in(one.session.own, raw).is_matched_by(0, sender) for raw in raws] == [False, False, False]
+    assert [wait_in(one.session.own, raw).is_matched_by(0, sender) for raw in raws] == [
+        False,
+        False,
+        False,
+    ]
     other.group.send([torch.ones(1)], 0, 0)
-    assert [wait_in(one.session.own, raw).is_matched_by(0, sender) for raw in raws] == [True, False, False]
+    assert [wait_in(one.session.own, raw).is_matched_by(0, sender) for raw in raws] == [
+        True,
+        False,
+        False,
+    ]
 
 
-def test_a_rank_that_has_exited_is_the_culprit_of_collectives_it_belongs_to(ranks: list[Rank]) -> None:
+def test_a_rank_that_has_exited_is_the_culprit_of_collectives_it_belongs_to(
+    ranks: list[Rank],
+) -> None:
     one, other = ranks
     one.session.health = SimpleNamespace(poll=lambda: {1}, gone={1})
     one.all_reduce()
@@ -450,7 +474,9 @@ def test_a_rank_waits_in_what_has_failed_until_that_is_explained(ranks: list[Ran
     one.session.rendezvous = SimpleNamespace(hosts=((0, 1),))
     with pytest.raises(DesyncError, match="found"):
         delivery.await_root_cause(
-            cast("Any", one.session), one.monitors, RuntimeError("shm: between hosts (Gloo): Connection closed")
+            cast("Any", one.session),
+            one.monitors,
+            RuntimeError("shm: between hosts (Gloo): Connection closed"),
         )
     ((first, left, phase),) = seen
     assert first is not None
@@ -465,7 +491,13 @@ def test_a_rank_waits_in_what_has_failed_until_that_is_explained(ranks: list[Ran
         (ConfigError("root", "one", 2), True, False),
         (RuntimeError("ProcessGroupGloo::broadcast: invalid root rank: 9"), True, False),
         (RuntimeError("Cannot use ReduceOp.AVG with Gloo"), True, False),
-        (RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), False, True),
+        (
+            RuntimeError(
+                "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:5] Connection closed by peer"
+            ),
+            False,
+            True,
+        ),
         (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), False, True),
         (TransportError("shm: the process of rank 1 has ended"), False, True),
         (DesyncError("diverged"), False, True),
@@ -492,7 +524,9 @@ def test_the_likely_cause_depends_on_the_lines_and_names(ranks: list[Rank]) -> N
         (("a.py:5", "a.py:5"), ("loss", "accuracy"), "only some ranks take"),
         (("a.py:5", "a.py:5"), ("", ""), "different shapes"),
     ):
-        calls = [record(ranks[0], *each) for each in zip((first, second), places, names, strict=True)]
+        calls = [
+            record(ranks[0], *each) for each in zip((first, second), places, names, strict=True)
+        ]
         assert words in describe_difference("desync", (0, 1), (calls[0], calls[1])).cause
     told = describe_difference("batches", (0, 1), (calls[0], calls[1]))
     assert "skipped a batch" in told.cause
@@ -500,7 +534,9 @@ def test_the_likely_cause_depends_on_the_lines_and_names(ranks: list[Rank]) -> N
 
 
 class Together:
-    """Around one of c10d's groups: as with NCCL, messages that are not begun as one would wait for ever."""
+    """Around one of c10d's groups: as with NCCL, messages that are not begun as one would wait for
+    ever.
+    """
 
     def __init__(self, group: Any) -> None:
         self.inner = group
@@ -531,7 +567,9 @@ class Together:
         self.calls.append(f"receive from {rank}")
 
 
-def test_messages_that_belong_together_are_begun_as_one(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_belong_together_are_begun_as_one(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The group around one of c10d's own is none of its class, by which torch goes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -543,7 +581,9 @@ def test_messages_that_belong_together_are_begun_as_one(ranks: list[Rank], monke
         made = watch_group(group)
         # since torch 2.15, for NCCL among others: what records the calls of a group keeps it alive
         recorders = {group: "recorder"}
-        monkeypatch.setattr(dist.distributed_c10d._World, "pg_flight_recorder_hooks", recorders, raising=False)
+        monkeypatch.setattr(
+            dist.distributed_c10d._World, "pg_flight_recorder_hooks", recorders, raising=False
+        )
         replace_group(group, made)
         assert recorders.keys() == {made}
         dist.distributed_c10d._update_default_pg(made)
@@ -574,7 +614,9 @@ def test_calls_of_the_package_reach_the_patches(monkeypatch: pytest.MonkeyPatch)
     for name in ("report_exception", "exclude_group"):
         monkeypatch.setattr(patches, name, seen.append)
     monkeypatch.setattr(patches, "report_exit", lambda: seen.append("left"))
-    monkeypatch.setattr(patches, "watch_wait", lambda group, operation: nullcontext((group, operation)))
+    monkeypatch.setattr(
+        patches, "watch_wait", lambda group, operation: nullcontext((group, operation))
+    )
     error = ValueError("mine")
     lockstep.watchdog.report_exception(error)
     lockstep.watchdog.report_exit()

@@ -1,4 +1,6 @@
-"""Calls beside their pre-flight checks: whatever ranks do that are out of step, nothing arrives that does not fit."""
+"""Calls beside their pre-flight checks: whatever ranks do that are out of step, nothing arrives
+that does not fit.
+"""
 
 from __future__ import annotations
 
@@ -134,13 +136,17 @@ class Rank:
         )
         swaps: Any = SimpleNamespace(has_announced=lambda own, sequence: False)
         ranks = tuple(range(self.network.size))
-        self.check = PreflightCheck(Group(self.network, self.rank), state, 1, ranks, swaps, lambda work: None)
+        self.check = PreflightCheck(
+            Group(self.network, self.rank), state, 1, ranks, swaps, lambda work: None
+        )
         patched: Any = self.check
         patched._exchange_calls = lambda pending, mine: None
         patched.compare_calls = self.refuse
 
     def raw(self, number: int) -> Any:
-        return SimpleNamespace(fingerprint=self.calls[number - 1], line=1, batch=-1, loop=0, name=0, rejected=0)
+        return SimpleNamespace(
+            fingerprint=self.calls[number - 1], line=1, batch=-1, loop=0, name=0, rejected=0
+        )
 
     def check_error(self) -> None:
         if self.network.failed:
@@ -151,7 +157,9 @@ class Rank:
         raise DesyncError("they differ")
 
     def run(self, program: Sequence[tuple[int, bool]]) -> None:
-        """Make calls, (fingerprint, whether it blocks), and wait for those that do not block at the next that does."""
+        """Make calls, (fingerprint, whether it blocks), and wait for those that do not block at the
+        next that does.
+        """
         open_calls: list[tuple[int, Any, Any]] = []
         try:
             for call, blocks in program:
@@ -217,19 +225,32 @@ def test_ranks_that_call_the_same_come_to_the_end(loops: list[Any], turns: int, 
 
 @settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(LOOPS, st.integers(1, 6), st.data())
-def test_nothing_arrives_that_does_not_fit(loop: list[Any], turns: int, data: st.DataObject) -> None:
-    """One rank calls something else at some turn, or nothing more, or leaves one out, and goes on as it likes."""
+def test_nothing_arrives_that_does_not_fit(
+    loop: list[Any], turns: int, data: st.DataObject
+) -> None:
+    """One rank calls something else at some turn, or nothing more, or leaves one out, and goes on
+    as it likes.
+    """
     program = loop * turns
     at = data.draw(st.integers(0, len(program) - 1))
     how = data.draw(st.sampled_from(["another", "more", "left out", "end"]))
     another = data.draw(CALLS.filter(lambda call: call[0] != program[at][0]))
-    rest = {"another": program[at + 1 :], "more": program[at:], "left out": program[at + 1 :], "end": []}[how]
+    rest = {
+        "another": program[at + 1 :],
+        "more": program[at:],
+        "left out": program[at + 1 :],
+        "end": [],
+    }[how]
     other = [*program[:at], *([another] if how in ("another", "more") else []), *rest]
     network, ranks = run([other, *[program] * data.draw(st.integers(1, 2))])
     assert not network.misfits
-    same = [call for call, _ in program][: next(_differing([c for c, _ in other], [c for c, _ in program]))]
+    same = [call for call, _ in program][
+        : next(_differing([c for c, _ in other], [c for c, _ in program]))
+    ]
     for rank in ranks:
-        assert len(rank.done) <= len(same), "a value was used of a call in which they differ, or after it"
+        assert len(rank.done) <= len(same), (
+            "a value was used of a call in which they differ, or after it"
+        )
 
 
 def _differing(one: Sequence[int], other: Sequence[int]) -> Any:
@@ -248,4 +269,6 @@ def test_without_the_guard_something_would_arrive(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ExpectedCalls, "note", always)
     networks = [run([[(1, True), (2, True)], [(1, True), (3, True)]])[0] for _ in range(100)]
-    assert any({2, 3} in network.misfits for network in networks), "in one where no rank was so late that all was over"
+    assert any({2, 3} in network.misfits for network in networks), (
+        "in one where no rank was so late that all was over"
+    )

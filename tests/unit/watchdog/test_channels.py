@@ -31,7 +31,9 @@ class Rank:
         call = CallSignature(1, what, self.recorder.texts.intern(what))
         peer = self.rank if any_rank else self.other
         number = self.recorder.enter(group, 0, 0, call, 0, 0, 0, 0, peer, tag=tag)
-        source, target = (self.rank, self.other) if sent else (-1 if any_rank else self.other, self.rank)
+        source, target = (
+            (self.rank, self.other) if sent else (-1 if any_rank else self.other, self.rank)
+        )
         channel = channel_key(sent, group, source, target, tag)
         self.recorder.count_message(-1 if any_rank else peer, sent, channel, size)
         raw = self.reader.raw(number)
@@ -65,8 +67,12 @@ def test_a_message_with_another_tag_or_group_is_another_one(ranks: list[Rank]) -
     assert not receiver.is_matched(wanted, sender)
     assert not sender.is_matched(sent, receiver)
     wait = wait_in(receiver.reader, wanted)
-    finding = explained(Finding("desync", "it is so"), receiver.rank, wait, receiver.other_tag(wanted, sender))
-    assert finding.cause == ("The tags differ: rank 1 receives with tag 6, rank 0 sends with tag 5.")
+    finding = explained(
+        Finding("desync", "it is so"), receiver.rank, wait, receiver.other_tag(wanted, sender)
+    )
+    assert finding.cause == (
+        "The tags differ: rank 1 receives with tag 6, rank 0 sends with tag 5."
+    )
     sender.message(True, tag=6)
     assert receiver.is_matched(wanted, sender)
 
@@ -104,7 +110,9 @@ def test_a_message_that_the_backend_has_rejected_does_not_count(ranks: list[Rank
 
 
 def test_where_the_channels_are_too_many_tags_are_not_told_apart(ranks: list[Rank]) -> None:
-    """A program may use a new tag at every step; it must not be taken for one whose messages are not sent."""
+    """A program may use a new tag at every step; it must not be taken for one whose messages are
+    not sent.
+    """
     sender, receiver = ranks
     slots = sender.reader.layout.channel_slots
     for tag in range(slots):
@@ -122,7 +130,12 @@ def test_sizes_of_the_last_messages_are_known(ranks: list[Rank]) -> None:
         sender.message(True, size=size)
     (channel,) = wait_in(receiver.reader, receiver.message(False)).channels
     at = sender.reader.channel(channel)
-    assert [sender.reader.channel_size(at, number) for number in (12, 13, 20, 21)] == [None, 13, 20, None]
+    assert [sender.reader.channel_size(at, number) for number in (12, 13, 20, 21)] == [
+        None,
+        13,
+        20,
+        None,
+    ]
     assert sender.reader.channels(256) == {channel: 20}
 
 
@@ -135,7 +148,9 @@ def test_members_of_a_group_are_recorded(tmp_path: Path) -> None:
 
 
 def test_members_are_not_recorded_where_slots_are_reused_at_once(tmp_path: Path) -> None:
-    """A member that has made the group, and other groups after it, would look as if it had never made it."""
+    """A member that has made the group, and other groups after it, would look as if it had never
+    made it.
+    """
     recorder = FlightRecorder(tmp_path, 0, 2, "here", "program")
     slots = [recorder.open_group(key, ranks=(0, 1)) for key in range(1, GROUP_SLOTS + 1)]
     with RecorderReader(recorder.path) as reader:

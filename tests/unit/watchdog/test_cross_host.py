@@ -46,7 +46,9 @@ class Store:
 
 
 class Host:
-    """A rank's `CrossHost` with what it sees of the watchdog's state; all of what it finds is in `found`."""
+    """A rank's `CrossHost` with what it sees of the watchdog's state; all of what it finds is in
+    `found`.
+    """
 
     def __init__(self, rank: int, store: Store, peers: dict[int, Any] | None = None) -> None:
         self.found: list[Finding] = []
@@ -59,14 +61,18 @@ class Host:
             recorder=SimpleNamespace(set_word=lambda word, value: None),
             rendezvous=SimpleNamespace(hosts=((0,), (1, 2)), store=store, heartbeat=None),
             health=SimpleNamespace(gone=set(), is_stopped=lambda rank: False),
-            limits=SimpleNamespace(debugging=True, strict=False, stall_s=600.0, warning_s=5.0, heartbeat_s=30.0),
+            limits=SimpleNamespace(
+                debugging=True, strict=False, stall_s=600.0, warning_s=5.0, heartbeat_s=30.0
+            ),
             fail=self.found.append,
         )
         self.cross_host = CrossHost(self.state, self.monitors)
 
     def wait_since(self, entered: float) -> None:
         first = SimpleNamespace(entered=entered)
-        self.monitors[:] = [SimpleNamespace(remote_ranks=(0,), key=9, ranks=(0, 1, 2), first_pending=lambda: first)]
+        self.monitors[:] = [
+            SimpleNamespace(remote_ranks=(0,), key=9, ranks=(0, 1, 2), first_pending=lambda: first)
+        ]
 
     def rows(self, *rows: tuple[int, str]) -> None:
         told = [[rank, state, "ValueError: no", "", 1] for rank, state in rows]
@@ -74,7 +80,9 @@ class Host:
 
 
 def test_the_end_of_the_store_is_no_fault_unless_somebody_waits(clock: Clock) -> None:
-    """The first rank, which may keep the store, may have come to its end while others still save their results."""
+    """The first rank, which may keep the store, may have come to its end while others still save
+    their results.
+    """
     store = Store()
     places = [Host(0, store), Host(1, store)]
     for place in places:
@@ -122,7 +130,9 @@ def test_silence_counts_only_while_somebody_listens(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("heartbeat_s, speaks", [(0.1, False), (2.0, True)])
-def test_a_rank_publishes_for_one_that_holds_its_interpreter(clock: Clock, heartbeat_s: float, speaks: bool) -> None:
+def test_a_rank_publishes_for_one_that_holds_its_interpreter(
+    clock: Clock, heartbeat_s: float, speaks: bool
+) -> None:
     peer = SimpleNamespace(phase="runs", floats={StateWords().heartbeat: clock.now - heartbeat_s})
     assert Host(2, Store(), {1: peer}).cross_host._represents_host() is speaks
 
@@ -145,8 +155,14 @@ def test_a_rank_that_raises_gives_other_hosts_time_to_raise_the_same(clock: Cloc
 
 def test_a_rank_that_raises_while_others_wait_is_found_at_once() -> None:
     told = {
-        0: {"ranks": [[0, "waits"]], "groups": {"9": [[[0], 3, 3, 0.1, 0.0, [], "barrier()", "a.py:1"]]}},
-        1: {"ranks": [[1, "raised"]], "groups": {"9": [[[1], 2, 0, 0.0, 0.0, [], "barrier()", "a.py:1"]]}},
+        0: {
+            "ranks": [[0, "waits"]],
+            "groups": {"9": [[[0], 3, 3, 0.1, 0.0, [], "barrier()", "a.py:1"]]},
+        },
+        1: {
+            "ranks": [[1, "raised"]],
+            "groups": {"9": [[[1], 2, 0, 0.0, 0.0, [], "barrier()", "a.py:1"]]},
+        },
     }
     states = {host: convert(state, HostState) for host, state in told.items()}
     place = Host(0, Store()).cross_host
@@ -164,13 +180,25 @@ def test_hosts_that_wait_for_the_first_one_notice_that_it_has_left() -> None:
     first.cross_host.tick(0.1)
     waits = {"groups": {"9": [[[1], 4, 4, 0.5, 0.0, [], "barrier()", "a.py:3 in f"]]}}
     vars(place.cross_host)["_own_state"] = lambda: convert(waits, HostState)
-    place.monitors[:] = [SimpleNamespace(remote_ranks=(0,), key=9, ranks=(0, 1), first_pending=lambda: None)]
+    place.monitors[:] = [
+        SimpleNamespace(remote_ranks=(0,), key=9, ranks=(0, 1), first_pending=lambda: None)
+    ]
     place.cross_host.tick(0.1)
     assert [(finding.kind, finding.culprits) for finding in place.found] == [("left", (0,))]
 
 
 def last_of(rank: int, fingerprint: int) -> HostState:
-    group = [[rank], 4, 0, 0.0, 0.0, [[4, fingerprint, 1, -1, 0, 0]], "barrier()", "a.py:3 in f", ""]
+    group = [
+        [rank],
+        4,
+        0,
+        0.0,
+        0.0,
+        [[4, fingerprint, 1, -1, 0, 0]],
+        "barrier()",
+        "a.py:3 in f",
+        "",
+    ]
     return convert({"groups": {"9": [group]}, "final": True}, HostState)
 
 
@@ -189,23 +217,33 @@ def test_what_was_called_last_is_compared_at_the_end(fingerprint: int, kinds: li
 
 
 @pytest.mark.parametrize("own_work, warned", [([], True), ([0], False), ([1, 2], True)])
-def test_a_straggler_on_another_host_is_named_with_its_callback(own_work: list[int], warned: bool) -> None:
+def test_a_straggler_on_another_host_is_named_with_its_callback(
+    own_work: list[int], warned: bool
+) -> None:
     host, said = Host(1, Store()), []
     host.state.write_message, host.state.seconds_since_solo = said.append, lambda seconds: 0.0
     activities = {0: "the callback Curve.on_train_end"}
     for seconds, expected in ((20.0, warned), (31.0, True)):
         waiting = GroupState([1, 2], 3, 3, seconds, what="barrier()", call_site="t.py:3 in f")
-        first = HostState(groups={7: [GroupState([0], 2)]}, activities=activities, own_work=own_work)
+        first = HostState(
+            groups={7: [GroupState([0], 2)]}, activities=activities, own_work=own_work
+        )
         host.cross_host._states = {0: first, 1: HostState(groups={7: [waiting]})}
-        assert host.cross_host._check_stragglers(host.cross_host._joined(host.cross_host._states)) is None
+        assert (
+            host.cross_host._check_stragglers(host.cross_host._joined(host.cross_host._states))
+            is None
+        )
         assert bool(said) == expected
     assert said[0].splitlines() == [
-        f"straggler: rank 0 has not reached barrier() at t.py:3 in f for {20 if warned else 31}.0 s; other ranks wait.",
+        f"straggler: rank 0 has not reached barrier() at t.py:3 in f for {20 if warned else 31}.0 "
+        "s; other ranks wait.",
         "  Rank 0 is in the callback Curve.on_train_end",
     ]
 
 
-def test_other_hosts_learn_what_the_program_of_a_rank_is_doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_hosts_learn_what_the_program_of_a_rank_is_doing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = FlightRecorder(tmp_path, 0, 2, "here", "program")
     reader = RecorderReader(rank_file(tmp_path, 0))
     monkeypatch.setattr(current, "recorder", recorder)

@@ -24,7 +24,9 @@ def test_a_duration_counts_while_it_is_observed_in_every_tick(clock: Clock) -> N
 
 
 def test_durations_stand_still_while_the_process_is_stopped(clock: Clock) -> None:
-    """A whole job may be stopped for an hour: none of its ranks is late or frozen because of that."""
+    """A whole job may be stopped for an hour: none of its ranks is late or frozen because of
+    that.
+    """
     clock_of = ObservationClock()
     clock_of.observed_s("late")
     clock.pass_s(3600)
@@ -33,7 +35,10 @@ def test_durations_stand_still_while_the_process_is_stopped(clock: Clock) -> Non
 
 
 def test_the_first_line_of_an_exception() -> None:
-    words = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nValueError: one\n  two\nthree\n'
+    words = (
+        'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\nValueError: '
+        "one\n  two\nthree\n"
+    )
     assert exception_line(words) == "ValueError: one"
     assert exception_line("") == ""
 
@@ -47,8 +52,13 @@ def found(row: RankStatus, where: str = "all_reduce(x) at a.py:9 in f", **detail
 
 def test_an_exit_while_others_are_in_a_method_of_lockstep_names_that() -> None:
     row = RankStatus(1, "ended")
-    named = found(row, "Trainer.evaluate: sums of loss and metrics: all_reduce(x) at a.py:9 in f", batches=3)
-    assert named.cause.startswith("It did not call Trainer.evaluate") and "Call Trainer.evaluate" in named.advice
+    named = found(
+        row, "Trainer.evaluate: sums of loss and metrics: all_reduce(x) at a.py:9 in f", batches=3
+    )
+    assert (
+        named.cause.startswith("It did not call Trainer.evaluate")
+        and "Call Trainer.evaluate" in named.advice
+    )
     assert found(row, batches=3).cause.startswith("It had fewer batches")
 
 
@@ -68,7 +78,12 @@ def test_an_exit_while_others_are_in_a_method_of_lockstep_names_that() -> None:
             "lost",
             "Rank 1 on b died while other ranks waited for it in {}.",
         ),
-        (RankStatus(1, "ended"), "", "left", "Rank 1 exited while other ranks waited for it in {}."),
+        (
+            RankStatus(1, "ended"),
+            "",
+            "left",
+            "Rank 1 exited while other ranks waited for it in {}.",
+        ),
         (
             RankStatus(1, "ended", DESTROYED_GROUPS, "b"),
             "",
@@ -101,7 +116,9 @@ def test_a_rank_that_may_still_come_is_no_finding(state: str) -> None:
     assert missing_finding(RankStatus(1, state), "barrier()") is None
 
 
-def test_a_breakpoint_without_a_terminal_names_the_option_that_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breakpoint_without_a_terminal_names_the_option_that_gives_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def raised(note: str) -> Finding:
         finding = exception_finding([RankStatus(0, "waits"), RankStatus(1, "raised", note)])
         assert finding is not None

@@ -1,4 +1,6 @@
-"""Which call starts beside its pre-flight check: the one that has followed the last two before, on all ranks alike."""
+"""Which call starts beside its pre-flight check: the one that has followed the last two before, on
+all ranks alike.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_what_is_known_is_bounded() -> None:
 
 
 @given(CALLS, st.integers(1, 4), st.integers(1, 4))
-def test_ranks_that_have_called_the_same_expect_one_call_and_the_same(calls: list[int], one: int, other: int) -> None:
+def test_ranks_that_have_called_the_same_expect_one_call_and_the_same(
+    calls: list[int], one: int, other: int
+) -> None:
     """So two ranks that part here cannot both have started their calls."""
     first, second = ExpectedCalls(), ExpectedCalls()
     assert noted(calls, first) == noted(calls, second)

@@ -55,14 +55,17 @@ def test_calls_that_differ_between_hosts_are_found() -> None:
         "desync: Desync at collective #2 of the default group: rank 0 called"
     )
     assert found("", told(), told(batch=2)) == (
-        "batches: Batch mismatch at collective #2 of the default group: rank 0 is on batch 1, rank 2 is on batch 2."
+        "batches: Batch mismatch at collective #2 of the default group: rank 0 is on batch 1, "
+        "rank 2 is on batch 2."
     )
     assert found("", told(), told(batch=2, loop=2)) == ""
 
 
 @pytest.mark.parametrize("state, kind", [("died", "lost"), ("ended", "left"), ("frozen", "frozen")])
 def test_a_rank_that_will_not_come_is_found(state: str, kind: str) -> None:
-    assert found("", told(waits=[5, 1.0, 0.0]), told(state, head=4)).startswith(f"{kind}: Rank 2 on host1 ")
+    assert found("", told(waits=[5, 1.0, 0.0]), told(state, head=4)).startswith(
+        f"{kind}: Rank 2 on host1 "
+    )
     assert found("", told(waits=[5, 1.0, 0.0]), told(state, head=5)) == ""
     assert found("", told(waits=[5, 1.0, 0.0]), told(head=4)) == ""
 
@@ -73,8 +76,12 @@ def test_a_lost_host_is_a_failure_if_others_wait_for_it() -> None:
     assert found("lost", waits, told(head=4)).startswith(
         "lost: Rank 2 on host1 and its host are unreachable while other ranks wait"
     )
-    assert found("died", waits, told(head=4)).startswith("lost: Rank 2 on host1 died while other ranks waited")
-    assert found("died", waits, told("ended", head=4)).startswith("left: ")  # it has told that before
+    assert found("died", waits, told(head=4)).startswith(
+        "lost: Rank 2 on host1 died while other ranks waited"
+    )
+    assert found("died", waits, told("ended", head=4)).startswith(
+        "left: "
+    )  # it has told that before
     never = together({0: said(waits)[0], 1: HostState()}, {1: ("lost", "")})
     assert find_fault(never) is not None  # it has never said anything
     rows = together({}, {1: ("lost", "for 30 s")}).rows
@@ -83,7 +90,9 @@ def test_a_lost_host_is_a_failure_if_others_wait_for_it() -> None:
 
 def test_slow_ranks_are_named() -> None:
     states = said(told(waits=[5, 6.0, 0.0]), told(head=4))
-    assert [(late, waiting.ranks) for _, waiting, late in find_stragglers(together(states))] == [([2, 3], [0, 1])]
+    assert [(late, waiting.ranks) for _, waiting, late in find_stragglers(together(states))] == [
+        ([2, 3], [0, 1])
+    ]
 
 
 class Store:

@@ -1,4 +1,6 @@
-"""A rank that outlives the others is told about, once in a while, and not while something else is."""
+"""A rank that outlives the others is told about, once in a while, and not while something else
+is.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def peer(tmp_path: Path) -> Iterator[FlightRecorder]:
     made.close()
 
 
-def notes_of(folder: Path, clock: Clock, silent: bool = False, seconds: int = 60) -> tuple[LastRankWatch, list[str]]:
+def notes_of(
+    folder: Path, clock: Clock, silent: bool = False, seconds: int = 60
+) -> tuple[LastRankWatch, list[str]]:
     notes: list[str] = []
     watch = LastRankWatch(folder, 0, [1], "all other ranks", 5.0, lambda: silent, notes.append)
     tick(watch, clock, seconds)
@@ -50,14 +54,19 @@ def tick(watch: LastRankWatch, clock: Clock, seconds: int) -> None:
         watch.tick()
 
 
-def test_nothing_is_said_while_another_rank_runs(tmp_path: Path, clock: Clock, peer: FlightRecorder) -> None:
+def test_nothing_is_said_while_another_rank_runs(
+    tmp_path: Path, clock: Clock, peer: FlightRecorder
+) -> None:
     watch, notes = notes_of(tmp_path, clock)
     assert not notes
     peer.set_phase("ended")  # its launcher may keep its process
     tick(watch, clock, 4)
     assert not notes
     tick(watch, clock, 2)
-    assert notes == [f"note: rank 0 still runs, 5 s after all other ranks have ended:\n  {notes[0].split('  ')[1]}"]
+    assert notes == [
+        "note: rank 0 still runs, 5 s after all other ranks have ended:\n  "
+        f"{notes[0].split('  ')[1]}"
+    ]
     tick(watch, clock, 30)
     assert len(notes) == 2  # again after 30 s
     watch._peers.clear()
@@ -78,12 +87,16 @@ def test_a_process_that_is_gone_has_ended(tmp_path: Path, clock: Clock) -> None:
     recorder.close()
 
 
-def test_what_is_reported_otherwise_is_not_said_twice(tmp_path: Path, clock: Clock, peer: FlightRecorder) -> None:
+def test_what_is_reported_otherwise_is_not_said_twice(
+    tmp_path: Path, clock: Clock, peer: FlightRecorder
+) -> None:
     peer.set_phase("ended")
     assert not notes_of(tmp_path, clock, silent=True)[1]
 
 
-def test_a_rank_that_its_launcher_keeps_says_nothing(tmp_path: Path, clock: Clock, peer: FlightRecorder) -> None:
+def test_a_rank_that_its_launcher_keeps_says_nothing(
+    tmp_path: Path, clock: Clock, peer: FlightRecorder
+) -> None:
     own = FlightRecorder(tmp_path, 0, 2, "here", "program")
     watch, notes = notes_of(tmp_path, clock, seconds=1)
     watch.note_end()
@@ -99,7 +112,9 @@ def test_threads_that_are_joined_at_the_end_are_named(monkeypatch: pytest.Monkey
     release = threading.Event()
     thread = threading.Thread(target=release.wait, name="uploader")
     thread.start()
-    frame = SimpleNamespace(f_code=SimpleNamespace(co_filename=threading.__file__, co_name="_shutdown"), f_back=None)
+    frame = SimpleNamespace(
+        f_code=SimpleNamespace(co_filename=threading.__file__, co_name="_shutdown"), f_back=None
+    )
     monkeypatch.setattr(last_rank, "main_frame", lambda: frame)
     try:
         assert describe_activity().startswith("the thread uploader keeps it running, at ")

@@ -10,7 +10,20 @@ from lockstep.flight_recorder import RawRecord, Record
 from lockstep.watchdog.mismatch import KINDS, compare_records, describe_difference, is_error
 
 RAW = RawRecord(
-    1, 2, 3, fingerprint=4, line=5, batch=6, loop=7, entered=0, left=0, what=0, call_site=0, group=0, name=0, peer=-1
+    1,
+    2,
+    3,
+    fingerprint=4,
+    line=5,
+    batch=6,
+    loop=7,
+    entered=0,
+    left=0,
+    what=0,
+    call_site=0,
+    group=0,
+    name=0,
+    peer=-1,
 )
 
 
@@ -49,7 +62,9 @@ def test_what_programs_do_on_purpose_is_an_error_in_strict_mode_alone() -> None:
     assert all(is_error(kind, strict=True) for kind in KINDS)
 
 
-def call(what: str, name: str = "", batch: int = 0, finished: bool = False, loop: int = 1) -> Record:
+def call(
+    what: str, name: str = "", batch: int = 0, finished: bool = False, loop: int = 1
+) -> Record:
     return Record(1, what, "train.py:3 in main", "", "", 1, batch, finished, 0.0, None, name, loop)
 
 
@@ -57,11 +72,17 @@ def call(what: str, name: str = "", batch: int = 0, finished: bool = False, loop
     "calls, expected",
     [
         (
-            (call("all_gather()", "Trainer.evaluate: sums", 6, True, loop=2), call("barrier()", batch=22)),
+            (
+                call("all_gather()", "Trainer.evaluate: sums", 6, True, loop=2),
+                call("barrier()", batch=22),
+            ),
             "Rank 0 is in Trainer.evaluate, rank 3 is not",
         ),
         (
-            (call("broadcast()", "Trainer.fit: agreement"), call("all_gather()", "Trainer.predict")),
+            (
+                call("broadcast()", "Trainer.fit: agreement"),
+                call("all_gather()", "Trainer.predict"),
+            ),
             "Rank 3 is in Trainer.predict, rank 0 is in Trainer.fit",
         ),
         (
@@ -69,7 +90,10 @@ def call(what: str, name: str = "", batch: int = 0, finished: bool = False, loop
             "Rank 3 is in Trainer.fit, rank 0 is not",
         ),
         (
-            (call("all_reduce()", "lockstep.evaluate: sums"), call("all_reduce()", "lockstep.evaluate")),
+            (
+                call("all_reduce()", "lockstep.evaluate: sums"),
+                call("all_reduce()", "lockstep.evaluate"),
+            ),
             "A collective is in a branch that only some ranks take",
         ),
         (
@@ -80,10 +104,15 @@ def call(what: str, name: str = "", batch: int = 0, finished: bool = False, loop
             (call("all_reduce()", batch=6), call("barrier()", batch=5, finished=True)),
             "One rank has fewer batches than another",
         ),
-        ((call("all_reduce()", "lockstep: mine"), call("barrier()")), "A collective is in a branch"),
+        (
+            (call("all_reduce()", "lockstep: mine"), call("barrier()")),
+            "A collective is in a branch",
+        ),
     ],
 )
-def test_the_cause_names_a_method_that_only_some_ranks_call(calls: tuple[Record, Record], expected: str) -> None:
+def test_the_cause_names_a_method_that_only_some_ranks_call(
+    calls: tuple[Record, Record], expected: str
+) -> None:
     found = describe_difference("desync", (0, 3), calls)
     assert found.cause.startswith(expected)
     if expected.startswith("Rank"):

@@ -34,7 +34,9 @@ def test_a_full_disk_ends_the_log_and_not_the_watch(tmp_path: Path) -> None:
         log = RecordLog(tmp_path, own)
         log._file.close()
         log._file._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115 - the log closes it
-        recorder.enter(1, recorder.open_group(1), 1, CallSignature(1, "barrier()", 0), 0, 0, 0, 0, -1)
+        recorder.enter(
+            1, recorder.open_group(1), 1, CallSignature(1, "barrier()", 0), 0, 0, 0, 0, -1
+        )
         recorder.leave(1, 1.0)
         thread_, said = bare_thread()
         thread_._log, thread_._thread = log, threading.current_thread()
@@ -67,7 +69,9 @@ def test_the_watchdog_continues_whatever_fails() -> None:
             thread_._stop.set()
         raise MemoryError(finding.sentence)
 
-    recorder = SimpleNamespace(pid=os.getpid(), phase="runs", record_heartbeat=failing("beat", SystemError("no")))
+    recorder = SimpleNamespace(
+        pid=os.getpid(), phase="runs", record_heartbeat=failing("beat", SystemError("no"))
+    )
     reap, first = failing("reap", RuntimeError("no")), failing("first", TypeError("no"))
     monitors = [SimpleNamespace(reap_completed=reap, first_pending=first, pending_receives=[])]
     state = {
@@ -92,7 +96,10 @@ def test_the_watchdog_continues_whatever_fails() -> None:
     assert {"beat", "health", "look", "reap", "first", "tick", "found", "solo"} == set(looks)
     assert all(looks.count(name) == 2 for name in set(looks) - {"first"}), looks
     kinds = {text.rpartition("retried: ")[2].partition(":")[0] for text in said}
-    words = "SystemError RuntimeError TypeError IndexError AttributeError ZeroDivisionError MemoryError NameError"
+    words = (
+        "SystemError RuntimeError TypeError IndexError AttributeError ZeroDivisionError "
+        "MemoryError NameError"
+    )
     assert kinds == set(words.split())
     assert len(said) == 9, said  # once for each part; two of them ask for the first collective
 
@@ -111,12 +118,16 @@ def test_a_momentary_failure_is_not_reported() -> None:
     assert len(said) == 1
 
 
-def straggler(activity: str, is_own: bool, waited: float, stack: tuple[str, ...], patch: pytest.MonkeyPatch) -> str:
+def straggler(
+    activity: str, is_own: bool, waited: float, stack: tuple[str, ...], patch: pytest.MonkeyPatch
+) -> str:
     """The warning of rank 1, which waits for rank 0; "" for none."""
     reader = SimpleNamespace(rank=0, phase="runs", activity=activity, activity_is_own=is_own)
     patch.setattr(session, "collect_stacks", lambda *_: {0: stack} if stack else {})
     limits = Limits(False, warning_s=5, stall_s=600, debugging=False)
-    made, said = bare_thread(peers={0: reader}, limits=limits, folder=None, seconds_since_solo=lambda waited: 0.0)
+    made, said = bare_thread(
+        peers={0: reader}, limits=limits, folder=None, seconds_since_solo=lambda waited: 0.0
+    )
     made._state.rank, made._warned = 1, {}
     made._state.own = None
     patch.setattr(session, "describe_record", lambda *_: "all_gather(x) at a.py:3 in f")
@@ -126,7 +137,13 @@ def straggler(activity: str, is_own: bool, waited: float, stack: tuple[str, ...]
 
 
 def test_the_warning_of_a_straggler_names_its_callback(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = straggler("the callback Mine.on_row", False, 5.1, ("t.py:7 in f: x = {\u2026", "t.py:9 in g"), monkeypatch)
+    text = straggler(
+        "the callback Mine.on_row",
+        False,
+        5.1,
+        ("t.py:7 in f: x = {\u2026", "t.py:9 in g"),
+        monkeypatch,
+    )
     assert text.splitlines() == [
         "straggler: rank 0 has not reached all_gather(x) at a.py:3 in f for 5.1 s; rank 1 waits.",
         "  Rank 0 is in the callback Mine.on_row, at t.py:7 in f: x = {\u2026 < t.py:9 in g",
@@ -137,4 +154,6 @@ def test_the_warning_of_a_straggler_names_its_callback(monkeypatch: pytest.Monke
 def test_work_of_locksteps_own_is_no_straggler_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the first plot, for which matplotlib is imported."""
     assert straggler("the callback Curve.on_train_end", True, 29.0, (), monkeypatch) == ""
-    assert "is in the callback Curve" in straggler("the callback Curve.on_train_end", True, 31.0, (), monkeypatch)
+    assert "is in the callback Curve" in straggler(
+        "the callback Curve.on_train_end", True, 31.0, (), monkeypatch
+    )

@@ -20,7 +20,9 @@ from lockstep.watchdog.patches import batch_replacements
 def batches_of(loader: DataLoader[Any], use: Callable[[Any], object]) -> list[int]:
     """The batches that are noted while `use` takes some from `loader`."""
     noted: list[int] = []
-    state: Any = SimpleNamespace(recorder=SimpleNamespace(note_batch=lambda number, _: noted.append(number)))
+    state: Any = SimpleNamespace(
+        recorder=SimpleNamespace(note_batch=lambda number, _: noted.append(number))
+    )
     replaced = batch_replacements(state)
     try:
         use(loader)
@@ -42,7 +44,9 @@ def take(loader: DataLoader[Any]) -> None:
 
 
 def test_batches_are_counted_in_loops_of_the_program_alone() -> None:
-    """A thread may fetch ahead, and a program may take as many batches as it needs: no rank must do as another."""
+    """A thread may fetch ahead, and a program may take as many batches as it needs: no rank must do
+    as another.
+    """
     loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(2)), batch_size=1)
 
     def in_thread(loader: DataLoader[Any]) -> None:

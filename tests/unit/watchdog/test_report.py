@@ -10,9 +10,19 @@ import pytest
 
 from lockstep.errors import DataError
 from lockstep.watchdog import report as reports
-from lockstep.watchdog.report import Call, CollectiveCalls, RankCalls, RankStatus, Report, from_json, write_once
+from lockstep.watchdog.report import (
+    Call,
+    CollectiveCalls,
+    RankCalls,
+    RankStatus,
+    Report,
+    from_json,
+    write_once,
+)
 
-CALL = Call("all_reduce(float32[10], sum)", "train.py:31 in main", "dist.all_reduce(x)", 7, "tp", 12)
+CALL = Call(
+    "all_reduce(float32[10], sum)", "train.py:31 in main", "dist.all_reduce(x)", 7, "tp", 12
+)
 REPORT = Report(
     "desync",
     "Ranks diverged.",
@@ -42,7 +52,9 @@ def test_what_is_written_is_read_again() -> None:
 
 
 def test_fields_of_later_versions_are_passed_over_and_missing_ones_have_defaults() -> None:
-    found = from_json('{"lockstep_report": 1, "kind": "lost", "sentence": "s", "ranks": [], "later": {}}')
+    found = from_json(
+        '{"lockstep_report": 1, "kind": "lost", "sentence": "s", "ranks": [], "later": {}}'
+    )
     assert found == Report("lost", "s", ())
 
 
@@ -58,15 +70,24 @@ def test_fields_of_later_versions_are_passed_over_and_missing_ones_have_defaults
         (changed(ranks=None), r"Expected `array`, got `null` - at `\$\.ranks`"),
         (changed(ranks=[3]), r"Expected `object`, got `int` - at `\$\.ranks\[0\]`"),
         (changed(ranks=[{"rank": 0}]), r"missing required field `state` - at `\$\.ranks\[0\]`"),
-        (changed(culprits=[0] * 10_001), r"Expected `array` of length <= 10000 - at `\$\.culprits`"),
+        (
+            changed(culprits=[0] * 10_001),
+            r"Expected `array` of length <= 10000 - at `\$\.culprits`",
+        ),
         (row(state="asleep"), "state of rank 0: expected one of waits"),
         (row(rank=True), r"Expected `int`, got `bool` - at `\$\.ranks\[0\]\.rank`"),
         (row(rank="0"), r"Expected `int`, got `str` - at `\$\.ranks\[0\]\.rank`"),
         (row(rank=10**4000), r"Expected `int` <= 9223372036854775807 - at `\$\.ranks\[0\]\.rank`"),
-        (row(waiting_s=10**400), r"Number out of range - at `\$\.ranks\[0\]\.waiting_s`|got Infinity"),
+        (
+            row(waiting_s=10**400),
+            r"Number out of range - at `\$\.ranks\[0\]\.waiting_s`|got Infinity",
+        ),
         (row(waiting_s=float("nan")), "expected a finite number, got NaN"),
         (row(call=[]), r"Expected `object \| null`, got `array` - at `\$\.ranks\[0\]\.call`"),
-        (row(stack=[["x" * 100]]), r"Expected `str`, got `array` - at `\$\.ranks\[0\]\.stack\[0\]`"),
+        (
+            row(stack=[["x" * 100]]),
+            r"Expected `str`, got `array` - at `\$\.ranks\[0\]\.stack\[0\]`",
+        ),
         (changed(sentence={"a": 1}), r"Expected `str`, got `object` - at `\$\.sentence`"),
     ],
 )

@@ -19,8 +19,12 @@ from lockstep.watchdog.report import (
     seconds,
 )
 
-REDUCE = Call("all_reduce(float32[10, 4], sum)", "train.py:31 in main", "dist.all_reduce(loss)", 7, "", 12)
-SEND = Call("broadcast(float32[10, 4], src=0)", "train.py:35 in share", "dist.broadcast(x, 0)", 7, "", 13)
+REDUCE = Call(
+    "all_reduce(float32[10, 4], sum)", "train.py:31 in main", "dist.all_reduce(loss)", 7, "", 12
+)
+SEND = Call(
+    "broadcast(float32[10, 4], src=0)", "train.py:35 in share", "dist.broadcast(x, 0)", 7, "", 13
+)
 BEFORE = Call("barrier()", "train.py:20 in main", "dist.barrier()", 6, "", 12)
 
 DESYNC = Report(
@@ -72,10 +76,14 @@ def test_a_report_of_a_desync() -> None:
 
 def test_equal_calls_of_ranks_share_a_line_and_the_first_line_may_be_indented() -> None:
     steps = tuple(
-        CollectiveCalls(n, "", (RankCalls((0, 1, 2), replace(BEFORE, number=n, batch=n)),)) for n in (3, 4, 5, 6)
+        CollectiveCalls(n, "", (RankCalls((0, 1, 2), replace(BEFORE, number=n, batch=n)),))
+        for n in (3, 4, 5, 6)
     )
     text = as_text(
-        replace(DESYNC, last_collectives=(*steps, DESYNC.last_collectives[1]), sentence="word " * 30), lead=22
+        replace(
+            DESYNC, last_collectives=(*steps, DESYNC.last_collectives[1]), sentence="word " * 30
+        ),
+        lead=22,
     )
     assert "  #3-6 all ranks: barrier()\n" in text and "#4" not in text
     first, second, *_ = text.splitlines()
@@ -88,28 +96,41 @@ def test_colours_change_nothing_but_colours() -> None:
 
 
 def test_the_traceback_of_the_culprit_is_the_end_and_whole() -> None:
-    traceback = 'Traceback (most recent call last):\n  File "train.py", line 3\n    fail()\nFailed: the reason\n'
+    traceback = (
+        'Traceback (most recent call last):\n  File "train.py", line 3\n    fail()\nFailed: the '
+        "reason\n"
+    )
     rows = (
         RankStatus(0, "waits", host="a", call=REDUCE, waiting_s=700),
         RankStatus(1, "raised", "Failed: the reason", "b", call=BEFORE, traceback=traceback),
         RankStatus(2, "died", "killed by SIGKILL", "b", traceback="what it said"),
         RankStatus(
-            3, "runs", host="b", stack=("loader.py:4 in __next__: time.sleep(9)", "train.py:9 in main: next(it)")
+            3,
+            "runs",
+            host="b",
+            stack=("loader.py:4 in __next__: time.sleep(9)", "train.py:9 in main: next(it)"),
         ),
     )
     text = as_text(Report("raised", "Rank 1 raised Failed.", rows, (1,)))
     assert text.endswith(f"\n\nTraceback of rank 1 on b:\n{traceback.rstrip()}")
     assert "what it said" not in text
-    assert as_text(Report("lost", "s", rows[2:3])).endswith("\n\nTraceback of rank 2 on b:\nwhat it said")
+    assert as_text(Report("lost", "s", rows[2:3])).endswith(
+        "\n\nTraceback of rank 2 on b:\nwhat it said"
+    )
     assert "  0     a     12 min   in all_reduce(" in text
     assert "  1     b              raised an exception: Failed: the reason\n" in text
     assert "last: barrier() #6\n" in text
     assert "  2     b              died: killed by SIGKILL\n" in text
-    assert "is at loader.py:4 in __next__: time.sleep(9)\n" in text and "   in train.py:9 in main: next(it)\n" in text
+    assert (
+        "is at loader.py:4 in __next__: time.sleep(9)\n" in text
+        and "   in train.py:9 in main: next(it)\n" in text
+    )
 
 
 def test_a_named_collective_shows_what_it_is_for() -> None:
-    call = Call("all_reduce(float32[9], sum)", "train.py:3", number=7, batch=263, name="gradient all-reduce")
+    call = Call(
+        "all_reduce(float32[9], sum)", "train.py:3", number=7, batch=263, name="gradient all-reduce"
+    )
     rows = (RankStatus(0, "waits", call=call, waiting_s=3.0), RankStatus(1, "runs", call=call))
     calls = CollectiveCalls(7, "", (RankCalls((0,), call), RankCalls((1,))))
     text = " ".join(as_text(Report("stall", "s", rows, (1,), (calls,))).split())
@@ -120,14 +141,31 @@ def test_a_named_collective_shows_what_it_is_for() -> None:
 
 def test_long_things_stay_within_the_width() -> None:
     call = Call(
-        f"all_to_all({'float32[1024, 1024], ' * 9}sum)", f"{'deep/' * 15}x.py:3 in f", f"f({'x' * 200})", 123456
+        f"all_to_all({'float32[1024, 1024], ' * 9}sum)",
+        f"{'deep/' * 15}x.py:3 in f",
+        f"f({'x' * 200})",
+        123456,
     )
     rows = (
-        RankStatus(0, "waits", host="a-host-of-a-very-long.domain.example", batch=123456, call=call, waiting_s=3.0),
-        RankStatus(1, "runs", "n" * 100, call=call, stack=(f"{'y' * 90}.py:1 in g: {'z' * 100}",) * 9),
+        RankStatus(
+            0,
+            "waits",
+            host="a-host-of-a-very-long.domain.example",
+            batch=123456,
+            call=call,
+            waiting_s=3.0,
+        ),
+        RankStatus(
+            1, "runs", "n" * 100, call=call, stack=(f"{'y' * 90}.py:1 in g: {'z' * 100}",) * 9
+        ),
     )
     report = Report(
-        "stall", "word " * 40, rows, (), (CollectiveCalls(7, "g", (RankCalls((0,), call), RankCalls((1,)))),), "c " * 90
+        "stall",
+        "word " * 40,
+        rows,
+        (),
+        (CollectiveCalls(7, "g", (RankCalls((0,), call), RankCalls((1,)))),),
+        "c " * 90,
     )
     for width in (80, 120):
         assert max(map(len, as_text(report, width, written="w " * 90).splitlines())) <= width

@@ -33,11 +33,16 @@ def test_an_error_is_raised_even_if_no_report_can_be_made_of_it(tmp_path: Path) 
         session.state.check()
 
 
-def test_a_log_that_cannot_be_created_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_created_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("LOCKSTEP_TIMELINE", str(tmp_path / "file"))
     said: list[str] = []
-    assert patches._open_log(cast("Any", SimpleNamespace(rank=1, own=None, write_message=said.append))) is None
+    assert (
+        patches._open_log(cast("Any", SimpleNamespace(rank=1, own=None, write_message=said.append)))
+        is None
+    )
     assert "rank 1 does not record its timeline" in said[0]
 
 
@@ -53,7 +58,11 @@ def bare_session(folder: Path, **more: Any) -> Any:
     state.recorder = cast("Any", SimpleNamespace(world_size=2))
     session.cross_host = cast("Any", SimpleNamespace(publish_report=lambda made: made))
     state.delivered, state.program_thread = threading.Event(), threading.current_thread()
-    changes = {"make_report": lambda finding: report(finding.sentence), "_end_waits": lambda: None, **more}
+    changes = {
+        "make_report": lambda finding: report(finding.sentence),
+        "_end_waits": lambda: None,
+        **more,
+    }
     vars(session).update(changes)
     return session
 
@@ -74,7 +83,9 @@ def test_a_finding_is_an_error_here_whatever_the_folder_is_like(tmp_path: Path, 
 def test_waits_are_ended_before_the_store_is_queried(tmp_path: Path) -> None:
     order: list[str] = []
     cross_host = SimpleNamespace(publish_report=lambda made: order.append("store"))
-    session = bare_session(tmp_path, cross_host=cross_host, _end_waits=lambda: order.append("waits"))
+    session = bare_session(
+        tmp_path, cross_host=cross_host, _end_waits=lambda: order.append("waits")
+    )
     session.adopt_report(report())
     assert order == ["waits", "store"]
 
@@ -110,15 +121,25 @@ def test_two_threads_that_find_something_write_one_whole_report(
 @pytest.mark.parametrize(
     "kind, words", [("lines", "Call site mismatch at collective #1"), ("batches", "is on batch 3")]
 )
-def test_what_differs_is_printed_where_nothing_can_be_written(tmp_path: Path, kind: str, words: str) -> None:
+def test_what_differs_is_printed_where_nothing_can_be_written(
+    tmp_path: Path, kind: str, words: str
+) -> None:
     said: list[str] = []
     record = SimpleNamespace(
-        what="barrier()", call_site="a.py:1", source="", sequence=1, group="", batch=3, finished=False
+        what="barrier()",
+        call_site="a.py:1",
+        source="",
+        sequence=1,
+        group="",
+        batch=3,
+        finished=False,
     )
     own = SimpleNamespace(record=lambda raw: record)
     monitor: Any = GroupMonitor.__new__(GroupMonitor)
     limits = SimpleNamespace(strict=False)
-    state = SimpleNamespace(folder=tmp_path / "gone", write_message=said.append, own=own, rank=0, limits=limits)
+    state = SimpleNamespace(
+        folder=tmp_path / "gone", write_message=said.append, own=own, rank=0, limits=limits
+    )
     monitor.state, monitor._warned = state, set()
     raws = [cast("Any", SimpleNamespace(line=line, loop=7)) for line in (1, 2)]
     monitor._warn(kind, raws[0], SimpleNamespace(reader=own, rank=1), raws[1])
@@ -127,7 +148,8 @@ def test_what_differs_is_printed_where_nothing_can_be_written(tmp_path: Path, ki
     assert not monitor._has_warned("swap", raws[0], raws[1])
 
 
-# --- elastic jobs -------------------------------------------------------------------------------------------
+# --- elastic jobs
+# -------------------------------------------------------------------------------------------
 
 
 class HangingWork:
@@ -152,7 +174,9 @@ def test_a_wait_in_slices_ends_when_it_is_interrupted() -> None:
         if work.waits == 3:
             raise MembershipChangedError(1)
 
-    monitor: Any = SimpleNamespace(waits_in_slices=True, state=SimpleNamespace(check=check), abandoned=[])
+    monitor: Any = SimpleNamespace(
+        waits_in_slices=True, state=SimpleNamespace(check=check), abandoned=[]
+    )
     with pytest.raises(MembershipChangedError):
         process_groups._wait(work, monitor)
     assert work.waits == 3

@@ -36,7 +36,9 @@ def test_a_status_is_read_as_it_was_published_but_for_a_long_traceback(status: R
     assert found.call == status.call
 
 
-@pytest.mark.parametrize("row", [[], [0], ["0", "runs"], [0, "runs", "", "", 1, None, ["barrier()", 3]]])
+@pytest.mark.parametrize(
+    "row", [[], [0], ["0", "runs"], [0, "runs", "", "", 1, None, ["barrier()", 3]]]
+)
 def test_a_damaged_row_is_refused(row: list[object]) -> None:
     with pytest.raises(ValueError, match=r"Expected|missing"):
         from_rows([row])
@@ -64,10 +66,18 @@ def test_members_are_published_of_groups_that_are_being_made(recorder: FlightRec
     with RecorderReader(recorder.path) as reader:
         published = collect_state({1: reader}, (), (), ())
         local = collect_waits({1: reader})
-    assert {key: state.members for key, (state,) in published.groups.items()} == {5: [0, 1, 2], 6: []}
-    assert {key: state.members for key, (state,) in local.groups.items()} == {5: [0, 1, 2], 6: [0, 1]}
+    assert {key: state.members for key, (state,) in published.groups.items()} == {
+        5: [0, 1, 2],
+        6: [],
+    }
+    assert {key: state.members for key, (state,) in local.groups.items()} == {
+        5: [0, 1, 2],
+        6: [0, 1],
+    }
     assert {rank: (wait.key, wait.sequence) for rank, wait in local.waits.items()} == {1: (6, 1)}
-    assert [len(state.records) for (state,) in (*published.groups.values(), *local.groups.values())] == [1, 1, 0, 0]
+    assert [
+        len(state.records) for (state,) in (*published.groups.values(), *local.groups.values())
+    ] == [1, 1, 0, 0]
 
 
 def test_on_one_host_all_channels_of_a_rank_count_however_many(tmp_path: Path) -> None:
@@ -81,7 +91,9 @@ def test_on_one_host_all_channels_of_a_rank_count_however_many(tmp_path: Path) -
         recorder.count_message(1 - rank, False, channel_key(False, 5, 1 - rank, rank, 7), 4)
         recorder.begin_wait(number, time.monotonic())
         for tag in range(300):
-            recorder.count_message(1 - rank, True, channel_key(True, 5, rank, 1 - rank, tag + 100), 4)
+            recorder.count_message(
+                1 - rank, True, channel_key(True, 5, rank, 1 - rank, tag + 100), 4
+            )
     readers = {rank: RecorderReader(recorder.path) for rank, recorder in enumerate(made)}
     local, published = collect_waits(readers), collect_state(readers, (), (), ())
     assert {rank: len(counts) for rank, counts in local.channels.items()} == {0: 301, 1: 301}

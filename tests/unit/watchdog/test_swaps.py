@@ -15,7 +15,20 @@ from lockstep.flight_recorder import RawRecord
 from lockstep.watchdog.mismatch import StackEntry, are_swapped, capture_stack, is_next_iteration
 
 RAW = RawRecord(
-    1, 2, 3, fingerprint=4, line=5, batch=6, loop=7, entered=0, left=0, what=0, call_site=0, group=0, name=0, peer=-1
+    1,
+    2,
+    3,
+    fingerprint=4,
+    line=5,
+    batch=6,
+    loop=7,
+    entered=0,
+    left=0,
+    what=0,
+    call_site=0,
+    group=0,
+    name=0,
+    peer=-1,
 )
 
 
@@ -128,12 +141,23 @@ def without_a_loop(calls: Calls) -> None:
     second(calls)
 
 
-OVER = (over_functions, over_partials, over_objects, over_objects_the_other_way_round, over_methods, over_layers)
+OVER = (
+    over_functions,
+    over_partials,
+    over_objects,
+    over_objects_the_other_way_round,
+    over_methods,
+    over_layers,
+)
 NOT_OVER = (by_number, by_choice, by_branch, on_lines, in_two_loops, without_a_loop)
 
 
-@pytest.mark.parametrize("program, expected", [*((each, True) for each in OVER), *((each, False) for each in NOT_OVER)])
-def test_whether_a_loop_goes_over_what_it_calls(program: Callable[[Calls], None], expected: bool) -> None:
+@pytest.mark.parametrize(
+    "program, expected", [*((each, True) for each in OVER), *((each, False) for each in NOT_OVER)]
+)
+def test_whether_a_loop_goes_over_what_it_calls(
+    program: Callable[[Calls], None], expected: bool
+) -> None:
     calls = Calls()
     program(calls)
     assert calls.found == [False, expected]
@@ -149,5 +173,7 @@ def test_swapped_lines_are_swapped_collectives_unless_they_have_names() -> None:
     assert not are_swapped(pair(a, b), pair(a, b))
     assert not are_swapped(pair(a, a), pair(a, a))
     assert not are_swapped(pair(a, b), pair(b, {"line": 3}))
-    assert not are_swapped(pair(a, b), pair({**b, "fingerprint": 9}, {**a, "fingerprint": 9}))  # a root that changes
+    assert not are_swapped(
+        pair(a, b), pair({**b, "fingerprint": 9}, {**a, "fingerprint": 9})
+    )  # a root that changes
     assert not are_swapped(pair({**a, "name": 1}, {**b, "name": 1}), pair(b, a))

@@ -1,4 +1,6 @@
-"""The rendezvous of ranks: where their flight recorders are, and what becomes of those that find no place."""
+"""The rendezvous of ranks: where their flight recorders are, and what becomes of those that find no
+place.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_where_one_rank_has_no_space_for_records_the_watchdog_is_off_on_all(
 ) -> None:
     record = rendezvous._make_recorder
     monkeypatch.setattr(
-        rendezvous, "_make_recorder", lambda folder, rank, size: (rank != 1 and record(folder, rank, size)) or None
+        rendezvous,
+        "_make_recorder",
+        lambda folder, rank, size: (rank != 1 and record(folder, rank, size)) or None,
     )
     folder = tmp_path / "job" / "attempt-0"
     folder.mkdir(parents=True)
@@ -46,7 +50,9 @@ def test_where_one_rank_has_no_space_for_records_the_watchdog_is_off_on_all(
 def test_two_launchers_on_one_host_do_not_look_for_ranks_in_the_folder_of_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an elastic job of two launchers, where an earlier group has left the record of another rank 1."""
+    """As in an elastic job of two launchers, where an earlier group has left the record of another
+    rank 1.
+    """
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()
@@ -70,12 +76,16 @@ def test_two_launchers_on_one_host_do_not_look_for_ranks_in_the_folder_of_the_ot
             each.heartbeat.close()
 
 
-@pytest.mark.parametrize("runtime", [True, False], ids=["runtime directory", "no runtime directory"])
+@pytest.mark.parametrize(
+    "runtime", [True, False], ids=["runtime directory", "no runtime directory"]
+)
 @pytest.mark.parametrize("kind", SQUATS)
 def test_nobody_can_keep_ranks_from_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, runtime: bool
 ) -> None:
-    """The usual folder's name can be guessed; others, or containers that share the memory, may take its place."""
+    """The usual folder's name can be guessed; others, or containers that share the memory, may take
+    its place.
+    """
     taken, own = tmp_path / f"lockstep-{os.getuid()}", tmp_path / "runtime"
     squat(taken, kind)
     own.mkdir(mode=0o700)
@@ -111,7 +121,9 @@ def test_nobody_can_keep_ranks_from_recording(
         assert list(taken.iterdir()) == []  # nothing is entrusted to what others can change
 
 
-@pytest.mark.parametrize("said", [{"token": "../../home"}, {"base": "/etc"}, {"base": "lockstep/../.."}])
+@pytest.mark.parametrize(
+    "said", [{"token": "../../home"}, {"base": "/etc"}, {"base": "lockstep/../.."}]
+)
 def test_a_rank_does_not_record_in_any_folder_that_the_store_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, str]
 ) -> None:
@@ -119,6 +131,8 @@ def test_a_rank_does_not_record_in_any_folder_that_the_store_names(
     monkeypatch.setattr(environment, "runtime_dir", lambda: None)
     jobs.make_base()
     first = {"token": "0123456789ab", "base": "", **said}
-    with pytest.raises(LockstepError, match=r"twelve hexadecimal digits|not a private folder of this user"):
+    with pytest.raises(
+        LockstepError, match=r"twelve hexadecimal digits|not a private folder of this user"
+    ):
         rendezvous._make_folder(first["token"], first["base"], [0], 1)
     assert [path.name for path in tmp_path.iterdir()] == [f"lockstep-{os.getuid()}"]

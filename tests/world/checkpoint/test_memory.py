@@ -23,12 +23,15 @@ MIB = 2**20
 FACTOR = 1.3
 SIZE = 288  # MiB of state: weights and the two moments of AdamW
 
-# torch's caches keep device meshes, and Gloo's files are open for as long as somebody holds its group
+# torch's caches keep device meshes, and Gloo's files are open for as long as somebody holds its
+# group
 pytestmark = pytest.mark.leaks("a device mesh outlives its job, and its group with it")
 
 
 def status(name: str) -> int:
-    """A line of this process's status, in bytes; all kinds of resident memory count, mapped files too."""
+    """A line of this process's status, in bytes; all kinds of resident memory count, mapped files
+    too.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -59,13 +62,22 @@ def trainer(folder: Path, strategy: str, size: int, **options: Any) -> lockstep.
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, foreach=False)
-    chosen = Sharded(comm, [str(layer) for layer in range(layers)]) if strategy == "sharded" else strategy
-    return lockstep.Trainer(model, optimizer, nn.MSELoss(), 4, run_dir=folder, callbacks=[], strategy=chosen, **options)
+    chosen = (
+        Sharded(comm, [str(layer) for layer in range(layers)])
+        if strategy == "sharded"
+        else strategy
+    )
+    return lockstep.Trainer(
+        model, optimizer, nn.MSELoss(), 4, run_dir=folder, callbacks=[], strategy=chosen, **options
+    )
 
 
 def measured(folder: Path, strategy: str, size: int, **options: Any) -> dict[str, float]:
-    """The largest part of the state that saving and resuming needed beside it, and the bytes of the state."""
-    # What is freed goes back to the system at once, so that an earlier peak does not hide a later one.
+    """The largest part of the state that saving and resuming needed beside it, and the bytes of the
+    state.
+    """
+    # What is freed goes back to the system at once, so that an earlier peak does not hide a later
+    # one.
     ctypes.CDLL(None).mallopt(-3, MIB)
     made = trainer(folder, strategy, size, **options)
     width = made.model[0].in_features  # type: ignore[union-attr, index, operator]
@@ -89,7 +101,9 @@ def measured(folder: Path, strategy: str, size: int, **options: Any) -> dict[str
 
 @pytest.fixture
 def new_processes() -> Iterator[Pool]:
-    """What other tests have left in the heap of a process changes how much more it gets from the system."""
+    """What other tests have left in the heap of a process changes how much more it gets from the
+    system.
+    """
     with closing(Pool()) as opened:
         opened.watch = False  # see `pytestmark`
         yield opened

@@ -1,4 +1,6 @@
-"""A sharded run's checkpoint is written and read in parts, whole or not at all, by any number of workers."""
+"""A sharded run's checkpoint is written and read in parts, whole or not at all, by any number of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,15 @@ from lockstep.training.callbacks import Callback
 from support.checkpoints import names, snapshot
 from support.pool import Pool, RanksFailedError
 
-# torch's caches keep device meshes, and Gloo's files are open for as long as somebody holds its group
+# torch's caches keep device meshes, and Gloo's files are open for as long as somebody holds its
+# group
 pytestmark = pytest.mark.leaks("a device mesh outlives its job, and its group with it")
 
 
 class Net(nn.Module):
-    """Rows that no number of workers divides, fewer rows than workers, a buffer, and values in two formats."""
+    """Rows that no number of workers divides, fewer rows than workers, a buffer, and values in two
+    formats.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,10 +52,14 @@ class Net(nn.Module):
 
 def data() -> TensorDataset:
     source = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(24, 6, generator=source), torch.randint(4, (24,), generator=source))
+    return TensorDataset(
+        torch.randn(24, 6, generator=source), torch.randint(4, (24,), generator=source)
+    )
 
 
-def trainer(folder: Path | None, strategy: str = "sharded", optimizer: Any = None, **options: Any) -> lockstep.Trainer:
+def trainer(
+    folder: Path | None, strategy: str = "sharded", optimizer: Any = None, **options: Any
+) -> lockstep.Trainer:
     comm = lockstep.init("cpu")
     torch.manual_seed(0)
     model = Net()
@@ -58,7 +67,9 @@ def trainer(folder: Path | None, strategy: str = "sharded", optimizer: Any = Non
     several = strategy == "sharded" and comm.size > 1
     chosen: Any = Sharded(comm, ["first", "few"]) if several else strategy
     options.setdefault("callbacks", [])
-    return lockstep.Trainer(model, made, nn.CrossEntropyLoss(), 6, run_dir=folder, strategy=chosen, **options)
+    return lockstep.Trainer(
+        model, made, nn.CrossEntropyLoss(), 6, run_dir=folder, strategy=chosen, **options
+    )
 
 
 def plain(state: dict[str, Any]) -> str:
@@ -97,9 +108,15 @@ class Odd(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, Odd])
-def test_the_state_comes_back_bit_for_bit_at_any_number_of_workers(pool: Pool, tmp_path: Path, optimizer: Any) -> None:
+def test_the_state_comes_back_bit_for_bit_at_any_number_of_workers(
+    pool: Pool, tmp_path: Path, optimizer: Any
+) -> None:
     wanted, *_ = pool.run(saved, tmp_path, optimizer=optimizer, workers=3)
-    for workers, strategy, used in ((4, "sharded", False), (2, "sharded", True), (2, "distributed", False)):
+    for workers, strategy, used in (
+        (4, "sharded", False),
+        (2, "sharded", True),
+        (2, "distributed", False),
+    ):
         found = pool.run(resumed, tmp_path, strategy, used, optimizer=optimizer, workers=workers)
         assert set(found) == {wanted}, (workers, strategy)
     assert resumed(tmp_path, "distributed", used=True, optimizer=optimizer) == wanted
@@ -110,7 +127,9 @@ def test_a_full_checkpoint_is_loaded_in_parts(pool: Pool, tmp_path: Path) -> Non
     assert set(pool.run(resumed, tmp_path, "sharded", workers=3)) == {wanted}
 
 
-def test_every_worker_writes_its_own_part_and_nothing_is_a_pickle(pool: Pool, tmp_path: Path) -> None:
+def test_every_worker_writes_its_own_part_and_nothing_is_a_pickle(
+    pool: Pool, tmp_path: Path
+) -> None:
     wanted, *_ = pool.run(saved, tmp_path, workers=2, backend="shm")
     assert set(pool.run(resumed, tmp_path, workers=3, backend="shm")) == {wanted}
     (path,) = (tmp_path / "checkpoints").iterdir()
@@ -121,11 +140,14 @@ def test_every_worker_writes_its_own_part_and_nothing_is_a_pickle(pool: Pool, tm
     checkpoint_folder.verify(path)
     layout = json.loads((path / "parts.json").read_text())
     whole = checkpoint_folder.read(path).state["model"]
-    assert {tuple(told["shape"]) for told in layout.values()} >= {tuple(value.shape) for value in whole.values()}
+    assert {tuple(told["shape"]) for told in layout.values()} >= {
+        tuple(value.shape) for value in whole.values()
+    }
     assert torch.equal(whole["calls"], torch.tensor(4))
 
 
-# --- damage ----------------------------------------------------------------------------------------------------
+# --- damage
+# --------------------------------------------------------------------------------------------------
 
 
 def refused(folder: Path, which: str) -> str:
@@ -137,7 +159,9 @@ def refused(folder: Path, which: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["part-00001.safetensors", "parts.json", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["part-00001.safetensors", "parts.json", "state.json", "manifest.json"]
+)
 def test_damage_in_any_file_is_found_on_every_worker(pool: Pool, tmp_path: Path, name: str) -> None:
     pool.run(saved, tmp_path, workers=2)
     (path,) = (tmp_path / "checkpoints").iterdir()
@@ -174,7 +198,8 @@ def test_each_file_is_verified_once_on_a_host(pool: Pool, tmp_path: Path, strate
     assert sorted(first + second) == [name for name in names(path) if name != "manifest.json"]
 
 
-# --- saving that fails -----------------------------------------------------------------------------------------
+# --- saving that fails
+# -----------------------------------------------------------------------------------------
 
 
 def save_with(folder: Path, disturb: Callable[[], None], background: bool) -> str:
@@ -246,17 +271,20 @@ def killed(folder: Path) -> None:
     made.save()
 
 
-def test_a_worker_that_is_killed_while_it_writes_leaves_the_older_checkpoint(pool: Pool, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_while_it_writes_leaves_the_older_checkpoint(
+    pool: Pool, tmp_path: Path
+) -> None:
     wanted, *_ = pool.run(saved, tmp_path, workers=2)
     with pytest.raises(RanksFailedError, match=r"rank 1 \(first\): died: killed by signal 9"):
         pool.run(killed, tmp_path, workers=2)
-    assert [path.name for path in checkpoint_folder.CheckpointStore(tmp_path / "checkpoints").paths()] == [
-        "step-0000000004"
-    ]
+    assert [
+        path.name for path in checkpoint_folder.CheckpointStore(tmp_path / "checkpoints").paths()
+    ] == ["step-0000000004"]
     assert resumed(tmp_path, "distributed") == wanted
 
 
-# --- in the background -----------------------------------------------------------------------------------------
+# --- in the background
+# -----------------------------------------------------------------------------------------
 
 
 class Slow:
@@ -327,14 +355,18 @@ def fails_beside(folder: Path) -> list[str]:
     made = trainer(folder, async_save=True, callbacks=[Fails()])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(distributed_checkpoint, "_GRACE", 0.3)
-        patch.setattr(checkpoint_manager._log, "error", lambda line, *told: said.append(line % told))
+        patch.setattr(
+            checkpoint_manager._log, "error", lambda line, *told: said.append(line % told)
+        )
         if made.comm.rank == 1:
             patch.setattr(distributed_checkpoint, "_write_part", lost)
         made.fit(data(), 1)
     return said
 
 
-def test_a_run_that_fails_does_not_wait_for_parts_that_never_come(pool: Pool, tmp_path: Path) -> None:
+def test_a_run_that_fails_does_not_wait_for_parts_that_never_come(
+    pool: Pool, tmp_path: Path
+) -> None:
     (first,), _ = pool.run(fails_beside, tmp_path, workers=2)
     assert first.startswith("the checkpoint of step 2 was not saved: ")
     assert first.endswith("the run ended before all workers had written their parts (rank 0)")
@@ -342,7 +374,9 @@ def test_a_run_that_fails_does_not_wait_for_parts_that_never_come(pool: Pool, tm
 
 
 @pytest.mark.parametrize("strategy", ["sharded", "distributed"])
-def test_in_the_background_the_state_is_that_of_the_moment_of_saving(pool: Pool, tmp_path: Path, strategy: str) -> None:
+def test_in_the_background_the_state_is_that_of_the_moment_of_saving(
+    pool: Pool, tmp_path: Path, strategy: str
+) -> None:
     wanted, *_ = pool.run(saved_beside, tmp_path, strategy, workers=2)
     assert set(pool.run(resumed, tmp_path, strategy, workers=2)) == {wanted}
     assert names(tmp_path / "checkpoints") == ["step-0000000002"]

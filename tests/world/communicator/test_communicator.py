@@ -36,7 +36,9 @@ def place() -> tuple[int, int, str, bool]:
 
 @pytest.mark.parametrize("init", [True, False], ids=["group is there", "group is made"])
 def test_a_group_of_the_programs_is_used_and_else_one_is_made(pool: Pool, init: bool) -> None:
-    assert pool.run(place, workers=3, init=init) == [(rank, 3, "torchrun", True) for rank in range(3)]
+    assert pool.run(place, workers=3, init=init) == [
+        (rank, 3, "torchrun", True) for rank in range(3)
+    ]
 
 
 def test_alone_nothing_is_set_up() -> None:
@@ -103,7 +105,9 @@ def test_what_rank_0_gets_or_raises_reaches_all(pool: Pool, tmp_path: Path) -> N
 
 
 class TwoReasonsError(Exception):
-    """Comes out of a pickle with an error of its own, like many exceptions with arguments of their own."""
+    """Comes out of a pickle with an error of its own, like many exceptions with arguments of their
+    own.
+    """
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
@@ -125,7 +129,9 @@ class ForgetfulError(Exception):
 
 @contextmanager
 def importable(*classes: type) -> Iterator[None]:
-    """Classes are pickled by where they can be imported from, which a function that was sent here has not."""
+    """Classes are pickled by where they can be imported from, which a function that was sent here
+    has not.
+    """
     sys.modules["of_this_test"] = module = ModuleType("of_this_test")
     for each in classes:
         each.__module__ = module.__name__
@@ -175,7 +181,9 @@ def test_whatever_rank_0_raises_reaches_all(pool: Pool, kind: str, name: str, te
     assert own[0] == name and text in own[1]
     for theirs in others:
         # the same error, or where it cannot be sent, one that tells of it
-        assert theirs == own or (theirs[0] == "WorkerError" and f"rank 0: {name}: " in theirs[1] and text in theirs[1])
+        assert theirs == own or (
+            theirs[0] == "WorkerError" and f"rank 0: {name}: " in theirs[1] and text in theirs[1]
+        )
     assert kind == "result" or others[0][0] == "WorkerError"
 
 
@@ -199,7 +207,11 @@ def first_fails(kind: str) -> tuple[str, str, bool]:
         with comm.rank0_first():
             ran = True
             if comm.rank == 0:
-                raise KeyboardInterrupt if kind == "interrupt" else FileNotFoundError(2, "nothing there", "data")
+                raise (
+                    KeyboardInterrupt
+                    if kind == "interrupt"
+                    else FileNotFoundError(2, "nothing there", "data")
+                )
     except BaseException as error:
         # and the workers can still talk
         assert comm.allgather_object(comm.rank) == list(range(comm.size))
@@ -245,12 +257,27 @@ def test_ranks_without_a_rendezvous(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("device", "world", "gpus", "said"),
     [
-        ("gpu", World(), 0, "auto, cpu, cuda, mps, xpu or another accelerator that torch knows, got 'gpu'"),
-        ("cuda:1", World(), 0, "takes the device of its local rank; for GPUs, CUDA_VISIBLE_DEVICES chooses"),
+        (
+            "gpu",
+            World(),
+            0,
+            "auto, cpu, cuda, mps, xpu or another accelerator that torch knows, got 'gpu'",
+        ),
+        (
+            "cuda:1",
+            World(),
+            0,
+            "takes the device of its local rank; for GPUs, CUDA_VISIBLE_DEVICES chooses",
+        ),
         ("cuda", World(), 0, "no GPU that torch can use"),
         ("xpu", World(), 0, "no device of this type that torch can use"),
         ("mps", World(), 0, "mps needs an Apple GPU, and one worker"),
-        ("auto", World(1, 2, 1, 2), 1, "as it has GPUs \\(1\\), got 2 workers \\(this is rank 1\\)"),
+        (
+            "auto",
+            World(1, 2, 1, 2),
+            1,
+            "as it has GPUs \\(1\\), got 2 workers \\(this is rank 1\\)",
+        ),
     ],
 )
 def test_devices_that_are_not_there(
@@ -269,7 +296,9 @@ def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int, chosen: list[int]) -> None:
-    """Let this host have so many GPUs, and note the numbers of those that become the current one."""
+    """Let this host have so many GPUs, and note the numbers of those that become the current
+    one.
+    """
     found = torch.device("cuda") if count else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -284,12 +313,16 @@ def test_workers_share_gpus_if_they_may(monkeypatch: pytest.MonkeyPatch) -> None
         device = pick_device("cuda", World(local_rank, 4, local_rank, 4), shares_gpus=True)
         assert device == torch.device("cuda", local_rank % 2)
     assert chosen == [0, 1, 0, 1]
-    with pytest.raises(ConfigError, match=r"init_process_group\('gloo'\) before lockstep.init\('cuda'\)"):
+    with pytest.raises(
+        ConfigError, match=r"init_process_group\('gloo'\) before lockstep.init\('cuda'\)"
+    ):
         pick_device("cuda", World(3, 4, 3, 4))
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
-def test_a_worker_that_sees_one_gpu_alone_takes_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_worker_that_sees_one_gpu_alone_takes_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """A program around the worker has left it one, by the local rank."""
     chosen: list[int] = []
     have_gpus(monkeypatch, 1, chosen)
@@ -302,12 +335,18 @@ def test_a_worker_that_sees_one_gpu_alone_takes_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_two_workers_that_see_the_same_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, living, ended = dist.HashStore(), os.getppid(), 2**22 + 1  # no process has a number as high as the second
+    store, living, ended = (
+        dist.HashStore(),
+        os.getppid(),
+        2**22 + 1,
+    )  # no process has a number as high as the second
     claim_gpu(store, 0, "GPU-a")
     claim_gpu(store, 0, "GPU-a")  # the same process once more, in a group that is made again
     claim_gpu(store, 1, "GPU-b")
     monkeypatch.setattr(os, "getpid", lambda: ended)
-    with pytest.raises(ConfigError, match=r"own for each worker on a node, got GPU GPU-a on rank 0 and on rank 5"):
+    with pytest.raises(
+        ConfigError, match=r"own for each worker on a node, got GPU GPU-a on rank 0 and on rank 5"
+    ):
         claim_gpu(store, 5, "GPU-a")
     claim_gpu(store, 6, "GPU-c")
     monkeypatch.setattr(os, "getpid", lambda: living)
@@ -318,25 +357,37 @@ def test_two_workers_that_see_the_same_gpu_are_refused(monkeypatch: pytest.Monke
 
 
 def test_the_process_group_gets_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's communicators are formed at once then, on this device, where that is not left to the first tensor."""
+    """NCCL's communicators are formed at once then, on this device, where that is not left to the
+    first tensor.
+    """
     given: list[dict[str, Any]] = []
     uuids: list[str] = []
     have_gpus(monkeypatch, 1, [])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a"))
-    monkeypatch.setattr(initialization.dist, "init_process_group", lambda *_, **options: given.append(options))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-a")
+    )
+    monkeypatch.setattr(
+        initialization.dist, "init_process_group", lambda *_, **options: given.append(options)
+    )
     monkeypatch.setattr(initialization.bootstrap, "open_store", lambda *_: None)
     monkeypatch.setattr(initialization.watchdog, "install", lambda *_: None)
     monkeypatch.setattr(initialization.atexit, "register", lambda _: None)
     monkeypatch.setattr(initialization.distributed_c10d, "_get_default_store", lambda: None)
-    monkeypatch.setattr(initialization, "claim_gpu", lambda _, rank, uuid: uuids.append(f"{uuid} of rank {rank}"))
+    monkeypatch.setattr(
+        initialization, "claim_gpu", lambda _, rank, uuid: uuids.append(f"{uuid} of rank {rank}")
+    )
     initialization._join(World(1, 2, 1, 2), torch.device("cuda", 0), "gloo", None)
     initialization._join(World(1, 2, 1, 2), torch.device("cpu"), "gloo", None)
     assert [options["device_id"] for options in given] == [torch.device("cuda", 0), None]
     assert uuids == ["GPU-a of rank 1"]
 
 
-def test_a_part_of_a_group_that_is_bound_to_a_device_is_made_by_its_members_alone(pool: Pool) -> None:
-    """From a bound group torch would split NCCL's communicators, in which all of its ranks have to take part."""
+def test_a_part_of_a_group_that_is_bound_to_a_device_is_made_by_its_members_alone(
+    pool: Pool,
+) -> None:
+    """From a bound group torch would split NCCL's communicators, in which all of its ranks have to
+    take part.
+    """
 
     def body() -> tuple[list[object], str]:
         helper = initialization.distributed_c10d._new_process_group_helper
@@ -369,7 +420,11 @@ def test_rank_0_names_a_torch_that_was_not_tried_once(pool: Pool) -> None:
     def body() -> str:
         errors = io.StringIO()
         untried = mock.patch.object(torch, "__version__", "9.1.0")
-        with untried, mock.patch.object(initialization, "_has_noted_torch", False), redirect_stderr(errors):
+        with (
+            untried,
+            mock.patch.object(initialization, "_has_noted_torch", False),
+            redirect_stderr(errors),
+        ):
             lockstep.init("cpu")
             lockstep.init("cpu")
             initialization._default = None  # a program may destroy its group and make another

@@ -17,46 +17,94 @@ TRANSPORTS = ("gloo", "shm")
 
 T = torch.ones(2)
 WRONG: dict[str, tuple[str, Callable[[Communicator], Any]]] = {
-    "too few parts": ("parts: expected 2 tensors, one for each rank, got 1 on rank 0", lambda c: c.alltoall([T])),
+    "too few parts": (
+        "parts: expected 2 tensors, one for each rank, got 1 on rank 0",
+        lambda c: c.alltoall([T]),
+    ),
     "too many": ("parts: expected 2 tensors, .*, got 3 on rank 0", lambda c: c.scatter([T] * 3)),
-    "none": ("parts: expected a list of 2 tensors, got NoneType on rank 0", lambda c: c.scatter(None)),
+    "none": (
+        "parts: expected a list of 2 tensors, got NoneType on rank 0",
+        lambda c: c.scatter(None),
+    ),
     "another dtype": (
         r"parts\[1\]: expected torch.float32 on cpu, as the others, got torch.int64 on cpu on rank 0",
         lambda c: c.reduce_scatter([T, T.long()]),
     ),
-    "another device": ("tensor: expected a tensor on a device that .* carries", lambda c: c.allreduce(T.to("meta"))),
+    "another device": (
+        "tensor: expected a tensor on a device that .* carries",
+        lambda c: c.allreduce(T.to("meta")),
+    ),
     "out of another shape": (
         r"out\[0\]: expected the shape \(2,\), got \(3,\) on rank 0",
         lambda c: c.allgather(T, out=[torch.ones(3)] * 2),
     ),
-    "out of another dtype": ("out: expected torch.float32", lambda c: c.scatter([T, T], out=T.int())),
-    "out of a part's shape": ("out: expected the shape", lambda c: c.reduce_scatter([T, T], out=torch.ones(3))),
+    "out of another dtype": (
+        "out: expected torch.float32",
+        lambda c: c.scatter([T, T], out=T.int()),
+    ),
+    "out of a part's shape": (
+        "out: expected the shape",
+        lambda c: c.reduce_scatter([T, T], out=torch.ones(3)),
+    ),
     "out without a part": (r"out: expected 2 tensors, .*, got 0", lambda c: c.gather(T, out=[])),
-    "root": ("root: expected a rank of this communicator, 0 to 1, got 2 on rank 0 of 2", lambda c: c.broadcast(T, 2)),
+    "root": (
+        "root: expected a rank of this communicator, 0 to 1, got 2 on rank 0 of 2",
+        lambda c: c.broadcast(T, 2),
+    ),
     "negative root": ("root: expected a rank", lambda c: c.gather_object(1, -1)),
-    "root by name": ("root: expected a whole number, got 'first'", lambda c: c.reduce(T, root="first")),
+    "root by name": (
+        "root: expected a whole number, got 'first'",
+        lambda c: c.reduce(T, root="first"),
+    ),
     "dest": ("dest: expected a rank", lambda c: c.send(T, 2)),
     "source": ("source: expected a rank", lambda c: c.irecv(T, 2)),
     "tag": ("tag: expected 0 to", lambda c: c.isend(T, 1, -1)),
-    "no operation": ("op: expected one of sum, mean, .*, got 'total'", lambda c: c.allreduce(T, "total")),
+    "no operation": (
+        "op: expected one of sum, mean, .*, got 'total'",
+        lambda c: c.allreduce(T, "total"),
+    ),
     "mean of integers": (
         r"op: expected what is defined for torch.int64 \(sum, product, .*\), got 'mean' .*Convert the tensor first",
         lambda c: c.allreduce(T.long(), "mean"),
     ),
-    "bits of floats": ("op: expected what is defined for torch.float32", lambda c: c.reduce(T, "and")),
-    "sum of bools": (r"op: .* torch.bool \(and, or, xor\), got 'sum'", lambda c: c.allreduce(T.bool())),
+    "bits of floats": (
+        "op: expected what is defined for torch.float32",
+        lambda c: c.reduce(T, "and"),
+    ),
+    "sum of bools": (
+        r"op: .* torch.bool \(and, or, xor\), got 'sum'",
+        lambda c: c.allreduce(T.bool()),
+    ),
     "float8": (r"op: .*\(nothing\)", lambda c: c.allreduce(T.to(torch.float8_e5m2))),
     "no tensor": (
         "tensor: expected a tensor, got list on rank 0 of 2. The methods whose",
         lambda c: c.allreduce([1]),
     ),
-    "no tensor among the parts": (r"parts\[1\]: expected a tensor, got int", lambda c: c.scatter([T, 1])),
-    "no numbers": ("tensor: expected a dtype of plain", lambda c: c.broadcast(torch.empty(2, dtype=torch.bits8))),
+    "no tensor among the parts": (
+        r"parts\[1\]: expected a tensor, got int",
+        lambda c: c.scatter([T, 1]),
+    ),
+    "no numbers": (
+        "tensor: expected a dtype of plain",
+        lambda c: c.broadcast(torch.empty(2, dtype=torch.bits8)),
+    ),
     "sparse": ("tensor: expected a dense tensor", lambda c: c.broadcast(T.to_sparse())),
-    "dimensions": ("tensor: expected at most 16 dimensions, got 17", lambda c: c.allgather(torch.ones([1] * 17))),
-    "counts": ("counts: expected 2 numbers of rows that add up to 2, got", lambda c: c.scatter(T, counts=[1, 2])),
-    "counts of a list": ("counts: expected none beside", lambda c: c.alltoall([T, T], counts=[2, 2])),
-    "nothing to deal out": ("parts: expected a first dimension", lambda c: c.scatter(torch.tensor(1.0))),
+    "dimensions": (
+        "tensor: expected at most 16 dimensions, got 17",
+        lambda c: c.allgather(torch.ones([1] * 17)),
+    ),
+    "counts": (
+        "counts: expected 2 numbers of rows that add up to 2, got",
+        lambda c: c.scatter(T, counts=[1, 2]),
+    ),
+    "counts of a list": (
+        "counts: expected none beside",
+        lambda c: c.alltoall([T, T], counts=[2, 2]),
+    ),
+    "nothing to deal out": (
+        "parts: expected a first dimension",
+        lambda c: c.scatter(torch.tensor(1.0)),
+    ),
     "values": ("values: expected a list of 2 values", lambda c: c.scatter_object([1])),
     "unpicklable": (
         r"value: expected one that can be pickled, got function \(",
@@ -87,8 +135,14 @@ def all_wrong(names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("said", "call"),
     [
-        ("tag: expected 0, as NCCL does not tell messages apart, got 3 on rank 0 of 2", lambda c: c.send(T, 1, 3)),
-        ("source: expected a rank, as NCCL does not receive from any, got None", lambda c: c.recv(T)),
+        (
+            "tag: expected 0, as NCCL does not tell messages apart, got 3 on rank 0 of 2",
+            lambda c: c.send(T, 1, 3),
+        ),
+        (
+            "source: expected a rank, as NCCL does not receive from any, got None",
+            lambda c: c.recv(T),
+        ),
         (
             "op: expected one that NCCL has, got 'xor' .*Reduce it on the CPU",
             lambda c: c.reduce(T.int(), "xor"),
@@ -145,9 +199,15 @@ def with_another_dtype(verb: str) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("verb", ["broadcast", "message", "sendrecv", "allgather", "gather", "scatter", "alltoall"])
+@pytest.mark.parametrize(
+    "verb", ["broadcast", "message", "sendrecv", "allgather", "gather", "scatter", "alltoall"]
+)
 def test_ranks_with_different_dtypes_of_as_many_bytes(pool: Pool, verb: str) -> None:
-    said = [text for texts in pool.run(with_another_dtype, verb, workers=2, backend="shm") for text in texts]
+    said = [
+        text
+        for texts in pool.run(with_another_dtype, verb, workers=2, backend="shm")
+        for text in texts
+    ]
     assert said
     for text in said:
         assert "float32" in text and "float64" in text and "rank 0" in text and "rank 1" in text

@@ -22,12 +22,19 @@ TRANSPORTS = ("gloo", "shm")
 def of_a_group() -> None:
     group = dist.new_group([2, 0])
     if dist.get_rank() == 1:
-        with pytest.raises(ConfigError, match="group: expected a process group that this process is in"):
+        with pytest.raises(
+            ConfigError, match="group: expected a process group that this process is in"
+        ):
             Communicator(group)
         return
     comm = Communicator(group)
     assert comm.group is group
-    assert (comm.rank, comm.size, comm.local_rank, comm.local_size) == (dist.get_rank() // 2, 2, comm.rank, 2)
+    assert (comm.rank, comm.size, comm.local_rank, comm.local_size) == (
+        dist.get_rank() // 2,
+        2,
+        comm.rank,
+        2,
+    )
     assert comm.broadcast_object(dist.get_rank(), root=1) == 2
     with comm:  # is not its own to destroy
         pass
@@ -52,7 +59,12 @@ def on_two_hosts() -> list[Any]:
 
 def test_split_gives_the_ranks_on_two_hosts(pool: Pool) -> None:
     def variables(rank: int) -> dict[str, str]:
-        place = {"LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2, "GROUP_WORLD_SIZE": 2}
+        place = {
+            "LOCAL_RANK": rank % 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "GROUP_RANK": rank // 2,
+            "GROUP_WORLD_SIZE": 2,
+        }
         return {name: str(value) for name, value in place.items()}
 
     assert pool.run(on_two_hosts, workers=4, env=variables) == [
@@ -84,7 +96,10 @@ def parts_of_parts() -> None:
             ahead, behind = (comm.rank + 1) % 4, (comm.rank - 1) % 4
             out = [torch.zeros(1), torch.zeros(1)]
             receiving = [twin.irecv(out[0], behind), comm.irecv(out[1], behind)]
-            sending = [comm.isend(torch.tensor([1.0]), ahead), twin.isend(torch.tensor([2.0]), ahead)]
+            sending = [
+                comm.isend(torch.tensor([1.0]), ahead),
+                twin.isend(torch.tensor([2.0]), ahead),
+            ]
             wait_all([*receiving, *sending])
             assert [each.item() for each in out] == [2, 1]
     assert comm.allreduce(torch.ones(1)).item() == 4
@@ -97,7 +112,9 @@ def freed() -> None:
     part.free()
     part.free()
     with pytest.raises(
-        ConfigError, match="communicator: expected one that has a process group, got one without, or that was freed"
+        ConfigError,
+        match="communicator: expected one that has a process group, got one without, or that was "
+        "freed",
     ):
         part.allreduce(torch.ones(1))
     with pytest.raises(ZeroDivisionError), comm.dup() as part:
@@ -144,7 +161,11 @@ def limits(transport: str) -> list[float]:
     dist.init_process_group(transport, timeout=timedelta(seconds=31))
     with Communicator().dup() as part:
         group: Any = part.group
-        limit = group.timeout if transport == "shm" else group._get_backend(torch.device("cpu")).options._timeout
+        limit = (
+            group.timeout
+            if transport == "shm"
+            else group._get_backend(torch.device("cpu")).options._timeout
+        )
         return [limit.total_seconds()]
 
 

@@ -23,7 +23,9 @@ LARGEST = 4
 
 @st.composite
 def calls(draw: st.DrawFn) -> Call:
-    """Any verb, with a dtype and an operation that fit each other, in the whole or in a part of the communicator."""
+    """Any verb, with a dtype and an operation that fit each other, in the whole or in a part of the
+    communicator.
+    """
     dtype = draw(st.sampled_from(DTYPES))
     some = st.lists(st.integers(0, 2), min_size=LARGEST, max_size=LARGEST).map(tuple)
     return Call(
@@ -39,7 +41,9 @@ def calls(draw: st.DrawFn) -> Call:
 
 
 def program(sequence: list[Call], waits: list[int]) -> None:
-    """Call all in order; after each, wait for as many of those under way as `waits` says, the oldest last."""
+    """Call all in order; after each, wait for as many of those under way as `waits` says, the
+    oldest last.
+    """
     comm = Communicator()
     under_way: list[Callable[[], None]] = []
     for call, count in zip(sequence, waits, strict=True):
@@ -61,7 +65,9 @@ def in_a_part(comm: Communicator, call: Call) -> None:
     assert (part is None) == (color == 0)
     if part is not None:
         with part:
-            members = sorted((keys[rank], rank) for rank in range(comm.size) if colors[rank] == color)
+            members = sorted(
+                (keys[rank], rank) for rank in range(comm.size) if colors[rank] == color
+            )
             assert (part.size, members[part.rank][1]) == (len(members), comm.rank)
             VERBS[call.verb](part, call)()
 
@@ -73,10 +79,16 @@ def in_a_part(comm: Communicator, call: Call) -> None:
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
 )
 @given(sequence=st.lists(calls(), min_size=4, max_size=12), data=st.data())
-def test_any_program(pool: Pool, transport: str, size: int, sequence: list[Call], data: st.DataObject) -> None:
+def test_any_program(
+    pool: Pool, transport: str, size: int, sequence: list[Call], data: st.DataObject
+) -> None:
     waits = data.draw(st.lists(st.integers(0, 3), min_size=len(sequence), max_size=len(sequence)))
     pool.run(program, sequence, waits, workers=size, backend=transport)
 
@@ -85,7 +97,14 @@ def every_dtype_and_operation(size: int) -> list[Call]:
     """Each verb in each of its forms, and each operation on each dtype, once."""
     forms = itertools.product(sorted(VERBS), (False, True), (False, True))
     made = [
-        Call(verb, DTYPES[number % len(DTYPES)], (3, 0, 1), (2,), defined(DTYPES[number % len(DTYPES)])[0], root=number)
+        Call(
+            verb,
+            DTYPES[number % len(DTYPES)],
+            (3, 0, 1),
+            (2,),
+            defined(DTYPES[number % len(DTYPES)])[0],
+            root=number,
+        )
         for number, (verb, _, _) in enumerate(forms)
     ]
     reductions = [
@@ -125,7 +144,8 @@ def test_alone() -> None:
         assert (twin.size, twin.allgather_object("x")) == (1, ["x"])
 
 
-# --- what else a caller can rely on ------------------------------------------------------------------------------
+# --- what else a caller can rely on
+# ------------------------------------------------------------------------------
 
 
 def requests() -> None:
@@ -133,7 +153,10 @@ def requests() -> None:
     ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     out = [torch.zeros(2) for _ in range(4)]
     receiving = [comm.irecv(each, behind, tag) for tag, each in enumerate(out)]
-    sending = [comm.isend(torch.full((2,), float(10 * comm.rank + tag)), ahead, tag) for tag in (3, 1, 2, 0)]
+    sending = [
+        comm.isend(torch.full((2,), float(10 * comm.rank + tag)), ahead, tag)
+        for tag in (3, 1, 2, 0)
+    ]
     assert wait_all(receiving) == [behind] * 4
     wait_all(sending)
     assert all(request.test() for request in (*receiving, *sending))
@@ -170,7 +193,9 @@ def to_oneself() -> None:
     comm.send(torch.zeros(2), comm.rank, tag=1)
     assert later.test() and later.wait() == comm.rank
     comm.send(torch.zeros(3), comm.rank)
-    with pytest.raises(ConfigError, match=r"the size and dtype of the message \(3 × torch.float32\), got 2 ×"):
+    with pytest.raises(
+        ConfigError, match=r"the size and dtype of the message \(3 × torch.float32\), got 2 ×"
+    ):
         comm.recv(first, comm.rank)
 
 

@@ -24,7 +24,10 @@ def expected(ranks: int) -> list[torch.Tensor]:
     level = [tensors_of(rank, torch.float64) for rank in range(ranks)]
     while len(level) > 1:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
-        level = [[combine(*both) for both in zip(*pair, strict=True)] if len(pair) == 2 else pair[0] for pair in pairs]
+        level = [
+            [combine(*both) for both in zip(*pair, strict=True)] if len(pair) == 2 else pair[0]
+            for pair in pairs
+        ]
     return level[0]
 
 

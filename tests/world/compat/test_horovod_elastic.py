@@ -29,13 +29,22 @@ def test_sync_commit_and_restore(pool: Any) -> None:
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, last_epoch=-1)
         sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
-        state = hvd.elastic.TorchState(model, optimizer, schedule=schedule, sampler=sampler, seen=[hvd.rank()])
+        state = hvd.elastic.TorchState(
+            model, optimizer, schedule=schedule, sampler=sampler, seen=[hvd.rank()]
+        )
         state.sync()
 
         def now() -> list[Any]:
             steps = [float(each["step"]) for each in optimizer.state_dict()["state"].values()]
             sums = [float(value.double().sum()) for value in model.state_dict().values()]
-            return [sums, steps, optimizer.param_groups[0]["lr"], schedule.last_epoch, list(state.seen), list(sampler)]
+            return [
+                sums,
+                steps,
+                optimizer.param_groups[0]["lr"],
+                schedule.last_epoch,
+                list(state.seen),
+                list(sampler),
+            ]
 
         found: dict[str, Any] = {"synced": now()}
         sampler.record_indices([hvd.rank()])  # each rank knows of its own alone
@@ -100,7 +109,9 @@ def test_a_training_continues_after_a_failed_operation_and_new_hosts(pool: Any) 
         assert said == ["from 0", "reset at 2", "from 2", "reset at 5", "from 5", "12 on 2"]
 
 
-def test_where_a_rank_is_killed_the_others_get_its_number_and_keep_their_last_commit(pool: Any) -> None:
+def test_where_a_rank_is_killed_the_others_get_its_number_and_keep_their_last_commit(
+    pool: Any,
+) -> None:
     def body() -> tuple[str, list[int]]:
         hvd.init()
         calls: list[int] = []
@@ -131,7 +142,9 @@ def test_where_a_rank_is_killed_the_others_get_its_number_and_keep_their_last_co
     assert steps == [0, 1]  # called once, and back at the commit after the first step
 
 
-def test_a_timeline_has_a_lane_for_each_rank_and_a_row_for_each_tensor(pool: Any, tmp_path: Path) -> None:
+def test_a_timeline_has_a_lane_for_each_rank_and_a_row_for_each_tensor(
+    pool: Any, tmp_path: Path
+) -> None:
     def body(path: str) -> None:
         os.environ["HOROVOD_TIMELINE"] = path
         hvd.init()
@@ -147,14 +160,32 @@ def test_a_timeline_has_a_lane_for_each_rank_and_a_row_for_each_tensor(pool: Any
     pool.run(body, str(tmp_path / "new" / "trace.json"), workers=3, backend="shm")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["trace.json"]
     events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
-    rows = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
-    assert list(rows)[3:] == ["add_process_set, unnamed", "allreduce.weights", "broadcast.count of ranks 0, 1"]
+    rows = {
+        event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"
+    }
+    assert list(rows)[3:] == [
+        "add_process_set, unnamed",
+        "allreduce.weights",
+        "broadcast.count of ranks 0, 1",
+    ]
     assert list(rows.values()) == list(range(6))
-    start = next(event["args"] for event in events if event["name"] == "start_time_since_epoch_in_micros")
+    start = next(
+        event["args"] for event in events if event["name"] == "start_time_since_epoch_in_micros"
+    )
     assert began * 1e6 < start["start_time_since_epoch_in_micros"] < time.time() * 1e6
     assert "CYCLE_START" not in {event["name"] for event in events}
-    phases = [event for event in events if event["pid"] == rows["allreduce.weights"] and event["ph"] != "M"]
-    assert [event["name"] for event in phases] == ["NEGOTIATE_ALLREDUCE", "0", "1", "2", "ALLREDUCE"] * 2
+    phases = [
+        event
+        for event in events
+        if event["pid"] == rows["allreduce.weights"] and event["ph"] != "M"
+    ]
+    assert [event["name"] for event in phases] == [
+        "NEGOTIATE_ALLREDUCE",
+        "0",
+        "1",
+        "2",
+        "ALLREDUCE",
+    ] * 2
     for negotiate, *ticks, done in (phases[:5], phases[5:]):
         moments = sorted(tick["ts"] for tick in ticks)
         assert (moments[0], moments[-1]) == (negotiate["ts"], done["ts"])
@@ -165,7 +196,9 @@ def test_a_timeline_has_a_lane_for_each_rank_and_a_row_for_each_tensor(pool: Any
         "allreduce weights (op Sum, dtype torch.float32, shape (2, 3), device cpu)"
     }
     assert all("test_horovod_elastic.py" in event["args"]["call site"] for event in sums)
-    numbers = sorted({event["args"]["number"] for event in sums})  # by which operations of several ranks are one
+    numbers = sorted(
+        {event["args"]["number"] for event in sums}
+    )  # by which operations of several ranks are one
     assert len(numbers) == 2 and numbers[1] == numbers[0] + 1 > 1
     sent = [event for event in events if event["name"].startswith("broadcast count")]
     assert sorted(event["pid"] for event in sent) == [0, 1]
@@ -200,7 +233,9 @@ def test_a_timeline_can_be_started_and_stopped(pool: Any, tmp_path: Path) -> Non
         assert text.count("allreduce in") == 2
 
 
-def test_a_timeline_ends_the_one_before_and_marks_the_rounds_of_the_ranks(pool: Any, tmp_path: Path) -> None:
+def test_a_timeline_ends_the_one_before_and_marks_the_rounds_of_the_ranks(
+    pool: Any, tmp_path: Path
+) -> None:
     def body(folder: str) -> None:
         hvd.init()
         for name in ("a.json", "b.json", "b.json"):
@@ -210,11 +245,15 @@ def test_a_timeline_ends_the_one_before_and_marks_the_rounds_of_the_ranks(pool: 
 
     pool.run(body, str(tmp_path), backend="shm")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
-    first, last = (json.loads((tmp_path / name).read_text())["traceEvents"] for name in ("a.json", "b.json"))
+    first, last = (
+        json.loads((tmp_path / name).read_text())["traceEvents"] for name in ("a.json", "b.json")
+    )
     marks = [event["ts"] for event in first if event["name"] == "CYCLE_START"]
     done = [event["ts"] + event["dur"] for event in first if event["name"] == "ALLREDUCE"]
     assert len(done) == 1
     assert marks
     assert 0 <= marks[0] < done[0]  # the round in which the ranks have told each other of it
     assert not [event for event in last if event["name"] == "CYCLE_START"]
-    assert len([event for event in last if event["name"] == "ALLREDUCE"]) == 1  # the second of this name
+    assert (
+        len([event for event in last if event["name"] == "ALLREDUCE"]) == 1
+    )  # the second of this name

@@ -42,7 +42,9 @@ def test_a_repeated_operation_takes_one_collective(pool: Any) -> None:
         engine, rank, found = hvd.global_process_set.engine, hvd.rank(), {}
         exchanged = []
         exchange = engine._messages.exchange
-        engine._messages.exchange = lambda messages: exchanged.append(messages) or exchange(messages)
+        engine._messages.exchange = lambda messages: exchanged.append(messages) or exchange(
+            messages
+        )
 
         def talks(call: Any) -> tuple[list[Any], int]:
             before = len(exchanged)
@@ -51,9 +53,13 @@ def test_a_repeated_operation_takes_one_collective(pool: Any) -> None:
         def tensor(*shape: int) -> torch.Tensor:
             return torch.full(shape, float(rank + 1))
 
-        found["small"] = talks(lambda n: hvd.allreduce_(tensor(3) * n, op=hvd.Sum, name="x").tolist())
+        found["small"] = talks(
+            lambda n: hvd.allreduce_(tensor(3) * n, op=hvd.Sum, name="x").tolist()
+        )
         found["other name"] = talks(lambda n: hvd.allreduce(tensor(3)).tolist())
-        found["sliced"] = talks(lambda n: hvd.allreduce(torch.ones(3, 2)[:, 0] * n, op=hvd.Sum)[0].item())
+        found["sliced"] = talks(
+            lambda n: hvd.allreduce(torch.ones(3, 2)[:, 0] * n, op=hvd.Sum)[0].item()
+        )
         found["half"] = talks(lambda n: hvd.allreduce(tensor(2).half()).tolist())
         found["large"] = talks(lambda n: hvd.allreduce(tensor(1 << 15), op=hvd.Sum).sum().item())
         found["whole"] = talks(lambda n: hvd.allreduce(torch.tensor([2 * rank + 1])).item())
@@ -74,7 +80,9 @@ def test_a_repeated_operation_takes_one_collective(pool: Any) -> None:
 
 
 def test_ranks_that_submit_something_else_than_predicted(pool: Any) -> None:
-    """After operations that all ranks have confirmed, one comes with another name, order, form, or joins."""
+    """After operations that all ranks have confirmed, one comes with another name, order, form, or
+    joins.
+    """
 
     def body() -> list[Any]:
         hvd.init()
@@ -87,7 +95,10 @@ def test_ranks_that_submit_something_else_than_predicted(pool: Any) -> None:
 
         predicted()
         names = ["a", "b"] if rank != 1 else ["b", "a"]
-        begun = {name: hvd.allreduce_async(torch.full((2,), ord(name) * 1.0), name=name) for name in names}
+        begun = {
+            name: hvd.allreduce_async(torch.full((2,), ord(name) * 1.0), name=name)
+            for name in names
+        }
         found.append([hvd.synchronize(begun[name])[0].item() for name in "ab"])
         predicted()
         with pytest.raises(hvd.HorovodInternalError, match="do not agree on shape") as caught:

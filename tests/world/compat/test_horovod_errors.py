@@ -15,14 +15,18 @@ from lockstep.errors import ConfigError
 
 MISMATCHES = {
     "shape": lambda r: hvd.allreduce(torch.ones(2 + r), name="x"),
-    "dtype": lambda r: hvd.allreduce(torch.ones(2, dtype=[torch.float32, torch.float64][r]), name="x"),
+    "dtype": lambda r: hvd.allreduce(
+        torch.ones(2, dtype=[torch.float32, torch.float64][r]), name="x"
+    ),
     "op": lambda r: hvd.allreduce(torch.ones(2), op=[hvd.Sum, hvd.Max][r], name="x"),
     "prescale_factor": lambda r: hvd.allreduce(torch.ones(2), prescale_factor=1.0 + r, name="x"),
     "postscale_factor": lambda r: hvd.allreduce(torch.ones(2), postscale_factor=1.0 + r, name="x"),
     "root rank": lambda r: hvd.broadcast(torch.ones(2), r, name="x"),
     "shape but for the first dimension": lambda r: hvd.allgather(torch.ones(2, 1 + r), name="x"),
     "ranks": lambda r: hvd.add_process_set([r]),
-    "shape of one in a group": lambda r: hvd.grouped_allreduce([torch.ones(1), torch.ones(1 + r)], name="x"),
+    "shape of one in a group": lambda r: hvd.grouped_allreduce(
+        [torch.ones(1), torch.ones(1 + r)], name="x"
+    ),
     "number in a group": lambda r: hvd.grouped_allreduce([torch.ones(1)] * (2 + r), name="x"),
     "rows for all to all": lambda r: hvd.alltoall(torch.ones(2, 1 + r), name="x"),
     "reducescatter": lambda r: hvd.reducescatter(torch.ones(2 + r), name="x"),
@@ -45,12 +49,17 @@ def test_mismatches_are_errors_on_all_ranks_and_name_both_values(pool: Any) -> N
     assert first == second
     for what in list(MISMATCHES)[:8]:
         assert f"the ranks do not agree on {what}: " in first[what]
-    assert first["shape"] == "allreduce 'x': the ranks do not agree on shape: (2,) on rank 0, (3,) on rank 1"
+    assert (
+        first["shape"]
+        == "allreduce 'x': the ranks do not agree on shape: (2,) on rank 0, (3,) on rank 1"
+    )
     assert first["dtype"].endswith("float32 on rank 0, float64 on rank 1")
     assert first["op"].endswith("Sum on rank 0, Max on rank 1")
     assert first["prescale_factor"].endswith("1.0 on rank 0, 2.0 on rank 1")
     assert first["root rank"].endswith("0 on rank 0, 1 on rank 1")
-    assert first["shape of one in a group"].endswith("((1,), (1,)) on rank 0, ((1,), (2,)) on rank 1")
+    assert first["shape of one in a group"].endswith(
+        "((1,), (1,)) on rank 0, ((1,), (2,)) on rank 1"
+    )
 
 
 def test_a_name_twice_at_once(pool: Any) -> None:
@@ -86,7 +95,9 @@ def test_a_rank_that_leaves_ends_what_the_others_wait_for(pool: Any, backend: st
         with pytest.raises(hvd.HorovodInternalError, match="allreduce 'x': ") as caught:
             hvd.allreduce(torch.ones(1), name="x")
         assert caught.value.__cause__ is not None
-        with pytest.raises(hvd.HorovodInternalError, match="can no longer reach the others: ") as again:
+        with pytest.raises(
+            hvd.HorovodInternalError, match="can no longer reach the others: "
+        ) as again:
             hvd.allreduce(torch.ones(1))
         assert str(caught.value.__cause__) in str(again.value)  # the cause is not hidden
         hvd.shutdown()
@@ -124,7 +135,9 @@ def test_process_sets(pool: Any) -> None:
             found["object"] = hvd.broadcast_object(rank, 2, process_set=pair)
             found["objects"] = hvd.allgather_object(rank, process_set=pair)
             hvd.barrier(pair)
-            with pytest.raises(ConfigError, match="root_rank: expected a global rank of the process set"):
+            with pytest.raises(
+                ConfigError, match="root_rank: expected a global rank of the process set"
+            ):
                 hvd.broadcast(x, 1, process_set=pair)
         else:
             with pytest.raises(ConfigError, match=r"process_set: expected one with this rank, 1"):
@@ -132,9 +145,18 @@ def test_process_sets(pool: Any) -> None:
         with pytest.raises(ConfigError, match="ranks that no other process set has"):
             hvd.add_process_set([0, 2])
         late = hvd.add_process_set([1, 2])
-        found["late"] = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=late).item() if rank else None
-        found["removed"] = (hvd.remove_process_set(late), hvd.remove_process_set(late), late.process_set_id)
-        found["global"] = (hvd.remove_process_set(hvd.global_process_set), hvd.global_process_set.ranks)
+        found["late"] = (
+            hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=late).item() if rank else None
+        )
+        found["removed"] = (
+            hvd.remove_process_set(late),
+            hvd.remove_process_set(late),
+            late.process_set_id,
+        )
+        found["global"] = (
+            hvd.remove_process_set(hvd.global_process_set),
+            hvd.global_process_set.ranks,
+        )
         with pytest.raises(ConfigError, match="process_set: expected one that has been added"):
             hvd.allreduce(torch.ones(1), process_set=late)
         hvd.shutdown()

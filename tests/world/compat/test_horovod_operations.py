@@ -9,7 +9,15 @@ import torch
 
 import lockstep.compat.horovod.torch as hvd
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+]
 
 
 def test_reductions(pool: Any) -> None:
@@ -24,15 +32,21 @@ def test_reductions(pool: Any) -> None:
         found["average"] = hvd.allreduce(x, average=True).tolist()
         found["no average"] = hvd.allreduce(x, average=False).tolist()
         found["negative"] = hvd.allreduce(torch.tensor([-1 - rank])).tolist()
-        found["factors"] = hvd.allreduce(x, prescale_factor=2.0, postscale_factor=0.5, op=hvd.Sum).tolist()
+        found["factors"] = hvd.allreduce(
+            x, prescale_factor=2.0, postscale_factor=0.5, op=hvd.Sum
+        ).tolist()
         found["fp16"] = hvd.allreduce(x, compression=hvd.Compression.fp16).tolist()
         found["turned"] = hvd.allreduce(torch.arange(4.0).view(2, 2).t(), op=hvd.Sum).tolist()
         many = [torch.full((n,), float(rank)) for n in (1, 3, 100_000)] + [torch.tensor([rank])]
         found["group"] = [t[0].item() for t in hvd.grouped_allreduce(many, op=hvd.Sum)]
-        found["group in place"] = [t is m for t, m in zip(hvd.grouped_allreduce_(many, op=hvd.Sum), many, strict=True)]
+        found["group in place"] = [
+            t is m for t, m in zip(hvd.grouped_allreduce_(many, op=hvd.Sum), many, strict=True)
+        ]
         found["grouped"] = [t[-1].item() for t in many]
         found["empty"] = hvd.allreduce(torch.Tensor(), name="barrier").tolist()
-        found["adasum"] = [t.tolist() for t in hvd.grouped_allreduce([x, torch.eye(2)[rank]], op=hvd.Adasum)]
+        found["adasum"] = [
+            t.tolist() for t in hvd.grouped_allreduce([x, torch.eye(2)[rank]], op=hvd.Adasum)
+        ]
         hvd.shutdown()
         return found
 
@@ -63,7 +77,9 @@ def test_moves(pool: Any, backend: str) -> None:
         rank, found = hvd.rank(), {}
         x = torch.full((rank + 1, 2), rank)
         found["allgather"] = hvd.allgather(x).tolist()
-        found["grouped"] = [t.tolist() for t in hvd.grouped_allgather([x[:, 0], torch.tensor([rank])])]
+        found["grouped"] = [
+            t.tolist() for t in hvd.grouped_allgather([x[:, 0], torch.tensor([rank])])
+        ]
         y = torch.arange(3.0) + 10 * rank
         found["broadcast"] = [hvd.broadcast(y, 1).tolist(), y.tolist()]
         hvd.broadcast_(y, 2)
@@ -75,7 +91,9 @@ def test_moves(pool: Any, backend: str) -> None:
         found["splits"] = [received.tolist(), counts.tolist(), counts.dtype]
         rows = torch.arange(8.0).view(4, 2)
         found["reducescatter"] = hvd.reducescatter(rows, op=hvd.Sum).tolist()
-        found["average"] = [t.tolist() for t in hvd.grouped_reducescatter([rows, torch.tensor([1, 2, 4]) * rank])]
+        found["average"] = [
+            t.tolist() for t in hvd.grouped_reducescatter([rows, torch.tensor([1, 2, 4]) * rank])
+        ]
         hvd.barrier()
         hvd.shutdown()
         return found
@@ -83,12 +101,19 @@ def test_moves(pool: Any, backend: str) -> None:
     for rank, found in enumerate(pool.run(body, workers=3, backend=backend)):
         assert found["allgather"] == [[0, 0], *[[1, 1]] * 2, *[[2, 2]] * 3]
         assert found["grouped"] == [[0, 1, 1, 2, 2, 2], [0, 1, 2]]
-        assert found["broadcast"] == [[10.0, 11.0, 12.0], [10.0 * rank, 10.0 * rank + 1, 10.0 * rank + 2]]
+        assert found["broadcast"] == [
+            [10.0, 11.0, 12.0],
+            [10.0 * rank, 10.0 * rank + 1, 10.0 * rank + 2],
+        ]
         assert found["broadcast_"] == [20.0, 21.0, 22.0]
         assert found["bool"] == [True]
         assert found["alltoall"] == [rank, 10 + rank, 20 + rank]
         sent = {0: [], 1: [0], 2: [1, 2]}[rank]
-        assert found["splits"] == [[x + 10 * peer for peer in range(3) for x in sent], [rank] * 3, torch.int32]
+        assert found["splits"] == [
+            [x + 10 * peer for peer in range(3) for x in sent],
+            [rank] * 3,
+            torch.int32,
+        ]
         rows = {0: [[0.0, 3.0], [6.0, 9.0]], 1: [[12.0, 15.0]], 2: [[18.0, 21.0]]}[rank]
         assert found["reducescatter"] == [[3 * x / 3 * 1 for x in row] for row in rows]
         assert found["average"] == [[[x / 3 for x in row] for row in rows], [[1], [2], [4]][rank]]
@@ -100,8 +125,13 @@ def test_named_operations_in_different_orders(pool: Any) -> None:
         rank = hvd.rank()
         names = [f"{number}" for number in range(80)]  # more than one cycle announces
         order = names if rank == 0 else names[::-1] if rank == 1 else names[40:] + names[:40]
-        handles = {name: hvd.allreduce_async(torch.tensor([float(name) + rank]), name=name) for name in order}
-        found = [hvd.synchronize(handles[name]).item() for name in (names if rank != 2 else names[::-1])]
+        handles = {
+            name: hvd.allreduce_async(torch.tensor([float(name) + rank]), name=name)
+            for name in order
+        }
+        found = [
+            hvd.synchronize(handles[name]).item() for name in (names if rank != 2 else names[::-1])
+        ]
         # one that waits for what the others ask for last
         if rank == 0:
             waiting = hvd.allreduce_async_(torch.ones(1), name="early")
@@ -144,10 +174,16 @@ def test_join(pool: Any) -> None:
         found["sums"] = [hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() for _ in range(rank + 1)]
         if rank == 2:
             found["average"] = hvd.allreduce(torch.full((1,), 3.0)).tolist()
-            found["group"] = [t.tolist() for t in hvd.grouped_allreduce([torch.tensor([6]), torch.ones(1)], op=hvd.Sum)]
+            found["group"] = [
+                t.tolist()
+                for t in hvd.grouped_allreduce([torch.tensor([6]), torch.ones(1)], op=hvd.Sum)
+            ]
             found["max"] = hvd.allreduce(torch.tensor([-1.0]), op=hvd.Max).tolist()
             found["adasum"] = hvd.allreduce(torch.tensor([2.0]), op=hvd.Adasum).tolist()
-            with pytest.raises(hvd.HorovodInternalError, match="allgather 'x' needs all ranks, but ranks 0 and 1 have"):
+            with pytest.raises(
+                hvd.HorovodInternalError,
+                match="allgather 'x' needs all ranks, but ranks 0 and 1 have",
+            ):
                 hvd.allgather(torch.ones(1), name="x")
         found["last"] = hvd.join()
         found["after"] = hvd.allreduce(torch.ones(1), op=hvd.Sum).tolist()  # named alike again
@@ -165,7 +201,12 @@ def test_join(pool: Any) -> None:
     assert [answer["after"] for answer in answers] == [[3.0]] * 3
     assert all(answer["again"] for answer in answers)
     last = answers[2]
-    assert (last["average"], last["group"], last["max"], last["adasum"]) == ([1.0], [[6], [1.0]], [-1.0], [2.0])
+    assert (last["average"], last["group"], last["max"], last["adasum"]) == (
+        [1.0],
+        [[6], [1.0]],
+        [-1.0],
+        [2.0],
+    )
 
 
 def test_gradients(pool: Any) -> None:
@@ -188,7 +229,11 @@ def test_gradients(pool: Any) -> None:
         gradient("prescale", lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0))
         gradient("group", lambda x: sum(hvd.grouped_allreduce([x, x], op=hvd.Sum)))
         gradient("allgather", hvd.allgather, rows=rank + 1)
-        gradient("grouped allgather", lambda x: torch.cat(hvd.grouped_allgather([x, x[:1]])), rows=rank + 1)
+        gradient(
+            "grouped allgather",
+            lambda x: torch.cat(hvd.grouped_allgather([x, x[:1]])),
+            rows=rank + 1,
+        )
         gradient("broadcast", lambda x: hvd.broadcast(x, 1))
         gradient("alltoall", hvd.alltoall)
         gradient("splits", lambda x: hvd.alltoall(x, torch.tensor([0, 2, 1]))[0])
@@ -201,7 +246,9 @@ def test_gradients(pool: Any) -> None:
         if part.included():
             gradient("part allgather", lambda x: hvd.allgather(x, process_set=part), rows=1)
             gradient("part broadcast", lambda x: hvd.broadcast(x, 2, process_set=part), rows=1)
-            gradient("part scatter", lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=part), rows=2)
+            gradient(
+                "part scatter", lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=part), rows=2
+            )
         hvd.shutdown()
         return found
 
@@ -219,8 +266,16 @@ def test_gradients(pool: Any) -> None:
         assert found["grouped reducescatter"] == [1.5, 16.5, 31.5]
     assert [found["allgather"] for found in answers] == [[11.0], [12.0, 13.0], [14.0, 15.0, 16.0]]
     # 7 to 9 are the weights of the second tensor's rows
-    assert [found["grouped allgather"] for found in answers] == [[28.0], [30.0, 13.0], [33.0, 15.0, 16.0]]
-    assert [found["splits"] for found in answers] == [[11.0, 12.0, 21.0], [13.0, 14.0, 22.0], [15.0, 16.0, 23.0]]
+    assert [found["grouped allgather"] for found in answers] == [
+        [28.0],
+        [30.0, 13.0],
+        [33.0, 15.0, 16.0],
+    ]
+    assert [found["splits"] for found in answers] == [
+        [11.0, 12.0, 21.0],
+        [13.0, 14.0, 22.0],
+        [15.0, 16.0, 23.0],
+    ]
     assert (first["part allgather"], third["part allgather"]) == ([11.0], [12.0])
     assert (first["part broadcast"], third["part broadcast"]) == ([0.0], [11.0])
     assert first["part scatter"] == third["part scatter"] == [2.0, 42.0]
@@ -228,7 +283,9 @@ def test_gradients(pool: Any) -> None:
 
 
 def test_gradients_of_gradients(pool: Any) -> None:
-    """As a penalty on the gradient's norm has them; a reduction must not end the graph in silence."""
+    """As a penalty on the gradient's norm has them; a reduction must not end the graph in
+    silence.
+    """
 
     def body() -> dict[str, list[float]]:
         hvd.init()
@@ -250,7 +307,9 @@ def test_gradients_of_gradients(pool: Any) -> None:
     first, last = pool.run(body, backend="shm")
     # 6 y y' times the mean of the weights 1 and 2, through a second mean
     assert first["allreduce"] == last["allreduce"] == [9.0, 18.0]
-    assert first["grouped"] == last["grouped"] == [72.0, 144.0]  # twice three sums in place of means
+    assert (
+        first["grouped"] == last["grouped"] == [72.0, 144.0]
+    )  # twice three sums in place of means
     # only the root's slope is not zero: its weight alone counts, as half of the weights
     assert (first["broadcast"], last["broadcast"]) == ([0.0, 0.0], [6.0, 12.0])
     assert (first["allgather"], last["allgather"]) == ([3.0, 6.0], [0.0, 0.0])
@@ -260,8 +319,15 @@ def test_sparse(pool: Any) -> None:
     def body() -> list[Any]:
         hvd.init()
         rank = hvd.rank()
-        x = torch.zeros(4).index_put((torch.tensor([0, rank + 1]),), torch.tensor([1.0, 4.0])).to_sparse()
-        both = [hvd.sparse_allreduce_async(x, f"{op}", op)().to_dense().tolist() for op in (hvd.Sum, hvd.Average)]
+        x = (
+            torch.zeros(4)
+            .index_put((torch.tensor([0, rank + 1]),), torch.tensor([1.0, 4.0]))
+            .to_sparse()
+        )
+        both = [
+            hvd.sparse_allreduce_async(x, f"{op}", op)().to_dense().tolist()
+            for op in (hvd.Sum, hvd.Average)
+        ]
         hvd.shutdown()
         return both
 
@@ -278,8 +344,14 @@ def test_init_and_shutdown_many_times(pool: Any) -> None:
             hvd.shutdown()
         return found
 
-    assert pool.run(body, True, workers=3, backend="gloo") == [[float(number) for number in range(12)]] * 3
-    assert pool.run(body, False, workers=2, init=False) == [[float(number) for number in range(12)]] * 2
+    assert (
+        pool.run(body, True, workers=3, backend="gloo")
+        == [[float(number) for number in range(12)]] * 3
+    )
+    assert (
+        pool.run(body, False, workers=2, init=False)
+        == [[float(number) for number in range(12)]] * 2
+    )
 
 
 def test_part_of_the_ranks(pool: Any) -> None:

@@ -44,14 +44,18 @@ def trained(options: dict[str, Any], ranks: list[int], distributed: bool) -> lis
     passes = options.get("backward_passes_per_step", 1)
     if distributed:
         named = options.pop("named", True)
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters() if named else None, **options)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters() if named else None, **options
+        )
     for step in range(3):
         optimizer.zero_grad()
         for number in range(passes):
             for rank in ranks:
                 inner = model[:3](data_of(rank, step * passes + number))
                 loss = (inner if rank else model[3](inner)).square().mean()
-                (loss if distributed or options.get("op") == hvd.Sum else loss / len(ranks)).backward()
+                (
+                    loss if distributed or options.get("op") == hvd.Sum else loss / len(ranks)
+                ).backward()
         optimizer.step()
     return [p.detach() for p in model.parameters()]
 
@@ -66,7 +70,9 @@ def test_every_option_gives_what_one_rank_would_get(pool: Any) -> None:
     first, second = pool.run(body, backend="shm")
     for name, options in OPTIONS.items():
         tolerance = 2e-2 if name == "bf16" else 1e-5
-        for a, b, right in zip(first[name], second[name], trained(options, [0, 1], False), strict=True):
+        for a, b, right in zip(
+            first[name], second[name], trained(options, [0, 1], False), strict=True
+        ):
             assert torch.equal(a, b)
             torch.testing.assert_close(a, right, rtol=tolerance, atol=tolerance)
 
@@ -113,7 +119,9 @@ def test_groups_of_parameters_and_a_class_of_the_users_own(pool: Any) -> None:
         nn.init.zeros_(model.weight)
         groups = [[model.weight, model.bias]]
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), groups=groups, compression=Halved)
+        optimizer = hvd.DistributedOptimizer(
+            inner, model.named_parameters(), groups=groups, compression=Halved
+        )
         model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
         optimizer.step()
         hvd.shutdown()
@@ -158,7 +166,9 @@ def test_synchronize_and_what_is_refused(pool: Any) -> None:
         hvd.init()
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
+        )
 
         def backward() -> None:
             model(torch.full((1, 1), 1.0 + hvd.rank())).sum().backward()
@@ -176,7 +186,10 @@ def test_synchronize_and_what_is_refused(pool: Any) -> None:
         found = [model.weight.item()]
         optimizer.zero_grad(set_to_none=False)
         optimizer.synchronize()
-        with pytest.warns(UserWarning, match=r"^optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)"):
+        with pytest.warns(
+            UserWarning,
+            match=r"^optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)",
+        ):
             optimizer.step()
         optimizer.set_backward_passes_per_step(2)
         optimizer.zero_grad()
@@ -244,14 +257,18 @@ def test_sparse_gradients(pool: Any) -> None:
         table = nn.Embedding(3, 1, sparse=True)
         nn.init.zeros_(table.weight)
         inner = torch.optim.SGD(table.parameters(), lr=1.0)
-        optimizer = hvd.DistributedOptimizer(inner, table.named_parameters(), sparse_as_dense=as_dense)
+        optimizer = hvd.DistributedOptimizer(
+            inner, table.named_parameters(), sparse_as_dense=as_dense
+        )
         table(torch.tensor([0, hvd.rank() + 1])).sum().backward()
         optimizer.step()
         assert table.weight.grad is not None
         assert table.weight.grad.is_sparse
         optimizer.zero_grad()
         if hvd.rank() == 0:  # the other has none this time
-            (table(torch.tensor([2])) * torch.ones(1)).sum().backward()  # torch takes no one row of a plain sum
+            (
+                table(torch.tensor([2])) * torch.ones(1)
+            ).sum().backward()  # torch takes no one row of a plain sum
         optimizer.step()
         hvd.shutdown()
         return table.weight.tolist()
@@ -316,7 +333,8 @@ def test_adasum_combines_what_steps_change(pool: Any) -> None:
     first, second = pool.run(body, backend="shm")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for a, start in zip(first, model_of().parameters(), strict=True):
-        # Adam's first step changes each number by the learning rate: two such changes are summed at most
+        # Adam's first step changes each number by the learning rate: two such changes are summed at
+        # most
         assert 0 < (a - start).abs().max() <= 0.0201
 
 
@@ -324,7 +342,9 @@ def test_adasum_by_hand(pool: Any) -> None:
     def body() -> list[float]:
         hvd.init()
         p = nn.Parameter(torch.zeros(2))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Adasum)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Adasum
+        )
         (p * torch.tensor([[1.0, 0.0], [1.0, 1.0]][hvd.rank()])).sum().backward()
         optimizer.step()
         hvd.shutdown()
@@ -340,7 +360,9 @@ def test_ranks_outside_the_process_set_train_by_themselves(pool: Any) -> None:
         hvd.init()
         pair = hvd.add_process_set([0, 2])
         p = nn.Parameter(torch.zeros(1))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], process_set=pair)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([p], lr=1.0), [("p", p)], process_set=pair
+        )
         (p * float(hvd.rank())).sum().backward()
         optimizer.step()
         hvd.shutdown()
@@ -355,10 +377,17 @@ def test_parameters_states_and_objects_come_from_the_root(pool: Any) -> None:
         rank, found = hvd.rank(), {}
         torch.manual_seed(rank)
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        for given in (model.state_dict(), list(model.named_parameters()), model.parameters(), model.named_buffers()):
+        for given in (
+            model.state_dict(),
+            list(model.named_parameters()),
+            model.parameters(),
+            model.named_buffers(),
+        ):
             hvd.broadcast_parameters(given, 1)
         found["model"] = [tensor.tolist() for tensor in model.state_dict().values()]
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1), betas=(0.1 * rank, 0.9))
+        optimizer = torch.optim.Adam(
+            model.parameters(), lr=0.1 * (rank + 1), betas=(0.1 * rank, 0.9)
+        )
         if rank == 1:  # the other one has no state yet
             model(torch.randn(4, 2)).sum().backward()
             optimizer.step()
@@ -367,7 +396,9 @@ def test_parameters_states_and_objects_come_from_the_root(pool: Any) -> None:
         hvd.broadcast_optimizer_state(wrapped, 1)
         state = optimizer.state_dict()
         found["options"] = (state["param_groups"][0]["lr"], state["param_groups"][0]["betas"])
-        found["state"] = [[value.tolist() for value in each.values()] for each in state["state"].values()]
+        found["state"] = [
+            [value.tolist() for value in each.values()] for each in state["state"].values()
+        ]
         found["object"] = hvd.broadcast_object({"a": [rank]} if rank else None, 1, name="o")
         found["function"] = hvd.broadcast_object_fn(0)(lambda: rank)()
         found["objects"] = hvd.allgather_object({"rank": rank}, name="o")
@@ -404,5 +435,7 @@ def test_sync_batch_norm_has_the_statistics_of_all_samples(pool: Any) -> None:
     (output * torch.arange(2.0)).square().sum().backward()
     first, second = pool.run(body, backend="shm")
     for number, whole in enumerate((output, x.grad)):
-        torch.testing.assert_close(torch.cat([first[number], second[number]]), whole, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.cat([first[number], second[number]]), whole, rtol=1e-4, atol=1e-5
+        )
     torch.testing.assert_close(first[2], layer.running_mean)

@@ -48,7 +48,8 @@ if rank == 0:
     torch.save(model.state_dict(), "model.pt")
 """
 
-# as the ImageNet example: several batches for each step, warm-up by batches, a checkpoint to resume from, metrics
+# as the ImageNet example: several batches for each step, warm-up by batches, a checkpoint to resume
+# from, metrics
 IMAGENET = """
 import lockstep, os, torch
 import torch.nn.functional as F
@@ -119,7 +120,11 @@ def run_here(program: str) -> tuple[list[float], list[torch.Tensor], int]:
     exec(compile(program, "script.py", "exec"), names)
     hvd.barrier()
     hvd.shutdown()
-    return names["losses"], [p.detach() for p in names["model"].parameters()], names.get("resume", 0)
+    return (
+        names["losses"],
+        [p.detach() for p in names["model"].parameters()],
+        names.get("resume", 0),
+    )
 
 
 def check(answers: list[Any]) -> list[float]:
@@ -155,10 +160,15 @@ def test_a_function_runs_as_the_ranks_of_a_job() -> None:
         total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
         if hvd.rank() == 0:
             hvd.shutdown()
-        assert multiprocessing.get_start_method(allow_none=True) is None  # DataLoader takes classes of the program
+        assert (
+            multiprocessing.get_start_method(allow_none=True) is None
+        )  # DataLoader takes classes of the program
         return start + step * int(os.environ["HOROVOD_RANK"]), total
 
-    assert horovod.run(work, (1,), {"step": 2}, num_proc=2, hosts="localhost:2", verbose=2) == [(1, 2.0), (3, 2.0)]
+    assert horovod.run(work, (1,), {"step": 2}, num_proc=2, hosts="localhost:2", verbose=2) == [
+        (1, 2.0),
+        (3, 2.0),
+    ]
     assert horovod.run(work, (1,), {"step": 2}, np=2, use_gloo=True) == [(1, 2.0), (3, 2.0)]
     for elsewhere in ({"hosts": "localhost:1,a:1"}, {"hostfile": "machines"}):
         with pytest.raises(ValueError, match=f"{next(iter(elsewhere))}: expected"):

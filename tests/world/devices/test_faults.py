@@ -1,4 +1,6 @@
-"""Faults of an accelerator, played on the toy device: full memory, a device that is lost, and one for two workers."""
+"""Faults of an accelerator, played on the toy device: full memory, a device that is lost, and one
+for two workers.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,19 @@ from support import toy_device
 from support.pool import Pool, RanksFailedError
 
 FULL = "toy out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 16.00 GiB."
-TAKEN = "(2.50 GiB more were asked for; 8.0 GiB of 16.0 GiB are this process's, 4.0 GiB those of others)"
+TAKEN = (
+    "(2.50 GiB more were asked for; 8.0 GiB of 16.0 GiB are this process's, 4.0 GiB those of "
+    "others)"
+)
 STEP = (
     f"rank 0: toy:0 is out of memory in step 2, with 16 of the 16 samples of the global batch {TAKEN}. "
     'Try gradient_accumulation_steps=2, which changes no result, precision="bf16", a smaller global batch, or more '
     "workers."
 )
 COPY = (
-    "rank 0: toy:0 is out of memory in the copy of a batch after step 2 of epoch 0, with global batches of 16 samples "
-    f"{TAKEN}. Try a smaller global batch, or more workers: several passes over a batch need all of it on the device."
+    "rank 0: toy:0 is out of memory in the copy of a batch after step 2 of epoch 0, with global "
+    f"batches of 16 samples {TAKEN}. Try a smaller global batch, or more workers: several passes "
+    "over a batch need all of it on the device."
 )
 
 
@@ -145,7 +151,9 @@ def joins() -> None:
         ),
     ],
 )
-def test_two_workers_with_one_device_are_refused(toy_pool: Pool, env: dict[str, str], said: str) -> None:
+def test_two_workers_with_one_device_are_refused(
+    toy_pool: Pool, env: dict[str, str], said: str
+) -> None:
     outcomes = toy_pool.outcomes(joins, workers=2, init=False, env=env)
     refused = [outcome for outcome in outcomes if outcome.kind == ConfigError.__name__]
     assert refused and all(said in outcome.message for outcome in refused)

@@ -28,7 +28,9 @@ def data(samples: int = 96) -> TensorDataset:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    return nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)
+    )
 
 
 def start(device: str) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
@@ -73,7 +75,12 @@ def evaluation(device: str) -> Any:
     comm = lockstep.init()
     trained.to(comm.device)
     loader = Loader(data(90), 24, shuffle=False)
-    found = evaluate(trained, loader, nn.CrossEntropyLoss(), {"accuracy": accuracy, "whole": lockstep.whole_set(error)})
+    found = evaluate(
+        trained,
+        loader,
+        nn.CrossEntropyLoss(),
+        {"accuracy": accuracy, "whole": lockstep.whole_set(error)},
+    )
     return list(found.values()), {}
 
 
@@ -91,7 +98,13 @@ def replicas(device: str) -> Any:
     _, trained, optimizer = start(device)
     trained[3] = nn.Identity()  # each replica draws its own numbers
     trainer = lockstep.Trainer(
-        trained, optimizer, nn.CrossEntropyLoss(), 24, callbacks=[], strategy="replicas", devices=[device, device]
+        trained,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        24,
+        callbacks=[],
+        strategy="replicas",
+        devices=[device, device],
     )
     trainer.fit(data(), 2)
     return [row["train_loss"] for row in trainer.history], weights(trained)
@@ -156,12 +169,16 @@ def check_equal(found: Any, expected: Any, exact: bool = True) -> None:
         assert losses == pytest.approx(on_cpu, rel=1e-6) and all(map(math.isfinite, losses))
         assert tensors.keys() == tensors_on_cpu.keys()
         for name, tensor in tensors.items():
-            torch.testing.assert_close(tensor, tensors_on_cpu[name], **({"rtol": 0.0, "atol": 0.0} if exact else {}))
+            torch.testing.assert_close(
+                tensor, tensors_on_cpu[name], **({"rtol": 0.0, "atol": 0.0} if exact else {})
+            )
 
 
 def on_both(pool: Pool, path: Callable[..., Any], workers: int, *arguments: Any) -> tuple[Any, Any]:
     options: dict[str, Any] = {"workers": workers, "init": False, "env": toy_device.ONE_EACH}
-    return pool.run(path, "toy", *arguments, **options), pool.run(path, "cpu", *arguments, **options)
+    return pool.run(path, "toy", *arguments, **options), pool.run(
+        path, "cpu", *arguments, **options
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -177,7 +194,8 @@ def test_several_devices_in_a_process(toy_pool: Pool, path: Callable[[str], Any]
     check_equal(*on_both(toy_pool, path, 1), exact=False)
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 def epochs(device: str, folder: Path, until: int, background: bool = False) -> Any:
@@ -223,7 +241,9 @@ def test_the_hook_of_ddp_that_combines_gradients(toy_pool: Pool) -> None:
 
 
 def images_on_the_device() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches made on the device where what is made is for inference alone, and from parts of other indices."""
+    """Batches made on the device where what is made is for inference alone, and from parts of other
+    indices.
+    """
     toy_device.register()
     comm = lockstep.init("toy")
     images = lockstep.data.synthetic(train=100, test=8)[0]
@@ -233,7 +253,9 @@ def images_on_the_device() -> list[tuple[torch.Tensor, torch.Tensor]]:
         for batch in Loader(there, 32, comm=comm).epoch(0):
             found.append((batch.data[1].cpu(), images.labels[batch.indices]))
     whole = torch.arange(100)
-    of_bytes = whole.view(torch.uint8)[80:160].view(torch.int64)  # parts of a tensor of another dtype
+    of_bytes = whole.view(torch.uint8)[80:160].view(
+        torch.int64
+    )  # parts of a tensor of another dtype
     for index in (whole[7:12], whole[7:12], whole.flip(0)[3:9], whole.view(20, 5)[:, 1], of_bytes):
         found.append((there.collated_batch(index)[1].cpu(), images.labels[index]))
     whole.add_(1).clamp_(max=99)
@@ -254,11 +276,15 @@ def count_on_the_host() -> tuple[list[float], bool]:
     optimizer = torch.optim.SGD(trained.parameters(), 0.1)
 
     def summed(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return nn.functional.cross_entropy(output, target, reduction="sum"), torch.tensor(len(output))
+        return nn.functional.cross_entropy(output, target, reduction="sum"), torch.tensor(
+            len(output)
+        )
 
     step = lockstep.TrainStep(trained, optimizer, summed)
     results = [step.run(batch) for batch in Loader(data(), 24).epoch(0)]
-    return [float(result.loss) for result in results], any(torch.is_tensor(each.on_hand[1]) for each in results)
+    return [float(result.loss) for result in results], any(
+        torch.is_tensor(each.on_hand[1]) for each in results
+    )
 
 
 def test_a_count_on_the_host_stays_there(toy_pool: Pool) -> None:

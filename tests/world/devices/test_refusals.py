@@ -1,4 +1,6 @@
-"""What loops with `prepare` refuse on the CPU is refused on an accelerator too, played by the toy device."""
+"""What loops with `prepare` refuse on the CPU is refused on an accelerator too, played by the toy
+device.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,20 @@ def train(ignores: bool, adds: bool, counts: bool) -> str:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_mean_over_labels_of_which_some_are_ignored(toy_pool: Pool, workers: int) -> None:
-    """Their number is known when the device has counted them: the error comes by the end of the epoch, on all."""
+    """Their number is known when the device has counted them: the error comes by the end of the
+    epoch, on all.
+    """
     env = toy_device.ONE_EACH
     for said in toy_pool.run(train, True, False, False, workers=workers, init=False, env=env):
         assert "a mean over the labels that are not ignored" in said
-    assert toy_pool.run(train, True, False, True, workers=workers, init=False, env=env) == [""] * workers
-    assert toy_pool.run(train, False, False, False, workers=workers, init=False, env=env) == [""] * workers
+    assert (
+        toy_pool.run(train, True, False, True, workers=workers, init=False, env=env)
+        == [""] * workers
+    )
+    assert (
+        toy_pool.run(train, False, False, False, workers=workers, init=False, env=env)
+        == [""] * workers
+    )
 
 
 def test_a_number_of_the_model_that_is_no_mean(toy_pool: Pool) -> None:

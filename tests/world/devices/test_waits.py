@@ -32,7 +32,9 @@ def data() -> TensorDataset:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
+    return nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)
+    )
 
 
 class Waits:
@@ -42,7 +44,9 @@ class Waits:
         self.seen: Counter[str] = Counter()
 
     def note(self, step: int, passes: int = 1) -> None:
-        """Count those since the last call, if this one of so many passes for each update has no reason to wait."""
+        """Count those since the last call, if this one of so many passes for each update has no
+        reason to wait.
+        """
         if step in QUIET and not is_due(step // passes):
             self.seen += toy_device.WAITS
         toy_device.WAITS.clear()
@@ -66,17 +70,21 @@ def start(make_model: Callable[[], nn.Module]) -> tuple[Any, nn.Module, torch.op
 
 
 def trainer(
-    options: dict[str, Any], make: Callable[[], list[Any]] = list, make_model: Callable[[], nn.Module] = model
+    options: dict[str, Any],
+    make: Callable[[], list[Any]] = list,
+    make_model: Callable[[], nn.Module] = model,
 ) -> dict[str, int]:
     waits = Waits()
     _, trained, optimizer = start(make_model)
-    lockstep.Trainer(trained, optimizer, nn.CrossEntropyLoss(), 16, callbacks=[*make(), Watch(waits)], **options).fit(
-        data(), 1
-    )
+    lockstep.Trainer(
+        trained, optimizer, nn.CrossEntropyLoss(), 16, callbacks=[*make(), Watch(waits)], **options
+    ).fit(data(), 1)
     return dict(waits.seen)
 
 
-def train_step(options: dict[str, Any], make_model: Callable[[], nn.Module] = model) -> dict[str, int]:
+def train_step(
+    options: dict[str, Any], make_model: Callable[[], nn.Module] = model
+) -> dict[str, int]:
     waits = Waits()
     _, trained, optimizer = start(make_model)
     step = lockstep.TrainStep(trained, optimizer, nn.CrossEntropyLoss(), **options)
@@ -124,27 +132,42 @@ def name_of(options: Any) -> str | None:
 def test_a_step_waits_for_nothing(
     toy_pool: Pool, path: Callable[..., Any], options: dict[str, Any], workers: int
 ) -> None:
-    assert toy_pool.run(path, options, workers=workers, init=False, env=toy_device.ONE_EACH) == [{}] * workers
+    assert (
+        toy_pool.run(path, options, workers=workers, init=False, env=toy_device.ONE_EACH)
+        == [{}] * workers
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("options", "accumulation"),
-    [({}, 1), ({}, 4), ({"max_grad_norm": 1.0}, 1), ({"precision": "bf16"}, 1), ({"virtual_workers": 4}, 1)],
+    [
+        ({}, 1),
+        ({}, 4),
+        ({"max_grad_norm": 1.0}, 1),
+        ({"precision": "bf16"}, 1),
+        ({"virtual_workers": 4}, 1),
+    ],
     ids=name_of,
 )
 def test_a_turn_of_a_loop_with_prepare_waits_for_nothing(
     toy_pool: Pool, options: dict[str, Any], accumulation: int, workers: int
 ) -> None:
-    found = toy_pool.run(own_loop, options, accumulation, workers=workers, init=False, env=toy_device.ONE_EACH)
+    found = toy_pool.run(
+        own_loop, options, accumulation, workers=workers, init=False, env=toy_device.ONE_EACH
+    )
     assert found == [{}] * workers
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_callbacks_that_read_losses_and_gradients_wait_for_nothing(toy_pool: Pool, workers: int) -> None:
+def test_callbacks_that_read_losses_and_gradients_wait_for_nothing(
+    toy_pool: Pool, workers: int
+) -> None:
     options = {"virtual_workers": 4}  # GradientNoise needs some
     callbacks = [GradientNoise()]
-    found = toy_pool.run(trainer, options, lambda: callbacks, workers=workers, init=False, env=toy_device.ONE_EACH)
+    found = toy_pool.run(
+        trainer, options, lambda: callbacks, workers=workers, init=False, env=toy_device.ONE_EACH
+    )
     assert found == [{}] * workers
 
 
@@ -161,7 +184,9 @@ def evaluation(samples: int) -> int:
 
 def test_an_evaluation_waits_as_often_for_few_batches_as_for_many(toy_pool: Pool) -> None:
     """At its end, and where losses and metrics are compared."""
-    (few,), (many,) = (toy_pool.run(evaluation, 16 * count, workers=1, init=False) for count in (34, 63))
+    (few,), (many,) = (
+        toy_pool.run(evaluation, 16 * count, workers=1, init=False) for count in (34, 63)
+    )
     assert few == many
 
 
@@ -187,7 +212,9 @@ def test_a_wait_is_seen(toy_pool: Pool, path: Callable[..., Any]) -> None:
 def test_fp16_waits_once_in_a_step(toy_pool: Pool) -> None:
     """As torch's scaler reads whether a gradient overflowed."""
     (found,) = toy_pool.run(train_step, {"precision": "fp16"}, workers=1, init=False)
-    assert list(found.values()) == [len(QUIET)] and "_local_scalar_dense, precision.py" in str(found)
+    assert list(found.values()) == [len(QUIET)] and "_local_scalar_dense, precision.py" in str(
+        found
+    )
 
 
 class WithBuffer(nn.Module):
@@ -203,9 +230,13 @@ class WithBuffer(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize(("options", "waits"), [({}, 0), ({"virtual_workers": 4}, len(QUIET))], ids=name_of)
+@pytest.mark.parametrize(
+    ("options", "waits"), [({}, 0), ({"virtual_workers": 4}, len(QUIET))], ids=name_of
+)
 def test_buffers_beside_batch_norm_are_waited_for_with_virtual_workers(
     toy_pool: Pool, options: dict[str, Any], waits: int
 ) -> None:
-    found = toy_pool.run(train_step, options, make_model=WithBuffer, workers=2, init=False, env=toy_device.ONE_EACH)
+    found = toy_pool.run(
+        train_step, options, make_model=WithBuffer, workers=2, init=False, env=toy_device.ONE_EACH
+    )
     assert [sum(each.values()) for each in found] == [waits] * 2

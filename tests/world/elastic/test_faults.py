@@ -1,4 +1,6 @@
-"""Elastic jobs with random faults at named points end with the bits of an undisturbed one; `make chaos` runs many."""
+"""Elastic jobs with random faults at named points end with the bits of an undisturbed one; `make
+chaos` runs many.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_faults_change_no_bit(
 
 
 @pytest.mark.parametrize("program", ["elastic_chaos.py", "own_loop_chaos.py"])
-def test_what_a_state_dict_does_not_have_reaches_workers_that_join(program: str, tmp_path: Path, warm: None) -> None:
+def test_what_a_state_dict_does_not_have_reaches_workers_that_join(
+    program: str, tmp_path: Path, warm: None
+) -> None:
     words = [SUPPORT / program, 2, "--first", 101, "--backend", "shm", "--kept"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT.parent)}
     done = warm_python.run(words, tmp_path, variables, timeout=110.0)
@@ -41,7 +45,8 @@ def test_what_a_state_dict_does_not_have_reaches_workers_that_join(program: str,
     assert "2 jobs, 2 completed" in done.stdout and " 0 wrong" in done.stdout
 
 
-# A job each, as they take from 10 to 50 s on an idle machine; one that hangs ends itself after 90 s, and is wrong.
+# A job each, as they take from 10 to 50 s on an idle machine; one that hangs ends itself after 90
+# s, and is wrong.
 @pytest.mark.parametrize("seed", [34, 35, 36, 37])
 def test_hosts_that_come_and_go_change_no_bit(seed: int, tmp_path: Path, warm: None) -> None:
     words = [SUPPORT / "launcher_chaos.py", 1, "--first", seed]
@@ -51,7 +56,9 @@ def test_hosts_that_come_and_go_change_no_bit(seed: int, tmp_path: Path, warm: N
     assert "1 jobs" in done.stdout and " 0 wrong" in done.stdout
 
 
-def test_hosts_that_are_cut_off_in_turn_end_when_nobody_is_left_who_leads(tmp_path: Path, warm: None) -> None:
+def test_hosts_that_are_cut_off_in_turn_end_when_nobody_is_left_who_leads(
+    tmp_path: Path, warm: None
+) -> None:
     """Two that wait to join again would otherwise knock at each other for ever."""
     with or_skip(network(1)):
         pass

@@ -1,4 +1,6 @@
-"""Elastic jobs on several hosts that are killed, cut off or told to leave: network namespaces with a real sshd."""
+"""Elastic jobs on several hosts that are killed, cut off or told to leave: network namespaces with
+a real sshd.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture
 def hosts(three_hosts: Hosts, python: Path) -> Iterator[Hosts]:
-    """The hosts, on which the test leaves no processes, and no folders but those of hosts that were killed."""
+    """The hosts, on which the test leaves no processes, and no folders but those of hosts that were
+    killed.
+    """
     three_hosts.killed.clear()
     _private.clear()
     yield three_hosts
@@ -65,7 +69,9 @@ def left(hosts: Hosts) -> list[str]:
 
 
 _private: set[str] = set()
-"""The names of the launchers' private folders that were seen, with their sockets and what workers share."""
+"""The names of the launchers' private folders that were seen, with their sockets and what workers
+share.
+"""
 
 
 def note_folders(hosts: Hosts) -> None:
@@ -76,7 +82,10 @@ def note_folders(hosts: Hosts) -> None:
 
 def folders() -> set[str]:
     """Those that are left: tests that run at the same time have their own."""
-    found = {path.name for path in (*Path("/tmp").glob("lockstep-*"), *Path("/dev/shm").glob("lockstep*/*"))}
+    found = {
+        path.name
+        for path in (*Path("/tmp").glob("lockstep-*"), *Path("/dev/shm").glob("lockstep*/*"))
+    }
     return found & _private
 
 
@@ -99,7 +108,9 @@ class Job:
 
     def out(self) -> str:
         """Standard output, and the files of launchers that go on without the typed one."""
-        return self._read(f"out-{self.name}") + "".join(path.read_text() for path in self.folder.glob("lockstep-*.log"))
+        return self._read(f"out-{self.name}") + "".join(
+            path.read_text() for path in self.folder.glob("lockstep-*.log")
+        )
 
     def err(self) -> str:
         return self._read(f"err-{self.name}")
@@ -109,7 +120,9 @@ class Job:
 
     def wait_for(self, pattern: str, since: int = 0) -> str:
         """Wait until a line that it writes has `pattern`, after the first `since` characters."""
-        wait_until(lambda: re.search(pattern, self.out()[since:]), lambda: f"no {pattern!r}:\n{self}")
+        wait_until(
+            lambda: re.search(pattern, self.out()[since:]), lambda: f"no {pattern!r}:\n{self}"
+        )
         note_folders(self.hosts)
         return self.out()
 
@@ -135,13 +148,21 @@ def lockstep(hosts: Hosts, python: Path, tmp_path: Path) -> Start:
 
     @contextmanager
     def started(*words: object, on: str = "") -> Iterator[Job]:
-        command = [*(hosts.inside(on) if on else ()), str(python), "-m", "lockstep", *map(str, words)]
+        command = [
+            *(hosts.inside(on) if on else ()),
+            str(python),
+            "-m",
+            "lockstep",
+            *map(str, words),
+        ]
         variables = {**os.environ, "PATH": hosts.path, "OMP_NUM_THREADS": "1"}
         name = on or "typed"
         with (
             (tmp_path / f"out-{name}").open("wb") as out,
             (tmp_path / f"err-{name}").open("wb") as err,
-            subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=out, stderr=err) as process,
+            subprocess.Popen(
+                command, cwd=tmp_path, env=variables, stdout=out, stderr=err
+            ) as process,
         ):
             try:
                 yield Job(process, tmp_path, name, hosts)
@@ -170,7 +191,9 @@ def assert_undisturbed(job: Job, shared: bool) -> None:
     done = warm_python.run([program], alone, {**os.environ, "OMP_NUM_THREADS": "1"})
     assert fingerprint(done.stdout) == (epochs, bits), done.stderr
     if shared:
-        assert (job.folder / "run" / "metrics.csv").exists(), f"{sorted(job.folder.rglob('*'))}\n{job}"
+        assert (job.folder / "run" / "metrics.csv").exists(), (
+            f"{sorted(job.folder.rglob('*'))}\n{job}"
+        )
         assert rows(job.folder / "run") == rows(alone / "run")
 
 
@@ -226,7 +249,9 @@ def test_the_majority_goes_on_without_a_host_that_is_cut_off_and_joins_again(
         hosts.link("gamma", "down")
         seen = job.wait_for(r"step \d+ of 2")
         hosts.link("gamma", "up")
-        seen = job.wait_for(r"\[0\] step \d+ of 3", since=len(seen))  # gamma's own lines may be late
+        seen = job.wait_for(
+            r"\[0\] step \d+ of 3", since=len(seen)
+        )  # gamma's own lines may be late
         hosts.kill("alpha")
         job.wait_for(r"step \d+ of 2", since=len(seen))
         enough(tmp_path)
@@ -245,7 +270,9 @@ def test_of_two_hosts_that_do_not_reach_each_other_one_is_left_out_until_they_do
         hosts.cut("beta", "gamma")
         try:
             # which of the two joined last is open
-            job.wait_for_error(r"(beta|gamma) and (beta|gamma) do not reach each other; the job goes on without \2")
+            job.wait_for_error(
+                r"(beta|gamma) and (beta|gamma) do not reach each other; the job goes on without \2"
+            )
             seen = job.wait_for(r"\[0\] step \d+ of 2")
         finally:
             hosts.cut("beta", "gamma", "del")
@@ -255,7 +282,9 @@ def test_of_two_hosts_that_do_not_reach_each_other_one_is_left_out_until_they_do
     assert_undisturbed(job, shared=False)
 
 
-def test_a_host_that_was_cut_off_ends_when_the_others_have_finished(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+def test_a_host_that_was_cut_off_ends_when_the_others_have_finished(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
     program = write(tmp_path, 1000, shared=False)
     with start("1:3", "-H", "alpha,beta,gamma", "-np", 3, program) as job:
         job.wait_for(r"step 4 of 3")
@@ -269,7 +298,9 @@ def test_a_host_that_was_cut_off_ends_when_the_others_have_finished(hosts: Hosts
     assert_undisturbed(job, shared=False)
 
 
-def test_a_host_that_waits_for_one_that_has_ended_ends_as_well(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+def test_a_host_that_waits_for_one_that_has_ended_ends_as_well(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
     program = write(tmp_path, 1000, shared=False)
     with by_hand(hosts, start, program) as (first, other):
         first.wait_for(r"step 4 of 2")
@@ -281,7 +312,9 @@ def test_a_host_that_waits_for_one_that_has_ended_ends_as_well(hosts: Hosts, sta
     assert "the other hosts have ended while beta was cut off, and may have finished" in other.err()
 
 
-def test_one_of_two_hosts_goes_on_by_a_claim_on_shared_storage(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+def test_one_of_two_hosts_goes_on_by_a_claim_on_shared_storage(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
     program = write(tmp_path, 1000, shared=True)
     with start("1:2", "-H", "alpha,beta", "-np", 2, program) as job:
         job.wait_for(r"step 8 of 2")
@@ -303,7 +336,9 @@ def claims(folder: Path) -> list[Path]:
     return list((folder / "run" / ".hosts").glob("job-*/view-*.json"))
 
 
-def test_two_hosts_without_shared_storage_wait_for_each_other(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+def test_two_hosts_without_shared_storage_wait_for_each_other(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
     program = write(tmp_path, 1000, shared=False)
     with by_hand(hosts, start, program) as (first, other):
         first.wait_for(r"step 4 of 2")
@@ -340,7 +375,9 @@ print("ended with", hvd.size(), flush=True)
 """
 
 
-def test_a_horovod_program_goes_on_after_the_loss_of_the_first_host(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+def test_a_horovod_program_goes_on_after_the_loss_of_the_first_host(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
     program = tmp_path / "train.py"
     program.write_text(HOROVOD)
     with start("1:3", "--as-horovod", "-np", 3, "-H", "alpha:1,beta:1,gamma:1", program) as job:
@@ -382,7 +419,9 @@ def test_a_job_follows_the_hosts_of_a_script(hosts: Hosts, lockstep: Start, tmp_
     assert "lost" not in job.err() and "Traceback" not in job.err(), job
 
 
-def test_a_host_is_told_to_leave_and_then_the_job_to_end(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+def test_a_host_is_told_to_leave_and_then_the_job_to_end(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
     program = write(tmp_path, 1000, shared=True)
     with start("1:2", "-H", "alpha,beta", "-np", 2, program) as job:
         job.wait_for(r"step 4 of 2")
@@ -396,7 +435,9 @@ def test_a_host_is_told_to_leave_and_then_the_job_to_end(hosts: Hosts, start: St
     err = job.err()
     assert "rank 1 has left; 1 worker goes on" in err
     assert "lost" not in err and "Traceback" not in err
-    assert re.search("stopped by SIGTERM after step .* saved .*/run/checkpoints/step-", err.splitlines()[-1]), err
+    assert re.search(
+        "stopped by SIGTERM after step .* saved .*/run/checkpoints/step-", err.splitlines()[-1]
+    ), err
 
 
 def test_all_workers_start_again_and_then_an_error_of_the_program_ends_the_job(
@@ -420,7 +461,9 @@ def test_all_workers_start_again_and_then_an_error_of_the_program_ends_the_job(
     assert err.count("\nValueError: of the program\n") == 1, err
 
 
-def test_the_first_of_two_launchers_started_by_hand_leaves(hosts: Hosts, start: Start, tmp_path: Path) -> None:
+def test_the_first_of_two_launchers_started_by_hand_leaves(
+    hosts: Hosts, start: Start, tmp_path: Path
+) -> None:
     program = write(tmp_path, 1000, shared=True)
     with by_hand(hosts, start, program) as (first, other):
         first.wait_for(r"step 4 of 2")

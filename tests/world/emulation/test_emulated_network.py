@@ -1,4 +1,6 @@
-"""Ranks on virtual hosts: results as ever, and nothing arrives sooner than the emulated network allows."""
+"""Ranks on virtual hosts: results as ever, and nothing arrives sooner than the emulated network
+allows.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from support.pool import Pool
 @contextmanager
 def emulated(folder: Path, network: str, backend: str, timeout_s: float = 60.0) -> Iterator[Any]:
     """The default group on the virtual hosts of `network`; give its class."""
-    rank, size = delayed_groups.environment.find_world().rank, delayed_groups.environment.find_world().world_size
+    rank, size = (
+        delayed_groups.environment.find_world().rank,
+        delayed_groups.environment.find_world().world_size,
+    )
     parsed = parse_network(network)
     delayed_groups.install(parsed, folder, parsed.host_of(rank, size))
     try:
@@ -37,7 +42,9 @@ def emulated(folder: Path, network: str, backend: str, timeout_s: float = 60.0) 
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_every_operation_gives_what_it_gives_elsewhere(pool: Pool, tmp_path: Path, backend: str) -> None:
+def test_every_operation_gives_what_it_gives_elsewhere(
+    pool: Pool, tmp_path: Path, backend: str
+) -> None:
     def body() -> str:
         with emulated(tmp_path, "2 hosts, 10Gbit, 5us, jitter 5us", backend) as kind:
             for name in OPERATIONS:
@@ -101,7 +108,11 @@ def _there_and_back(tensor: torch.Tensor) -> None:
     ],
 )
 def test_nothing_ends_before_the_closed_form(
-    pool: Pool, tmp_path: Path, backend: str, operation: Callable[[torch.Tensor], None], least: float
+    pool: Pool,
+    tmp_path: Path,
+    backend: str,
+    operation: Callable[[torch.Tensor], None],
+    least: float,
 ) -> None:
     def body() -> float:
         with emulated(tmp_path, NETWORK, backend):
@@ -114,7 +125,9 @@ def test_nothing_ends_before_the_closed_form(
     assert pool.run(body, init=False)[0] >= least
 
 
-def test_ranks_of_one_virtual_host_share_memory_and_the_others_do_not(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_of_one_virtual_host_share_memory_and_the_others_do_not(
+    pool: Pool, tmp_path: Path
+) -> None:
     def body() -> list[str]:
         with emulated(tmp_path, NETWORK, "shm"):
             groups = [dist.new_group(ranks) for ranks in ((0, 1), (1, 2))]
@@ -126,7 +139,9 @@ def test_ranks_of_one_virtual_host_share_memory_and_the_others_do_not(pool: Pool
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_wait_for_a_lost_link_ends_with_an_error(pool: Pool, tmp_path: Path, backend: str) -> None:
+def test_a_wait_for_a_lost_link_ends_with_an_error(
+    pool: Pool, tmp_path: Path, backend: str
+) -> None:
     def body() -> str:
         parsed = parse_network("2 hosts, 1Gbit, 5us, cut 0-1")
         delayed_groups.install(parsed, tmp_path, delayed_groups.environment.find_world().rank)

@@ -1,4 +1,6 @@
-"""Launchers of jobs that train: strangers at their ports, the loss of their fork server, and one that is stopped."""
+"""Launchers of jobs that train: strangers at their ports, the loss of their fork server, and one
+that is stopped.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Job:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = warm_python.popen(["-m", "lockstep", *words], self.folder, env)
         for stream in (process.stdout, process.stderr):
-            thread = threading.Thread(target=self.read, args=(len(self.launchers), stream), daemon=True)
+            thread = threading.Thread(
+                target=self.read, args=(len(self.launchers), stream), daemon=True
+            )
             thread.start()
             self.readers.append(thread)
         self.launchers.append(process)
@@ -84,7 +88,9 @@ class Job:
 
     def workers(self) -> list[int]:
         """The processes of the workers that have begun to train."""
-        found = (re.search(r"pid (\d+)$", line) for _, line in list(self.lines))  # Python 3.12 warns of "self.pid ="
+        found = (
+            re.search(r"pid (\d+)$", line) for _, line in list(self.lines)
+        )  # Python 3.12 warns of "self.pid ="
         return [int(each[1]) for each in found if each is not None]
 
     def out(self, launcher: int = -1) -> str:
@@ -134,12 +140,22 @@ def start_hosts(job: Job, count: int, *words: object) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     for node in range(count):
-        where = ("--nnodes", count, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port)
+        where = (
+            "--nnodes",
+            count,
+            "--node-rank",
+            node,
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            port,
+        )
         job.start(*words, *where, "-np", 1)
     job.wait_until(lambda: len(job.workers()) == count)
 
 
-# --- strangers --------------------------------------------------------------------------------------------------------
+# --- strangers
+# --------------------------------------------------------------------------------------------------
 
 
 def ports(job: Job) -> set[int]:
@@ -148,12 +164,18 @@ def ports(job: Job) -> set[int]:
     for launcher in job.launchers:
         for process in _tree(launcher.pid):
             with suppress(psutil.Error):
-                found |= {each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"}
+                found |= {
+                    each.laddr.port
+                    for each in process.net_connections("tcp")
+                    if each.status == "LISTEN"
+                }
     return found
 
 
 def sockets(job: Job) -> set[str]:
-    """The Unix sockets of the launchers, with the sockets of their fork servers left out, which are Python's own."""
+    """The Unix sockets of the launchers, with the sockets of their fork servers left out, which are
+    Python's own.
+    """
     found = set()
     for launcher in job.launchers:
         for each in psutil.Process(launcher.pid).net_connections("unix"):
@@ -168,7 +190,9 @@ def connections(where: object, count: int) -> Iterator[list[socket.socket]]:
     with ExitStack() as stack:
         ends = []
         for _ in range(count):
-            end = stack.enter_context(socket.socket(socket.AF_UNIX if isinstance(where, str) else socket.AF_INET))
+            end = stack.enter_context(
+                socket.socket(socket.AF_UNIX if isinstance(where, str) else socket.AF_INET)
+            )
             end.connect(where if isinstance(where, str) else ("127.0.0.1", where))
             ends.append(end)
         yield ends
@@ -181,7 +205,9 @@ def send(end: socket.socket, data: bytes) -> None:
 
 
 def molest(where: int | str, garbage: list[bytes]) -> None:
-    """Do to a listener what strangers do: garbage, floods, resets, and connections that are half open."""
+    """Do to a listener what strangers do: garbage, floods, resets, and connections that are half
+    open.
+    """
     with connections(where, len(garbage)) as ends:
         for end, data in zip(ends, garbage, strict=True):
             send(end, data)
@@ -200,7 +226,12 @@ def test_no_stranger_ends_a_job(kind: str, job: Job) -> None:
     start_hosts(job, 2, *(("--elastic", "1:2") if kind == "elastic" else ()))
     listeners: set[int | str] = {*ports(job), *sockets(job)}
     assert len(listeners) >= (6 if kind == "elastic" else 3), listeners
-    garbage = [b"\xff" * 4096, b"\0" * 4096, b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 60000) + b"\x91" * 60000]
+    garbage = [
+        b"\xff" * 4096,
+        b"\0" * 4096,
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("!I", 60000) + b"\x91" * 60000,
+    ]
     for where in listeners:
         with suppress(ConnectionRefusedError):  # of a group that is no more
             molest(where, garbage)
@@ -217,7 +248,10 @@ def dribbling(where: object) -> Iterator[None]:
 
     def dribble() -> None:
         while not over.wait(0.02):
-            with suppress(OSError), connections(where, 1) as (end,):  # it may be closed, and opened again
+            with (
+                suppress(OSError),
+                connections(where, 1) as (end,),
+            ):  # it may be closed, and opened again
                 while not over.wait(0.02):
                     end.send(b"\0")
 
@@ -233,7 +267,9 @@ def dribbling(where: object) -> Iterator[None]:
 def test_a_flood_that_stays_keeps_nobody_out(job: Job) -> None:
     start_hosts(job, 2, "--elastic", "1:3")
     listeners: set[int | str] = {*ports(job), *sockets(job)}
-    (control,) = [found.control for found in jobs.find_jobs().values() if found.pid == job.launchers[0].pid]
+    (control,) = [
+        found.control for found in jobs.find_jobs().values() if found.pid == job.launchers[0].pid
+    ]
     with ExitStack() as stack:
         for where in listeners:
             with suppress(ConnectionRefusedError):  # of a group that is no more
@@ -249,7 +285,8 @@ def test_a_flood_that_stays_keeps_nobody_out(job: Job) -> None:
     assert job.out().count("was lost") == 1, job.out()
 
 
-# --- the fork server --------------------------------------------------------------------------------------------------
+# --- the fork server
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["fixed", "elastic"])
@@ -278,13 +315,16 @@ def test_a_worker_that_dies_without_a_fork_server_is_an_error(job: Job) -> None:
     job.wait_until(lambda: f"rank {rank}: exit: ended without an error message" in job.out())
 
 
-# --- a launcher that is stopped ---------------------------------------------------------------------------------------
+# --- a launcher that is stopped
+# ---------------------------------------------------------------------------------------
 
 
 def test_a_launcher_that_is_stopped_is_said_and_then_out(job: Job) -> None:
     start_hosts(job, 2, "--launcher-timeout", 8)
     stopped = job.launchers[1]
-    (worker,) = [int(line.split()[-1]) for launcher, line in job.lines if launcher == 1 and "pid " in line]
+    (worker,) = [
+        int(line.split()[-1]) for launcher, line in job.lines if launcher == 1 and "pid " in line
+    ]
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
         job.wait_until(lambda: "has not answered for 4 s" in job.out(0))
@@ -316,7 +356,9 @@ def test_the_launcher_of_the_first_host_is_stopped(job: Job) -> None:
     assert "this launcher did not answer for" in job.out(0), job.out()
 
 
-def test_the_others_go_on_without_a_leader_that_is_stopped_and_it_joins_them_again(job: Job) -> None:
+def test_the_others_go_on_without_a_leader_that_is_stopped_and_it_joins_them_again(
+    job: Job,
+) -> None:
     start_hosts(job, 3, "--elastic", "1:3", "--launcher-timeout", 8)
     stopped = job.launchers[0]
     os.kill(stopped.pid, signal.SIGSTOP)
@@ -330,7 +372,8 @@ def test_the_others_go_on_without_a_leader_that_is_stopped_and_it_joins_them_aga
     assert job.out().count("done") == 3, job.out()
 
 
-# --- a crash after the training ---------------------------------------------------------------------------------------
+# --- a crash after the training
+# ---------------------------------------------------------------------------------------
 
 CRASHES = """
 if comm.rank == 1:
@@ -348,13 +391,17 @@ else:
         (),
         pytest.param(
             ("--restarts", 1),
-            marks=pytest.mark.xfail(strict=True, reason="all workers are restarted, and train everything again"),
+            marks=pytest.mark.xfail(
+                strict=True, reason="all workers are restarted, and train everything again"
+            ),
         ),
         ("--elastic", "1:2"),
     ],
     ids=["fixed", "restarts", "elastic"],
 )
-def test_a_crash_after_the_training_ends_the_job_with_its_code(words: tuple[object, ...], job: Job) -> None:
+def test_a_crash_after_the_training_ends_the_job_with_its_code(
+    words: tuple[object, ...], job: Job
+) -> None:
     (job.folder / "program.py").write_text(PROGRAM + CRASHES)
     (job.folder / "enough").touch()
     job.start(*words, "-np", 2)

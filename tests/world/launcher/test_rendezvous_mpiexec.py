@@ -1,4 +1,6 @@
-"""Processes that mpiexec has started on one host rendezvous, without an address, and without MPI."""
+"""Processes that mpiexec has started on one host rendezvous, without an address, and without
+MPI.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 
 from support.mpi import find_mpiexec
 
-pytestmark = pytest.mark.skipif(find_mpiexec() is None, reason="mpiexec is not installed: pip install mpich")
+pytestmark = pytest.mark.skipif(
+    find_mpiexec() is None, reason="mpiexec is not installed: pip install mpich"
+)
 
 PROGRAM = """
 import datetime, sys
@@ -36,12 +40,16 @@ def test_each_job_of_mpiexec_has_its_own_rendezvous(tmp_path: Path) -> None:
     behind_a_shell = ["sh", "-c", f"{sys.executable} program.py 10; true"]
     mpiexec = [str(find_mpiexec()), "-n", "2"]
     jobs = [
-        subprocess.Popen([*mpiexec, *command], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*mpiexec, *command], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+        )
         for command in ([*direct, "0"], behind_a_shell)
     ]
     said = [job.communicate()[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
     for text, total in zip(said, (1, 21), strict=True):
-        expected = [f"{backend} {rank} mpich {total}" for backend in ("gloo", "shm") for rank in range(2)]
+        expected = [
+            f"{backend} {rank} mpich {total}" for backend in ("gloo", "shm") for rank in range(2)
+        ]
         assert sorted(text.splitlines()) == expected
     assert list(tmp_path.glob("lockstep-*/*")) == []

@@ -85,10 +85,24 @@ def started(
     hosts: Hosts, *words: object, on: str = "", cwd: Path | None = None, path: str = "", **env: str
 ) -> Iterator[subprocess.Popen[str]]:
     """`lockstep run` with `words`, on the host `on` or on this one."""
-    command = [*(hosts.inside(on) if on else ()), sys.executable, "-m", "lockstep", "run", *map(str, words)]
+    command = [
+        *(hosts.inside(on) if on else ()),
+        sys.executable,
+        "-m",
+        "lockstep",
+        "run",
+        *map(str, words),
+    ]
     variables = {**os.environ, "PATH": path or hosts.path, "OMP_NUM_THREADS": "1", **env}
     with subprocess.Popen(
-        command, cwd=cwd, env=variables, stdin=-1, stdout=-1, stderr=-1, text=True, start_new_session=True
+        command,
+        cwd=cwd,
+        env=variables,
+        stdin=-1,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             yield process
@@ -97,13 +111,17 @@ def started(
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
-    """Its exit code, the lines of its standard output sorted, and its standard error without the store's warnings."""
+    """Its exit code, the lines of its standard output sorted, and its standard error without the
+    store's warnings.
+    """
     out, err = process.communicate(timeout=DEADLINE)
     kept = [line for line in err.splitlines() if "[c10d]" not in line]
     return process.returncode, sorted(out.splitlines()), "\n".join(kept)
 
 
-def run(hosts: Hosts, *words: object, cwd: Path | None = None, path: str = "") -> tuple[int, list[str], str]:
+def run(
+    hosts: Hosts, *words: object, cwd: Path | None = None, path: str = ""
+) -> tuple[int, list[str], str]:
     with started(hosts, *words, cwd=cwd, path=path) as process:
         return end(process)
 
@@ -122,7 +140,9 @@ def wait_until_gone(hosts: Hosts) -> None:
 
 def wait_until_ready(process: subprocess.Popen[str], ranks: int) -> None:
     assert process.stdout is not None
-    assert sorted(process.stdout.readline() for _ in range(ranks)) == [f"[{rank}] READY\n" for rank in range(ranks)]
+    assert sorted(process.stdout.readline() for _ in range(ranks)) == [
+        f"[{rank}] READY\n" for rank in range(ranks)
+    ]
 
 
 def wanted(shares: Sequence[tuple[str, int]]) -> list[str]:
@@ -140,14 +160,23 @@ def assert_trained(lines: list[str], shares: Sequence[tuple[str, int]]) -> None:
     assert len({line.rpartition(" ")[2] for line in lines}) == 1
 
 
-def test_two_jobs_at_once_train_on_hosts_with_different_numbers_of_slots(hosts: Hosts, tmp_path: Path) -> None:
-    checks = 'assert sys.argv[1:] == ["a b", "it\'s", "$HOME", "--", "-H"]; assert os.environ["MINE"] == "x y"\n'
+def test_two_jobs_at_once_train_on_hosts_with_different_numbers_of_slots(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    checks = (
+        'assert sys.argv[1:] == ["a b", "it\'s", "$HOME", "--", "-H"]; assert os.environ["MINE"] '
+        '== "x y"\n'
+    )
     program = write(tmp_path, checks + NARROW + TRAIN)
     (tmp_path / "hosts").write_text("# mine\nroot@alpha slots=2\nbeta:1\n")
     arguments = (program.name, "a b", "it's", "$HOME", "--", "-H")
     with (
-        started(hosts, "--hostfile", "hosts", "-x", "MINE", *arguments, cwd=tmp_path, MINE="x y") as first,
-        started(hosts, "-H", "beta,alpha", "-x", "MINE=x y", "-q", *arguments, cwd=tmp_path) as second,
+        started(
+            hosts, "--hostfile", "hosts", "-x", "MINE", *arguments, cwd=tmp_path, MINE="x y"
+        ) as first,
+        started(
+            hosts, "-H", "beta,alpha", "-x", "MINE=x y", "-q", *arguments, cwd=tmp_path
+        ) as second,
     ):
         code, out, err = end(first)
         assert (code, err) == (0, "lockstep run: 3 workers: alpha 2, beta 1")
@@ -158,7 +187,9 @@ def test_two_jobs_at_once_train_on_hosts_with_different_numbers_of_slots(hosts: 
     wait_until_gone(hosts)
 
 
-def test_all_start_afresh_and_then_the_first_failure_is_shown_with_its_host(hosts: Hosts, tmp_path: Path) -> None:
+def test_all_start_afresh_and_then_the_first_failure_is_shown_with_its_host(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     body = f"""
     {MEET.strip().replace(chr(10), chr(10) + "    ")}
     print("met in attempt", attempt, total.item())
@@ -185,7 +216,9 @@ def test_all_start_afresh_and_then_the_first_failure_is_shown_with_its_host(host
     assert code == 1
     assert "restarting the workers after rank 2: SystemExit: ended with exit code 3" in err
     said = err[err.index("lockstep run: error:") :]
-    assert said.startswith("lockstep run: error: rank 2 on beta: ValueError: on purpose\nin two lines\n\nRank 2 raised")
+    assert said.startswith(
+        "lockstep run: error: rank 2 on beta: ValueError: on purpose\nin two lines\n\nRank 2 raised"
+    )
     assert re.search(r"^  3 +beta .* all_reduce", said, re.MULTILINE), said
     assert said.endswith("ValueError: on purpose\nin two lines")
     assert said.count("Traceback (most recent call last)") == 1
@@ -194,7 +227,9 @@ def test_all_start_afresh_and_then_the_first_failure_is_shown_with_its_host(host
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_nothing_is_left_after_a_signal_to_the_launcher(hosts: Hosts, tmp_path: Path, number: int, code: int) -> None:
+def test_nothing_is_left_after_a_signal_to_the_launcher(
+    hosts: Hosts, tmp_path: Path, number: int, code: int
+) -> None:
     with started(hosts, "-H", "alpha:2,beta:2", write(tmp_path, WAIT)) as process:
         wait_until_ready(process, 4)
         os.kill(process.pid, number)
@@ -212,13 +247,17 @@ def test_a_job_ends_when_a_host_is_disconnected(hosts: Hosts, tmp_path: Path) ->
         try:
             code, _, err = end(process)
             assert code == 255 or code == 1
-            assert err.splitlines()[-1].startswith("lockstep run: error: lost beta: the connection broke")
+            assert err.splitlines()[-1].startswith(
+                "lockstep run: error: lost beta: the connection broke"
+            )
             wait_until_gone(hosts)  # the part of the job that is cut off ends too
         finally:
             hosts.link("beta", "up")
 
 
-def test_launchers_started_by_hand_join_and_agree_on_the_first_failure(hosts: Hosts, tmp_path: Path) -> None:
+def test_launchers_started_by_hand_join_and_agree_on_the_first_failure(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     program = write(tmp_path, MEET + "if rank == 1: raise ValueError('of beta')\ndist.barrier()\n")
     words = ("--nnodes", 2, "--master-addr", hosts.addresses["alpha"], "-q")
     with (
@@ -233,7 +272,9 @@ def test_launchers_started_by_hand_join_and_agree_on_the_first_failure(hosts: Ho
     wait_until_gone(hosts)
 
 
-def test_ctrl_c_on_one_host_is_what_the_others_report_when_its_workers_have_left(hosts: Hosts, tmp_path: Path) -> None:
+def test_ctrl_c_on_one_host_is_what_the_others_report_when_its_workers_have_left(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     program = write(tmp_path, WAIT)
     words = ("--nnodes", 2, "--master-addr", hosts.addresses["alpha"], "-np", 1)
     with (
@@ -260,7 +301,10 @@ def test_launchers_that_slurm_starts_find_each_other(hosts: Hosts, tmp_path: Pat
         "SLURM_STEP_NUM_NODES": "2",
         "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     }
-    places = [{"SLURM_PROCID": str(node), "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"} for node in range(2)]
+    places = [
+        {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
+        for node in range(2)
+    ]
     with (
         started(hosts, "-np", 2, program, on="alpha", **step, **places[0]) as one,
         started(hosts, "-np", 1, program, on="beta", **step, **places[1]) as other,
@@ -270,10 +314,16 @@ def test_launchers_that_slurm_starts_find_each_other(hosts: Hosts, tmp_path: Pat
     assert_trained([*ended[0][1], *ended[1][1]], [("alpha", 2), ("beta", 1)])
 
 
-def test_hosts_that_cannot_be_used_are_named_before_anything_starts(hosts: Hosts, tmp_path: Path) -> None:
+def test_hosts_that_cannot_be_used_are_named_before_anything_starts(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     program = write(tmp_path, "(__import__('pathlib').Path(__file__).parent / 'ran').touch()")
     other = tmp_path / "other"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, capture_output=True)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)],
+        check=True,
+        capture_output=True,
+    )
     keyless = tmp_path / "bin" / "ssh"
     keyless.parent.mkdir()
     config = hosts.key.parent / "ssh_config"
@@ -285,11 +335,27 @@ def test_hosts_that_cannot_be_used_are_named_before_anything_starts(hosts: Hosts
     alike.write_text(OTHER_TORCH.format(python=sys.executable))
     alike.chmod(0o755)
     cases: list[tuple[Sequence[object], str, str]] = [
-        (("-H", "alpha,nowhere"), "", r"ssh reaches \(nowhere\), got ssh: Could not resolve .* `ssh nowhere true`"),
-        (("-H", "alpha", "-p", 2222), "", r"\(alpha\), got ssh: .* refused. `ssh -p 2222 alpha true`"),
+        (
+            ("-H", "alpha,nowhere"),
+            "",
+            r"ssh reaches \(nowhere\), got ssh: Could not resolve .* `ssh nowhere true`",
+        ),
+        (
+            ("-H", "alpha", "-p", 2222),
+            "",
+            r"\(alpha\), got ssh: .* refused. `ssh -p 2222 alpha true`",
+        ),
         (("-H", "alpha", "-i", other), without_key, r"\(alpha\), got .*Permission denied"),
-        (("-H", "alpha", "--remote-python", "/no/python"), "", r"the launcher starts \(alpha\), got .*/no/python"),
-        (("-H", "alpha,beta", "--remote-python", alike), "", r"same version of torch on all hosts.* 2\.0\.1 on beta"),
+        (
+            ("-H", "alpha", "--remote-python", "/no/python"),
+            "",
+            r"the launcher starts \(alpha\), got .*/no/python",
+        ),
+        (
+            ("-H", "alpha,beta", "--remote-python", alike),
+            "",
+            r"same version of torch on all hosts.* 2\.0\.1 on beta",
+        ),
     ]
     running = []
     for words, path, _ in cases:
@@ -318,11 +384,21 @@ sys.exit(main(sys.argv[1:]))' "$@"
 def test_a_missing_script_and_a_node_that_does_not_come(hosts: Hosts, tmp_path: Path) -> None:
     code, _, err = run(hosts, "-H", "alpha,beta", "nothing.py", cwd=tmp_path)
     assert (code, "got 'nothing.py'" in err, "(alpha)" in err) == (2, True, True)
-    with started(hosts, "-q", "-H", "alpha", "--dry-run", "nothing.py", "a b", cwd=tmp_path) as process:
+    with started(
+        hosts, "-q", "-H", "alpha", "--dry-run", "nothing.py", "a b", cwd=tmp_path
+    ) as process:
         code, out, _ = end(process)
         assert (code, len(out), out[-1].startswith("ssh -T ")) == (0, 2, True)
         assert out[0].startswith("# with these variables") and "OMP_NUM_THREADS=..." in out[0]
-    words = ("--nnodes", 2, "--master-addr", hosts.gateway, "--start-timeout", 0.5, write(tmp_path, ""))
+    words = (
+        "--nnodes",
+        2,
+        "--master-addr",
+        hosts.gateway,
+        "--start-timeout",
+        0.5,
+        write(tmp_path, ""),
+    )
     code, _, err = run(hosts, "--node-rank", 0, *words)
     assert (code, "of 2 nodes, these did not join within 0.5 s: 1" in err) == (1, True)
     code, _, err = run(hosts, "--node-rank", 1, *words)

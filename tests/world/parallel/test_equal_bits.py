@@ -41,7 +41,11 @@ def part_of_the_time() -> nn.Module:
     class Skipping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.often, self.never, self.out = nn.Linear(784, 16), nn.Linear(3, 3), nn.Linear(784, 10)
+            self.often, self.never, self.out = (
+                nn.Linear(784, 16),
+                nn.Linear(3, 3),
+                nn.Linear(784, 10),
+            )
             self.back = nn.Linear(16, 10)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +79,13 @@ LARGER: list[dict[str, Any]] = [
 OTHERS: list[dict[str, Any]] = [
     {"make": busy, "data": Augmented()},
     {"make": busy, "virtual_workers": 7, "global_batch_size": 16},
-    {"make": busy, "virtual_workers": 12, "global_batch_size": 24, "data": pictures(53), "loss_fn": tokens},
+    {
+        "make": busy,
+        "virtual_workers": 12,
+        "global_batch_size": 24,
+        "data": pictures(53),
+        "loss_fn": tokens,
+    },
     {"make": busy, "max_grad_norm": 0.05, "schedule": clipped, "optimizer": adamw},
     {"make": busy, "precision": "bf16"},
     {"make": busy, "precision": "fp16"},
@@ -107,7 +117,8 @@ def alone(pool: Pool) -> Any:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_the_bits_are_those_of_one_worker(pool: Pool, alone: Any, workers: int) -> None:
-    # many trainings, which on a busy host take more than the minute after which a rank counts as hung
+    # many trainings, which on a busy host take more than the minute after which a rank counts as
+    # hung
     for found in pool.run(trained, [*KNOWN, *OTHERS], workers=workers, timeout=300):
         for ours, expected, arguments in zip(found, alone, [*KNOWN, *OTHERS], strict=True):
             assert ours == expected, arguments
@@ -136,7 +147,10 @@ def test_as_many_workers_as_shards(pool: Pool) -> None:
 
 
 def test_another_number_of_shards_gives_other_bits(pool: Pool, alone: Any) -> None:
-    assert pool.run(run, workers=1, make=busy, data=Augmented(), virtual_workers=4)[0] != alone[len(KNOWN)]
+    assert (
+        pool.run(run, workers=1, make=busy, data=Augmented(), virtual_workers=4)[0]
+        != alone[len(KNOWN)]
+    )
 
 
 def test_augmentation_in_loader_processes(alone: Any) -> None:
@@ -176,10 +190,14 @@ def test_a_transformer_with_tied_weights_and_fewer_samples_than_shards(pool: Poo
 
 
 def compiled() -> Any:
-    """Shards of 3, 2 and, at the end of the epoch, 1 sample: workers meet these shapes in different orders."""
+    """Shards of 3, 2 and, at the end of the epoch, 1 sample: workers meet these shapes in different
+    orders.
+    """
 
     def made() -> nn.Module:
-        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 33), nn.LayerNorm(33), nn.GELU(), nn.Linear(33, 10))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(784, 33), nn.LayerNorm(33), nn.GELU(), nn.Linear(33, 10)
+        )
         model.compile()  # as a user would, with torch's own rules for shapes
         return model
 
@@ -207,7 +225,8 @@ def test_the_example_prints_the_same_fingerprint(pool: Pool) -> None:
     assert len({fingerprint for fingerprint, _ in last}) == 1
 
 
-# --- a run that goes on --------------------------------------------------------------------------------------
+# --- a run that goes on
+# --------------------------------------------------------------------------------------
 
 
 class Until(Callback):
@@ -232,14 +251,22 @@ def fit(out: Path | None, until: int | None = None, **options: Any) -> tuple[str
     callbacks = [] if until is None else [Until(until)]
     virtual_workers = options.pop("virtual_workers", 8)
     trainer = Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), 12, run_dir=out, callbacks=callbacks, virtual_workers=virtual_workers
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        12,
+        run_dir=out,
+        callbacks=callbacks,
+        virtual_workers=virtual_workers,
     )
     try:
         trainer.fit(Augmented(40), 3, validate=pictures(31), **options)
     except KeyboardInterrupt:
         return "", []
     times = ("seconds", "samples_per_second")
-    return fingerprint(model, optimizer), [{k: v for k, v in r.items() if k not in times} for r in trainer.history]
+    return fingerprint(model, optimizer), [
+        {k: v for k, v in r.items() if k not in times} for r in trainer.history
+    ]
 
 
 def test_a_run_that_resumes_with_other_numbers_of_workers(pool: Pool, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Each ingredient of the same bits at any number of workers is needed: without one of them, the bits differ."""
+"""Each ingredient of the same bits at any number of workers is needed: without one of them, the
+bits differ.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,14 @@ def disturbed(change: Any, **arguments: Any) -> tuple[str, list[float]]:
     import lockstep.parallel.tree_sum as tree
     import lockstep.training.virtual_worker_passes as passes
 
-    layout = [passes, passes.ShardPasses, fetching, tree.TreeSum, exchange.SubtreeLayout, buffers.Buffers]
+    layout = [
+        passes,
+        passes.ShardPasses,
+        fetching,
+        tree.TreeSum,
+        exchange.SubtreeLayout,
+        buffers.Buffers,
+    ]
     before = [dict(vars(place)) for place in layout]
     try:
         change()
@@ -101,19 +110,29 @@ def disturbed(change: Any, **arguments: Any) -> tuple[str, list[float]]:
         (statistics_of_rank_0, 2, {}),
         (buffers_as_the_last_shard_left_them, 2, {}),
         (whatever_order_the_transport_has, 3, {"make": named("lenet"), "virtual_workers": 3}),
-        (lambda: None, 2, {"make": named("lenet"), "virtual_workers": None}),  # one pass for each rank
+        (
+            lambda: None,
+            2,
+            {"make": named("lenet"), "virtual_workers": None},
+        ),  # one pass for each rank
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_without_one_ingredient_the_bits_differ(pool: Pool, change: Any, workers: int, options: dict[str, Any]) -> None:
+def test_without_one_ingredient_the_bits_differ(
+    pool: Pool, change: Any, workers: int, options: dict[str, Any]
+) -> None:
     arguments = {"make": busy, "data": pictures(), **options}
-    one, several = (pool.run(disturbed, change, workers=size, **arguments)[0][0] for size in (1, workers))
+    one, several = (
+        pool.run(disturbed, change, workers=size, **arguments)[0][0] for size in (1, workers)
+    )
     assert one != several
 
 
 def test_another_number_of_threads_gives_other_bits() -> None:
     def wide() -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 4000), nn.LayerNorm(4000), nn.Linear(4000, 10))
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(784, 4000), nn.LayerNorm(4000), nn.Linear(4000, 10)
+        )
 
     one = run(wide, max_grad_norm=0.01, steps=1)
     assert run(wide, max_grad_norm=0.01, steps=1, threads=2) != one

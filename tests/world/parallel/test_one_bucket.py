@@ -1,4 +1,6 @@
-"""The gradients of a small model and the numbers of a step travel in one message, and nothing is rounded on the way."""
+"""The gradients of a small model and the numbers of a step travel in one message, and nothing is
+rounded on the way.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +26,35 @@ from support.pool import Pool
 
 Weights = list[list[float]]
 
-# --- the message ------------------------------------------------------------------------------------------------------
+# --- the message
+# --------------------------------------------------------------------------------------------------
 
 NUMBERS = (1.0, 2.0**53 - 1, 1 / 3, -1e-310, 1e300, math.inf, -0.0, 65535.0, 123456789.123456789)
 
 
 def average(dtype: torch.dtype) -> tuple[list[float], list[list[float]]]:
     comm = lockstep.init("cpu")
-    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)), nn.Parameter(torch.zeros(2, 2, dtype=dtype))]
+    parameters = [
+        nn.Parameter(torch.zeros(3, dtype=dtype)),
+        nn.Parameter(torch.zeros(2, 2, dtype=dtype)),
+    ]
     parameters[0].grad = torch.full((3,), 1.5 * (comm.rank + 1), dtype=dtype)
     if comm.rank == 1:  # the only one that uses it
         parameters[1].grad = torch.full((2, 2), 8.0, dtype=dtype)
     bucket = OneBucket(parameters, comm)
     sums = bucket.average(torch.tensor(NUMBERS, dtype=torch.float64) * (comm.rank + 1))
     gradients = [p.grad.flatten().tolist() for p in parameters if p.grad is not None]
-    bucket.average(torch.zeros(2, dtype=torch.float64))  # a step may have fewer numbers than the one before
+    bucket.average(
+        torch.zeros(2, dtype=torch.float64)
+    )  # a step may have fewer numbers than the one before
     return sums.tolist(), gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("workers", [2, 4])
-def test_gradients_are_averaged_and_numbers_are_summed_exactly(pool: Pool, dtype: torch.dtype, workers: int) -> None:
+def test_gradients_are_averaged_and_numbers_are_summed_exactly(
+    pool: Pool, dtype: torch.dtype, workers: int
+) -> None:
     expected = [sum(number * (rank + 1) for rank in range(workers)) for number in NUMBERS]
     mean = 1.5 * sum(range(1, workers + 1)) / workers
     for sums, gradients in pool.run(average, dtype, workers=workers):
@@ -81,12 +91,15 @@ def test_what_fits(pool: Pool) -> None:
         assert [name for name, fits in found.items() if fits] == ["small", "float64", "full"]
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training
+# --------------------------------------------------------------------------------------------------
 
 
 def data(n: int = 37) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(n, 1, 6, 6, generator=generator), torch.randint(0, 4, (n,), generator=generator))
+    return TensorDataset(
+        torch.randn(n, 1, 6, 6, generator=generator), torch.randint(0, 4, (n,), generator=generator)
+    )
 
 
 class Mixed(nn.Module):
@@ -108,14 +121,19 @@ def mixed() -> nn.Module:
     return Mixed()
 
 
-def train(by: str, make: Callable[[], nn.Module] = mixed, before: Any = None, **options: Any) -> Weights:
+def train(
+    by: str, make: Callable[[], nn.Module] = mixed, before: Any = None, **options: Any
+) -> Weights:
     """Return the losses, and the values of parameters and buffers, after three epochs."""
     comm = lockstep.init("cpu")
     torch.manual_seed(0)
     model = make()
     with way(by):
         step = TrainStep(
-            model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), nn.CrossEntropyLoss(), **options
+            model,
+            torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
+            nn.CrossEntropyLoss(),
+            **options,
         )
         losses = []
         for epoch in range(3):
@@ -128,7 +146,9 @@ def train(by: str, make: Callable[[], nn.Module] = mixed, before: Any = None, **
 
 
 def freeze_norm(step: TrainStep) -> None:
-    """Put batch norm into evaluation mode and back: a step then has other numbers beside the gradients."""
+    """Put batch norm into evaluation mode and back: a step then has other numbers beside the
+    gradients.
+    """
     step.model.get_submodule("norm").train(step.steps_done % 3 != 1)
 
 
@@ -144,15 +164,20 @@ def freeze_norm(step: TrainStep) -> None:
     ids=["plain", "accumulated", "clipped", "fp16", "other numbers"],
 )
 def test_both_ways_have_the_same_bits(pool: Pool, options: dict[str, Any]) -> None:
-    # Gloo adds the gradients of three workers in an order that depends on their place in the message
+    # Gloo adds the gradients of three workers in an order that depends on their place in the
+    # message
     for backend, workers in (("shm", 2), ("shm", 3), ("gloo", 2)):
-        message, ddp = (pool.run(train, by, **options, workers=workers, backend=backend) for by in WAYS)
+        message, ddp = (
+            pool.run(train, by, **options, workers=workers, backend=backend) for by in WAYS
+        )
         assert message == ddp
         assert message == [message[0]] * workers
 
 
 class Sparse(nn.Module):
-    """Rows that are looked up by a function: that their gradient is sparse is known after a backward pass only."""
+    """Rows that are looked up by a function: that their gradient is sparse is known after a
+    backward pass only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +185,9 @@ class Sparse(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         words = x.flatten(1).abs().mul(5).long() % 20
-        output: torch.Tensor = self.head(nn.functional.embedding(words, self.rows, sparse=True).mean(1))
+        output: torch.Tensor = self.head(
+            nn.functional.embedding(words, self.rows, sparse=True).mean(1)
+        )
         return output
 
 
@@ -172,7 +199,9 @@ def test_a_gradient_that_turns_out_to_be_sparse(pool: Pool) -> None:
 
 
 def add_up(by: str) -> list[float]:
-    """Return the gradient of a parameter that the optimizer does not have, which adds up over steps."""
+    """Return the gradient of a parameter that the optimizer does not have, which adds up over
+    steps.
+    """
     comm = lockstep.init("cpu")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.Linear(4, 4))

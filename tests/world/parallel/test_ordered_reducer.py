@@ -1,4 +1,6 @@
-"""The reducer for a loop of one's own: the same sums at any number of workers, with whatever parameters there are."""
+"""The reducer for a loop of one's own: the same sums at any number of workers, with whatever
+parameters there are.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ SAMPLES = 21
 
 
 def bits(tensors: list[torch.Tensor | None]) -> list[Any]:
-    return [None if t is None else (t.dtype, t.stride(), t.contiguous().view(torch.uint8).tolist()) for t in tensors]
+    return [
+        None if t is None else (t.dtype, t.stride(), t.contiguous().view(torch.uint8).tolist())
+        for t in tensors
+    ]
 
 
 def several_dtypes() -> nn.ParameterList:
@@ -36,7 +41,14 @@ def several_dtypes() -> nn.ParameterList:
 
     turned = nn.Parameter(torch.randn(5, 4, generator=generator).t())
     return nn.ParameterList(
-        [made(4, 37), made(3), made(4, 5, dtype=torch.float64), turned, made(4, 3, dtype=torch.bfloat16), made(2)]
+        [
+            made(4, 37),
+            made(3),
+            made(4, 5, dtype=torch.float64),
+            turned,
+            made(4, 3, dtype=torch.bfloat16),
+            made(2),
+        ]
     )
 
 
@@ -49,9 +61,13 @@ def loss_of(parameters: nn.ParameterList, x: torch.Tensor, shard: int) -> torch.
 
 
 def sums(virtual_workers: int, steps: int = 3, freeze: int | None = None) -> list[Any]:
-    """The gradients and the sums of each of some steps; in step `freeze` one parameter is left out."""
+    """The gradients and the sums of each of some steps; in step `freeze` one parameter is left
+    out.
+    """
     parameters = several_dtypes()
-    reducer = lockstep.invariance.OrderedReducer(parameters, virtual_workers=virtual_workers, comm=lockstep.init("cpu"))
+    reducer = lockstep.invariance.OrderedReducer(
+        parameters, virtual_workers=virtual_workers, comm=lockstep.init("cpu")
+    )
     found = []
     for step in range(steps):
         x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(step))
@@ -107,14 +123,18 @@ def test_three_workers_on_several_hosts(pool: Pool, alone: Any, hosts: str) -> N
 
     for found in pool.run(body, workers=3, init=False):
         assert [
-            virtual_workers for virtual_workers, own in enumerate(found, 3) if own != alone[virtual_workers - 3]
+            virtual_workers
+            for virtual_workers, own in enumerate(found, 3)
+            if own != alone[virtual_workers - 3]
         ] == []
 
 
 def test_the_sum_is_the_gradient_of_the_whole() -> None:
     model = nn.Linear(4, 3)
     x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
-    reducer = lockstep.invariance.OrderedReducer(model.parameters(), virtual_workers=5, comm=lockstep.init("cpu"))
+    reducer = lockstep.invariance.OrderedReducer(
+        model.parameters(), virtual_workers=5, comm=lockstep.init("cpu")
+    )
     for shard in reducer:
         model(x[reducer.part(SAMPLES, shard)]).square().sum().backward()
     found = [p.grad for p in model.parameters()]
@@ -137,9 +157,14 @@ def test_a_parameter_without_gradient_has_one_of_zeros(pool: Pool) -> None:
         assert pool.run(unused, workers=workers) == [(4.0, True)] * workers
 
 
-def first_parameters(reducer: lockstep.invariance.OrderedReducer, ps: list[nn.Parameter]) -> list[int]:
+def first_parameters(
+    reducer: lockstep.invariance.OrderedReducer, ps: list[nn.Parameter]
+) -> list[int]:
     buckets = reducer._reducer._buckets
-    return [next(number for number, p in enumerate(ps) if p is bucket.parameters[0]) for bucket in buckets]
+    return [
+        next(number for number, p in enumerate(ps) if p is bucket.parameters[0])
+        for bucket in buckets
+    ]
 
 
 def test_buckets_follow_the_order_of_rank_0s_backward_pass(pool: Pool) -> None:
@@ -151,7 +176,10 @@ def test_buckets_follow_the_order_of_rank_0s_backward_pass(pool: Pool) -> None:
             found = []
             for _ in range(2):
                 found.append(
-                    [next(n for n, p in enumerate(ps) if p is b.parameters[0]) for b in reducer._reducer._buckets]
+                    [
+                        next(n for n, p in enumerate(ps) if p is b.parameters[0])
+                        for b in reducer._reducer._buckets
+                    ]
                 )
                 for _ in reducer:
                     x = torch.ones(16)
@@ -193,7 +221,9 @@ def test_several_backward_passes_in_a_shard_are_refused(
     def refused() -> None:
         parameter = nn.Parameter(torch.ones(2))
         reducer = lockstep.invariance.OrderedReducer([parameter], virtual_workers=2)
-        with pytest.raises(ConfigError, match="backward: expected one backward pass for each shard"):
+        with pytest.raises(
+            ConfigError, match="backward: expected one backward pass for each shard"
+        ):
             for _ in reducer:
                 passes(parameter)
 
@@ -202,7 +232,9 @@ def test_several_backward_passes_in_a_shard_are_refused(
 
 def test_sparse_gradients_are_refused() -> None:
     table = nn.Embedding(4, 2, sparse=True)
-    reducer = lockstep.invariance.OrderedReducer(table.parameters(), virtual_workers=2, comm=lockstep.init("cpu"))
+    reducer = lockstep.invariance.OrderedReducer(
+        table.parameters(), virtual_workers=2, comm=lockstep.init("cpu")
+    )
     with pytest.raises(ConfigError, match=r"sparse gradient\. Make embeddings with sparse=False"):
         for _ in reducer:
             table(torch.tensor([1])).sum().backward()
@@ -210,9 +242,13 @@ def test_sparse_gradients_are_refused() -> None:
 
 def test_other_hooks_on_gradients_are_refused() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    reducer = lockstep.invariance.OrderedReducer([parameter], virtual_workers=2, comm=lockstep.init("cpu"))
+    reducer = lockstep.invariance.OrderedReducer(
+        [parameter], virtual_workers=2, comm=lockstep.init("cpu")
+    )
     hook = parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="one, which would see the gradients of one shard or of two"):
+    with pytest.raises(
+        ConfigError, match="one, which would see the gradients of one shard or of two"
+    ):
         next(iter(reducer))
     hook.remove()
     for _ in reducer:
@@ -256,12 +292,18 @@ def test_numbers_come_before_the_backward_pass(pool: Pool) -> None:
 @pytest.mark.parametrize("virtual_workers", [0, False, 1.5, "8"])
 def test_a_number_of_shards(virtual_workers: Any) -> None:
     with pytest.raises(ConfigError, match="virtual_workers: expected a whole number of at least 1"):
-        lockstep.invariance.OrderedReducer([], virtual_workers=virtual_workers, comm=lockstep.init("cpu"))
+        lockstep.invariance.OrderedReducer(
+            [], virtual_workers=virtual_workers, comm=lockstep.init("cpu")
+        )
 
 
-@pytest.mark.parametrize("wrong", [nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1).named_parameters()])
+@pytest.mark.parametrize(
+    "wrong", [nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1).named_parameters()]
+)
 def test_what_has_no_gradients(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"parameters: expected parameters, as from model\.parameters\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"parameters: expected parameters, as from model\.parameters\(\)"
+    ):
         lockstep.invariance.OrderedReducer(wrong, comm=lockstep.init("cpu"))
 
 
@@ -282,15 +324,20 @@ def test_memory_that_is_kept_for_the_next_step_does_not_grow(pool: Pool) -> None
         assert all(1 <= sets <= 6 for sets in pool.run(kept, workers=workers))  # log2(32) + 1
 
 
-# --- the recipe of the documentation ------------------------------------------------------------------------
+# --- the recipe of the documentation
+# ------------------------------------------------------------------------
 
 RECIPE = Path(__file__).parents[3] / "docs/invariance.md"
 
 
 def recipe(epochs: int = 3, seeds: bool = True) -> tuple[list[int], float]:
-    """(the first label of every batch, the sum of the weights) of the loop in the docs, beside a shuffling loader."""
+    """(the first label of every batch, the sum of the weights) of the loop in the docs, beside a
+    shuffling loader.
+    """
     (code,) = (
-        text for text in re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL) if "OrderedReducer(" in text
+        text
+        for text in re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)
+        if "OrderedReducer(" in text
     )
     if not seeds:
         code = code.replace("lockstep.invariance.seed_shard(seed, step, shard)", "pass")
@@ -308,7 +355,13 @@ def recipe(epochs: int = 3, seeds: bool = True) -> tuple[list[int], float]:
                 seen.append(int(labels[0]))
                 yield inputs, labels
 
-    given = {"lockstep": lockstep, "F": nn.functional, "model": model, "optimizer": optimizer, "seed": 1}
+    given = {
+        "lockstep": lockstep,
+        "F": nn.functional,
+        "model": model,
+        "optimizer": optimizer,
+        "seed": 1,
+    }
     exec(code, {**given, "global_batches": batches()})
     torch.rand(comm.rank + 1)  # leaves no trace in the next run
     return seen, float(sum(p.detach().double().sum() for p in model.parameters()))
@@ -323,7 +376,10 @@ def test_the_recipe_of_the_documents_beside_a_loader_that_shuffles(pool: Pool) -
 
 def test_without_seeds_the_workers_come_to_other_batches_which_is_an_error(pool: Pool) -> None:
     def refused() -> None:
-        with pytest.raises(MismatchError, match=r"those of rank 0 \(20 samples\) and rank 1 \(20\) differ, at step 3 "):
+        with pytest.raises(
+            MismatchError,
+            match=r"those of rank 0 \(20 samples\) and rank 1 \(20\) differ, at step 3 ",
+        ):
             recipe(seeds=False)
 
     pool.run(refused, workers=3)
@@ -331,7 +387,9 @@ def test_without_seeds_the_workers_come_to_other_batches_which_is_an_error(pool:
 
 def test_without_seeds_the_next_step_draws_other_numbers() -> None:
     parameter = nn.Parameter(torch.ones(8))
-    reducer = lockstep.invariance.OrderedReducer([parameter], virtual_workers=1, comm=lockstep.init("cpu"))
+    reducer = lockstep.invariance.OrderedReducer(
+        [parameter], virtual_workers=1, comm=lockstep.init("cpu")
+    )
     masks = []
     for _ in range(2):
         for _ in reducer:
@@ -343,7 +401,9 @@ def test_without_seeds_the_next_step_draws_other_numbers() -> None:
 @pytest.mark.parametrize("left_early", [False, True])
 def test_generators_are_given_back(left_early: bool) -> None:
     parameter = nn.Parameter(torch.ones(8))
-    reducer = lockstep.invariance.OrderedReducer([parameter], virtual_workers=2, comm=lockstep.init("cpu"))
+    reducer = lockstep.invariance.OrderedReducer(
+        [parameter], virtual_workers=2, comm=lockstep.init("cpu")
+    )
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
     for shard in reducer:
         lockstep.invariance.seed_shard(0, 0, shard)
@@ -375,7 +435,10 @@ def test_batches_in_another_order_of_another_number_or_not_given_at_all(pool: Po
             return str(error)
         return ""
 
-    for kind, said in (("order", "rank 0 (6 samples) and rank 1 (6)"), ("number", "rank 0 (5 samples) and rank 1 (6)")):
+    for kind, said in (
+        ("order", "rank 0 (6 samples) and rank 1 (6)"),
+        ("number", "rank 0 (5 samples) and rank 1 (6)"),
+    ):
         assert all(said in text for text in pool.run(run, kind, workers=2))
     for kind in ("same", "none"):
         assert pool.run(run, kind, workers=2) == ["", ""]
@@ -384,5 +447,7 @@ def test_batches_in_another_order_of_another_number_or_not_given_at_all(pool: Po
 @pytest.mark.parametrize("batch", [(torch.ones(3), torch.ones(4)), "text", torch.ones(())])
 def test_a_batch_whose_samples_cannot_be_counted(batch: Any) -> None:
     reducer = lockstep.invariance.OrderedReducer([], virtual_workers=2, comm=lockstep.init("cpu"))
-    with pytest.raises(ConfigError, match="batch: expected a global batch whose tensors have all their samples"):
+    with pytest.raises(
+        ConfigError, match="batch: expected a global batch whose tensors have all their samples"
+    ):
         reducer.part(batch, 0)

@@ -1,4 +1,6 @@
-"""strategy="sharded": the answer of one worker, while every worker holds a part of the model alone."""
+"""strategy="sharded": the answer of one worker, while every worker holds a part of the model
+alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from lockstep.parallel.sharded import Sharded
 from lockstep.training.step import TrainStep
 from support.pool import Pool, RanksFailedError
 
-# torch's caches keep device meshes, and Gloo's files are open for as long as somebody holds its group
+# torch's caches keep device meshes, and Gloo's files are open for as long as somebody holds its
+# group
 pytestmark = pytest.mark.leaks("a device mesh outlives its job, and its group with it")
 
 Answer = tuple[list[float], dict[str, float], dict[str, Any], str]
@@ -42,7 +45,9 @@ class Viewing(nn.Linear):
 
 
 class Net(nn.Module):
-    """Sizes that no number of workers divides, batch norm, a head that is never used, and a moving buffer."""
+    """Sizes that no number of workers divides, batch norm, a head that is never used, and a moving
+    buffer.
+    """
 
     def __init__(self, norm: bool = True) -> None:
         super().__init__()
@@ -62,7 +67,9 @@ class Net(nn.Module):
         return self.out(self.norm(x))
 
 
-def trainer(strategy: Any = "sharded", make: Callable[[], nn.Module] = Net, **options: Any) -> lockstep.Trainer:
+def trainer(
+    strategy: Any = "sharded", make: Callable[[], nn.Module] = Net, **options: Any
+) -> lockstep.Trainer:
     lockstep.init("cpu")
     torch.manual_seed(0)
     model = make()
@@ -88,7 +95,10 @@ def fitted(several: bool, train: TensorDataset | None = None, **options: Any) ->
     made = trainer(small_units() if several else "sharded", **options)
     history = made.fit(train or dataset(), 2, validate=dataset(11))
     # before anything is gathered: after an evaluation, too, a worker holds its parts alone
-    here = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in made.model.parameters())
+    here = sum(
+        p.to_local().numel() if isinstance(p, DTensor) else p.numel()
+        for p in made.model.parameters()
+    )
     state = made.state_dict()
     losses = [row["train_loss"] for row in history] + [row["val_loss"] for row in history]
     if made.comm.size > 1:
@@ -96,7 +106,12 @@ def fitted(several: bool, train: TensorDataset | None = None, **options: Any) ->
         assert here < 0.7 * whole
         for entries in made.optimizer.state.values():
             assert isinstance(entries["exp_avg"], DTensor)
-    return losses, made.evaluate(dataset(5)), state, made.step.strategy.fingerprint(made.model, made.optimizer)
+    return (
+        losses,
+        made.evaluate(dataset(5)),
+        state,
+        made.step.strategy.fingerprint(made.model, made.optimizer),
+    )
 
 
 def expect(got: Answer, wanted: Answer, tolerance: float = 1e-9) -> None:
@@ -112,13 +127,21 @@ def expect(got: Answer, wanted: Answer, tolerance: float = 1e-9) -> None:
     [
         (2, "shm", {"several": False}),
         (2, "gloo", {"several": True, "max_grad_norm": 0.5}),
-        (3, "shm", {"several": True, "gradient_accumulation_steps": 2, "make": lambda: Net(norm=False)}),
+        (
+            3,
+            "shm",
+            {"several": True, "gradient_accumulation_steps": 2, "make": lambda: Net(norm=False)},
+        ),
     ],
 )
-def test_the_answer_of_one_worker(pool: Pool, workers: int, backend: str, options: dict[str, Any]) -> None:
+def test_the_answer_of_one_worker(
+    pool: Pool, workers: int, backend: str, options: dict[str, Any]
+) -> None:
     # batch norm of parts is that of whole batches only in DDP too; that is the reference then
     alone = pool.run(fitted, **{**options, "make": lambda: Net(norm=False)}, workers=1)[0]
-    got = pool.run(fitted, **{**options, "make": lambda: Net(norm=False)}, workers=workers, backend=backend)
+    got = pool.run(
+        fitted, **{**options, "make": lambda: Net(norm=False)}, workers=workers, backend=backend
+    )
     for one in got:
         expect(one, alone)
         assert one[3] == got[0][3]
@@ -139,7 +162,11 @@ def test_buffers_are_those_of_distributed(pool: Pool) -> None:
 
 def test_a_worker_without_samples(pool: Pool) -> None:
     """The last batch has one sample, and so has the last of the evaluation."""
-    options: dict[str, Any] = {"make": lambda: Net(norm=False), "train": dataset(19, ignored=19), "several": True}
+    options: dict[str, Any] = {
+        "make": lambda: Net(norm=False),
+        "train": dataset(19, ignored=19),
+        "several": True,
+    }
     alone = pool.run(fitted, **options, workers=1)[0]
     for one in pool.run(fitted, **options, workers=3):
         expect(one, alone)
@@ -156,15 +183,23 @@ class Heads(nn.Module):
         return torch.stack([(self.first if row[0] > 1 else self.second)(row) for row in x])
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="came with torch 2.13")
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="came with torch 2.13"
+)
 def test_a_parameter_that_only_some_workers_use(pool: Pool) -> None:
-    options: dict[str, Any] = {"make": Heads, "several": False, "global_batch_size": 3, "train": dataset(ignored=46)}
+    options: dict[str, Any] = {
+        "make": Heads,
+        "several": False,
+        "global_batch_size": 3,
+        "train": dataset(ignored=46),
+    }
     alone = pool.run(fitted, **options, workers=1)[0]
     for one in pool.run(fitted, **options, workers=3):
         expect(one, alone)
 
 
-# --- precision ------------------------------------------------------------------------------------------------
+# --- precision
+# ------------------------------------------------------------------------------------------------
 
 
 def half(strategy: str, precision: str) -> tuple[list[float], set[torch.dtype]]:
@@ -183,7 +218,9 @@ def half(strategy: str, precision: str) -> tuple[list[float], set[torch.dtype]]:
             self.float()
 
     data = dataset()
-    made = trainer(small_units() if strategy == "sharded" else strategy, Single, precision=precision)
+    made = trainer(
+        small_units() if strategy == "sharded" else strategy, Single, precision=precision
+    )
     history = made.fit(TensorDataset(data.tensors[0].float(), data.tensors[1]), 3)
     assert all(p.dtype == torch.float32 for p in made.model.parameters())
     return [row["train_loss"] for row in history], seen
@@ -223,7 +260,8 @@ def test_an_overflow_on_one_worker_is_one_on_all(pool: Pool) -> None:
     assert pool.run(overflow, workers=2) == [True, True]
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------
+# --- checkpoints
+# ----------------------------------------------------------------------------------------------
 
 
 def saved(folder: Path, strategy: str) -> None:
@@ -243,7 +281,11 @@ def gone_on(folder: Path, strategy: str) -> Answer:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(("sharded", 2), ("sharded", 3)), (("sharded", 3), ("distributed", 1)), (("distributed", 2), ("sharded", 2))],
+    [
+        (("sharded", 2), ("sharded", 3)),
+        (("sharded", 3), ("distributed", 1)),
+        (("distributed", 2), ("sharded", 2)),
+    ],
 )
 def test_a_checkpoint_resumes_with_other_strategies_and_workers(
     pool: Pool, tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
@@ -259,7 +301,8 @@ def test_a_checkpoint_resumes_with_other_strategies_and_workers(
         expect(got, wanted)
 
 
-# --- the optimizer that the user has made ---------------------------------------------------------------------
+# --- the optimizer that the user has made
+# ---------------------------------------------------------------------
 
 
 def used_before() -> None:
@@ -269,7 +312,10 @@ def used_before() -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = Net(norm=False)
-        groups = [{"params": list(model.blocks.parameters()), "lr": 0.02}, {"params": list(model.out.parameters())}]
+        groups = [
+            {"params": list(model.blocks.parameters()), "lr": 0.02},
+            {"params": list(model.out.parameters())},
+        ]
         optimizer = torch.optim.Adagrad(groups, 0.01)
         model(dataset().tensors[0]).square().mean().backward()
         optimizer.step()
@@ -280,7 +326,9 @@ def used_before() -> None:
     TrainStep(model, optimizer, nn.CrossEntropyLoss(), strategy=strategy)
     assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
     assert all(isinstance(entries["sum"], DTensor) for entries in optimizer.state.values())
-    torch.testing.assert_close(strategy.optimizer_state(model, optimizer)["state"], reference.state_dict()["state"])
+    torch.testing.assert_close(
+        strategy.optimizer_state(model, optimizer)["state"], reference.state_dict()["state"]
+    )
 
 
 def frozen_in_between() -> None:
@@ -302,7 +350,8 @@ def test_optimizers_and_frozen_layers(pool: Pool) -> None:
     pool.run(frozen_in_between, workers=2)
 
 
-# --- what cannot be used --------------------------------------------------------------------------------------
+# --- what cannot be used
+# --------------------------------------------------------------------------------------
 
 
 class Keeping(torch.optim.SGD):
@@ -338,10 +387,17 @@ def bad() -> None:
     comm = lockstep.init("cpu")
     refused("virtual_workers: expected none with strategy='sharded', got 4", virtual_workers=4)
     refused("model: expected parameters with a dimension to shard, got scale, a scalar", Scaled)
-    refused("model: expected trained parameters of one dtype, .* got 'blocks.0.weight of torch.float64, out", Mixed)
+    refused(
+        "model: expected trained parameters of one dtype, .* got 'blocks.0.weight of "
+        "torch.float64, out",
+        Mixed,
+    )
     refused("model: expected embeddings with sparse=False, .* got sparse=True of words", Sparse)
     for names, match in [
-        (["none"], "unit_names: expected names of the model's modules, such as blocks, .* got 'none'"),
+        (
+            ["none"],
+            "unit_names: expected names of the model's modules, such as blocks, .* got 'none'",
+        ),
         (["blocks"], "unit_names: expected modules with a forward pass, got blocks, a ModuleList"),
     ]:
         refused(match, strategy=Sharded(comm, names))
@@ -354,9 +410,12 @@ def bad() -> None:
     )
     model = Net()
     with pytest.raises(
-        ConfigError, match=r"optimizer: .*param_groups alone, .* got '?Keeping, which has some in .*fast"
+        ConfigError,
+        match=r"optimizer: .*param_groups alone, .* got '?Keeping, which has some in .*fast",
     ):
-        TrainStep(model, Keeping(model.parameters(), 0.1), nn.CrossEntropyLoss(), strategy=Sharded(comm))
+        TrainStep(
+            model, Keeping(model.parameters(), 0.1), nn.CrossEntropyLoss(), strategy=Sharded(comm)
+        )
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     made = trainer()
     again = torch.optim.SGD(made.model.parameters(), 0.1)
@@ -367,7 +426,9 @@ def bad() -> None:
 def test_what_cannot_be_used(pool: Pool) -> None:
     pool.run(bad, workers=2)
     with pytest.raises(RanksFailedError, match="Build the same model on every rank"):
-        pool.run(lambda: trainer(make=lambda: nn.Linear(6, 4 + lockstep.init().rank).double()), workers=2)
+        pool.run(
+            lambda: trainer(make=lambda: nn.Linear(6, 4 + lockstep.init().rank).double()), workers=2
+        )
 
 
 def rank_0_values() -> torch.Tensor:

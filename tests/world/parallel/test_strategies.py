@@ -47,7 +47,9 @@ def train(
     by: str = "message",
     **options: Any,
 ) -> Answer:
-    """Losses and final values of two epochs, in float64 with an optimizer that never stands still."""
+    """Losses and final values of two epochs, in float64 with an optimizer that never stands
+    still.
+    """
     comm = lockstep.init("cpu")
     torch.manual_seed(0)
     model = lockstep.prepare_model(make().double(), comm, sync_batchnorm=sync_batchnorm)
@@ -56,7 +58,13 @@ def train(
     loader = Loader(wide, global_batch_size, comm=comm, shuffle=shuffle)
     losses = []
     with way(by):
-        step = TrainStep(model, optimizer, loss_fn or nn.CrossEntropyLoss(), strategy=Distributed(comm), **options)
+        step = TrainStep(
+            model,
+            optimizer,
+            loss_fn or nn.CrossEntropyLoss(),
+            strategy=Distributed(comm),
+            **options,
+        )
         for epoch in range(2):
             for batch in loader.epoch(epoch):
                 if before is not None:
@@ -74,11 +82,14 @@ def check_same(
         for losses, values in pool.run(train, *args, workers=size, by=by, **options):
             assert losses == pytest.approx(alone[0], rel=tolerance, abs=tolerance)
             for name, value in values.items():
-                torch.testing.assert_close(value, alone[1][name], rtol=tolerance, atol=tolerance, msg=name)
+                torch.testing.assert_close(
+                    value, alone[1][name], rtol=tolerance, atol=tolerance, msg=name
+                )
     return alone
 
 
-# --- parameters that take no part ----------------------------------------------------------------------------
+# --- parameters that take no part
+# ----------------------------------------------------------------------------
 
 
 class Heads(nn.Module):
@@ -93,7 +104,10 @@ class Heads(nn.Module):
         hidden = self.body(x).relu()
         if self.by_input:
             return torch.stack(
-                [(self.first if a > 0.5 else self.second)(h) for a, h in zip(x[:, 0], hidden, strict=True)]
+                [
+                    (self.first if a > 0.5 else self.second)(h)
+                    for a, h in zip(x[:, 0], hidden, strict=True)
+                ]
             )
         return self.first(hidden)
 
@@ -131,7 +145,9 @@ class Checkpointed(nn.Module):
         self.first, self.body, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(lambda h: self.body(h).relu(), self.first(x), use_reentrant=self.reentrant)
+        hidden = checkpoint(
+            lambda h: self.body(h).relu(), self.first(x), use_reentrant=self.reentrant
+        )
         return self.last(hidden)
 
 
@@ -165,40 +181,60 @@ def detached() -> str:
 
 def test_a_loss_without_a_gradient_is_an_error_on_any_number_of_workers(pool: Pool) -> None:
     for size in (1, 2):
-        assert all("got one without a gradient" in said for said in pool.run(detached, workers=size))
+        assert all(
+            "got one without a gradient" in said for said in pool.run(detached, workers=size)
+        )
 
 
-# --- losses that do not count every label --------------------------------------------------------------------
+# --- losses that do not count every label
+# --------------------------------------------------------------------
 
 IGNORED = (0, 1, 2, 3, 8, 13, 20)
 
 
 @pytest.mark.parametrize(
     "loss_fn",
-    [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(torch.tensor([1.0, 2, 0, 4]).double()), nn.functional.cross_entropy],
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(torch.tensor([1.0, 2, 0, 4]).double()),
+        nn.functional.cross_entropy,
+    ],
     ids=["plain", "weighted", "function"],
 )
 def test_ignored_labels_count_nowhere(pool: Pool, loss_fn: Any) -> None:
     # unshuffled, the first worker's part of the first batch has ignored labels alone
     options: dict[str, Any] = {"loss_fn": loss_fn, "shuffle": False}
     losses, _ = check_same(pool, lambda: nn.Linear(6, 4), samples(21, ignored=IGNORED), **options)
-    check_same(pool, lambda: nn.Linear(6, 4), samples(21, ignored=IGNORED), gradient_accumulation_steps=3, **options)
+    check_same(
+        pool,
+        lambda: nn.Linear(6, 4),
+        samples(21, ignored=IGNORED),
+        gradient_accumulation_steps=3,
+        **options,
+    )
     torch.manual_seed(0)
     inputs, labels = (tensor[:8] for tensor in samples(21, ignored=IGNORED).tensors)
-    assert losses[0] == pytest.approx(float(loss_fn(nn.Linear(6, 4).double()(inputs.double()), labels).detach()))
+    assert losses[0] == pytest.approx(
+        float(loss_fn(nn.Linear(6, 4).double()(inputs.double()), labels).detach())
+    )
 
 
 def measure_ignored() -> dict[str, float]:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
-    return evaluate(model, Loader(samples(21, ignored=IGNORED), 8, shuffle=False), nn.CrossEntropyLoss())
+    return evaluate(
+        model, Loader(samples(21, ignored=IGNORED), 8, shuffle=False), nn.CrossEntropyLoss()
+    )
 
 
 def test_evaluation_counts_them_nowhere_either(pool: Pool) -> None:
     torch.manual_seed(0)
     model, (inputs, labels) = nn.Linear(6, 4), samples(21, ignored=IGNORED).tensors
     right = (model(inputs).argmax(1) == labels).sum() / (21 - len(IGNORED))
-    expected = {"loss": float(nn.functional.cross_entropy(model(inputs), labels).detach()), "accuracy": float(right)}
+    expected = {
+        "loss": float(nn.functional.cross_entropy(model(inputs), labels).detach()),
+        "accuracy": float(right),
+    }
     for size in (1, 2, 3):
         assert pool.run(measure_ignored, workers=size) == [pytest.approx(expected)] * size
 
@@ -213,7 +249,9 @@ def only_ignored() -> tuple[str, list[bool]]:
         step(next(Loader(dataset, 8, comm=comm).epoch(0)))
     with pytest.raises(DataError, match="something that loss counts"):
         evaluate(model, Loader(dataset, 8, comm=comm), nn.CrossEntropyLoss())
-    return str(caught.value), [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    return str(caught.value), [
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    ]
 
 
 def test_a_global_batch_without_any_label_is_an_error_before_the_update(pool: Pool) -> None:
@@ -235,17 +273,29 @@ def test_a_step_reports_what_its_loss_is_the_mean_over(pool: Pool) -> None:
     assert pool.run(count_of_a_step, workers=2) == [(4.0, 4.0)] * 2
 
 
-# --- values on all workers -----------------------------------------------------------------------------------
+# --- values on all workers
+# -----------------------------------------------------------------------------------
 
 
 def awkward(fill: int) -> dict[str, torch.Tensor]:
     """Tensors of all dtypes and strides, filled with `fill`."""
-    dtypes = [torch.int16, torch.uint16, torch.uint32, torch.bool, torch.bfloat16, torch.float64, torch.complex64]
+    dtypes = [
+        torch.int16,
+        torch.uint16,
+        torch.uint32,
+        torch.bool,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+    ]
     dtypes += [torch.float8_e4m3fn, torch.uint8]
     made = {str(dtype): torch.full((3,), fill, dtype=torch.float32).to(dtype) for dtype in dtypes}
     grid = torch.arange(12.0).view(3, 4) * fill
     made |= {"transposed": grid.t(), "strided": grid[:, ::2], "a number": torch.tensor(float(fill))}
-    made |= {"expanded": torch.tensor([float(fill)]).expand(5), "expanded row": grid[:1].clone().expand(3, 4)}
+    made |= {
+        "expanded": torch.tensor([float(fill)]).expand(5),
+        "expanded row": grid[:1].clone().expand(3, 4),
+    }
     return made | {"empty": torch.empty(0, 3)}
 
 
@@ -259,7 +309,9 @@ def broadcast_awkward(bucket: int) -> bool:
     finally:
         module_sync._BUCKET = 16 << 20
     assert {name: (tensor.stride(), tensor.data_ptr()) for name, tensor in values.items()} == before
-    return all(torch.equal(tensor.float(), values[name].float()) for name, tensor in awkward(1).items())
+    return all(
+        torch.equal(tensor.float(), values[name].float()) for name, tensor in awkward(1).items()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
@@ -316,10 +368,13 @@ def prepare_after_a_bad_broadcast() -> str:
 
 
 def test_values_are_compared_after_they_were_sent(pool: Pool) -> None:
-    assert all("bias on rank 1" in said for said in pool.run(prepare_after_a_bad_broadcast, workers=2))
+    assert all(
+        "bias on rank 1" in said for said in pool.run(prepare_after_a_bad_broadcast, workers=2)
+    )
 
 
-# --- batch norm of few samples -------------------------------------------------------------------------------
+# --- batch norm of few samples
+# -------------------------------------------------------------------------------
 
 
 class Viewed(nn.Module):
@@ -353,15 +408,20 @@ def single_value(sync_batchnorm: bool) -> str:
 
 def test_the_error_of_a_batch_norm_with_a_single_value_advises(pool: Pool) -> None:
     for sync_batchnorm in (False, True):
-        # in parts of one sample; synchronised, with one sample in all, of which the second worker has none
+        # in parts of one sample; synchronised, with one sample in all, of which the second worker
+        # has none
         for size in (1, 2):
             for said in pool.run(single_value, sync_batchnorm, workers=size):
-                assert said.startswith("global_batch_size: expected at least two values for each channel")
+                assert said.startswith(
+                    "global_batch_size: expected at least two values for each channel"
+                )
                 assert "drop_last" in said
 
 
 def foreign_layer() -> list[int]:
-    """torch's own layer computes on GPUs only; this one counts how often it is asked, in its place."""
+    """torch's own layer computes on GPUs only; this one counts how often it is asked, in its
+    place.
+    """
 
     class Counting(nn.SyncBatchNorm):
         asked: list[int]
@@ -409,7 +469,9 @@ def test_a_model_with_synchronised_batch_norm_can_be_copied(pool: Pool) -> None:
 
 
 class Moving(nn.Module):
-    """A mean of its own that moves with the inputs, in place or by a new tensor, from some step on."""
+    """A mean of its own that moves with the inputs, in place or by a new tensor, from some step
+    on.
+    """
 
     def __init__(self, in_place: bool, begins: int = 0) -> None:
         super().__init__()
@@ -439,7 +501,10 @@ def train_moving(in_place: bool, begins: int, between: str) -> tuple[list[float]
     torch.manual_seed(0)
     model = Moving(in_place, begins)
     step = TrainStep(
-        model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(), gradient_accumulation_steps=2
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        nn.CrossEntropyLoss(),
+        gradient_accumulation_steps=2,
     )
     losses, same, sent, in_step = [], [], [], False
     broadcast = buffers.broadcast_tensors
@@ -455,7 +520,10 @@ def train_moving(in_place: bool, begins: int, between: str) -> tuple[list[float]
             in_step = True
             losses.append(float(step(batch)))
             in_step = False
-            same.append(len(set(map(str, comm.allgather_object([b.tolist() for b in model.buffers()])))) == 1)
+            same.append(
+                len(set(map(str, comm.allgather_object([b.tolist() for b in model.buffers()]))))
+                == 1
+            )
             if between == "sync":
                 step.strategy.sync_buffers()
             elif between == "load":
@@ -465,8 +533,13 @@ def train_moving(in_place: bool, begins: int, between: str) -> tuple[list[float]
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("begins", [0, 2])
-def test_buffers_that_move_are_those_of_rank_0_after_every_step(pool: Pool, in_place: bool, begins: int) -> None:
-    runs = [pool.run(train_moving, in_place, begins, between, workers=3) for between in ("nothing", "sync", "load")]
+def test_buffers_that_move_are_those_of_rank_0_after_every_step(
+    pool: Pool, in_place: bool, begins: int
+) -> None:
+    runs = [
+        pool.run(train_moving, in_place, begins, between, workers=3)
+        for between in ("nothing", "sync", "load")
+    ]
     for answers in runs:
         for losses, same, sent in answers:
             assert all(same)
@@ -518,12 +591,16 @@ def train_sparse(gradient_accumulation_steps: int) -> tuple[list[float], dict[st
         nn.CrossEntropyLoss(),
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
-    losses = [float(step(batch)) for batch in Loader(samples(37), 9, comm=comm, shuffle=False).epoch(0)]
+    losses = [
+        float(step(batch)) for batch in Loader(samples(37), 9, comm=comm, shuffle=False).epoch(0)
+    ]
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
-def test_sparse_gradients_of_what_only_some_workers_look_up(pool: Pool, gradient_accumulation_steps: int) -> None:
+def test_sparse_gradients_of_what_only_some_workers_look_up(
+    pool: Pool, gradient_accumulation_steps: int
+) -> None:
     ((losses, values),) = pool.run(train_sparse, gradient_accumulation_steps, workers=1)
     for others, theirs in pool.run(train_sparse, gradient_accumulation_steps, workers=2):
         assert others == pytest.approx(losses, rel=1e-6)
@@ -555,7 +632,11 @@ def unfreeze(add_layer: bool) -> tuple[list[float], list[list[float]]]:
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
     step = TrainStep(
-        model, optimizer, nn.CrossEntropyLoss(ignore_index=2), strategy=Distributed(comm), max_grad_norm=0.05
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(ignore_index=2),
+        strategy=Distributed(comm),
+        max_grad_norm=0.05,
     )
     losses = []
     for number, batch in enumerate(Loader(wide(36), 8, comm=comm).epoch(0)):

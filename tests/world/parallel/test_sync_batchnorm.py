@@ -93,7 +93,9 @@ def test_it_is_batch_norm_over_the_whole_batch(make: Callable[[], nn.Module]) ->
     expected.backward()
     torch.manual_seed(0)
     model = synchronised(make)()
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.0), F.cross_entropy, virtual_workers=5)
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), 0.0), F.cross_entropy, virtual_workers=5
+    )
     torch.testing.assert_close(
         step(next(Loader(pictures(12), 12, virtual_workers=5).epoch(0))).float(), expected.detach()
     )
@@ -141,21 +143,37 @@ class Failing(Flat):
 @pytest.mark.parametrize(
     ("make", "options", "error", "said"),
     [
-        (Sometimes, {}, ConfigError, "batch norm over all shards in every shard's pass, got some without it"),
+        (
+            Sometimes,
+            {},
+            ConfigError,
+            "batch norm over all shards in every shard's pass, got some without it",
+        ),
         (Counting, {}, ConfigError, "no layer but batch norm that changes buffers"),
         (Failing, {"virtual_workers": 3, "global_batch_size": 8}, KeyError, "the third"),
-        (lambda: nn.BatchNorm1d(3), {}, ConfigError, "a module that has batch norm in it, got BatchNorm1d"),
+        (
+            lambda: nn.BatchNorm1d(3),
+            {},
+            ConfigError,
+            "a module that has batch norm in it, got BatchNorm1d",
+        ),
         (Flat, {"precision": "fp16"}, ConfigError, "precision: expected fp32 or bf16"),
     ],
 )
-def test_what_is_refused(make: Any, options: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_what_is_refused(
+    make: Any, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
     with pytest.raises(error, match=said):
         run(synchronised(make), **options)
 
 
 def test_a_worker_without_samples_is_refused(pool: Pool) -> None:
     def refused() -> None:
-        with pytest.raises(ConfigError, match="at least 6 samples in each batch, one for each worker"):
-            run(synchronised(Flat), data=pictures(17), global_batch_size=12, virtual_workers=7)  # 12, and then 5
+        with pytest.raises(
+            ConfigError, match="at least 6 samples in each batch, one for each worker"
+        ):
+            run(
+                synchronised(Flat), data=pictures(17), global_batch_size=12, virtual_workers=7
+            )  # 12, and then 5
 
     pool.run(refused, workers=3)

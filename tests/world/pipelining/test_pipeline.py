@@ -19,14 +19,17 @@ FEATURES, CLASSES, BATCH = 6, 5, 24
 Answer = tuple[list[float], dict[str, Any], dict[str, Any], torch.Tensor]
 
 FEW_MICROBATCHES = pytest.mark.skipif(
-    release_of(torch.__version__) < (2, 11), reason="torch 2.10 has no schedule for fewer micro-batches than stages"
+    release_of(torch.__version__) < (2, 11),
+    reason="torch 2.10 has no schedule for fewer micro-batches than stages",
 )
 
 
 def layers(*extra: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     wide = [layer for _ in range(2) for layer in (nn.Linear(16, 16), nn.Tanh())]
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), *wide, *extra, nn.Linear(16, CLASSES)).double()
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.Tanh(), *wide, *extra, nn.Linear(16, CLASSES)
+    ).double()
 
 
 class Residual(nn.Module):
@@ -54,7 +57,9 @@ def samples(step: int, ignored: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(BATCH, FEATURES, generator=source).double(), labels
 
 
-def steps(pipe: Pipeline, optimizer: Any, which: range, ignored: int = 0, clip: float | None = None) -> list[float]:
+def steps(
+    pipe: Pipeline, optimizer: Any, which: range, ignored: int = 0, clip: float | None = None
+) -> list[float]:
     losses = []
     for number in which:
         losses.append(float(pipe.step(*samples(number, ignored), nn.CrossEntropyLoss())))
@@ -85,7 +90,12 @@ def piped(ignored: int = 0, clip: float | None = None, **options: Any) -> Answer
     optimizer = torch.optim.AdamW(pipe.parameters(), 0.01)
     losses = steps(pipe, optimizer, range(4), ignored, clip)
     size = 7 if options.get("microbatches") is None else 12
-    return losses, pipe.state_dict(), pipe.optimizer_state_dict(optimizer), pipe(samples(9)[0][:size])[:7]
+    return (
+        losses,
+        pipe.state_dict(),
+        pipe.optimizer_state_dict(optimizer),
+        pipe(samples(9)[0][:size])[:7],
+    )
 
 
 def expect(got: Answer, wanted: Answer) -> None:
@@ -120,7 +130,9 @@ def few_where_torch_refuses() -> str:
     from torch.distributed import pipelining
 
     def refuse(*arguments: Any, **options: Any) -> None:
-        raise ValueError("Number of microbatches (1) must be greater than or equal to the number of stages (2).")
+        raise ValueError(
+            "Number of microbatches (1) must be greater than or equal to the number of stages (2)."
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelining, "ScheduleGPipe", refuse)
@@ -177,7 +189,9 @@ def own_layers_alone() -> list[str]:
 
 
 def batch_norm() -> dict[str, Any]:
-    """Statistics are moved once for each micro-batch, and not by finding out what passes between stages."""
+    """Statistics are moved once for each micro-batch, and not by finding out what passes between
+    stages.
+    """
     torch.manual_seed(3)  # of dropout alone
     pipe = lockstep.pipeline(layers(nn.BatchNorm1d(16)), microbatches=4)
     pipe.step(*samples(0), nn.CrossEntropyLoss())
@@ -202,7 +216,8 @@ def test_what_a_worker_has(pool: Pool) -> None:
         assert torch.equal(weight, layers()[0].weight)
 
 
-# --- a model that is no sequence -----------------------------------------------------------------------------
+# --- a model that is no sequence
+# -----------------------------------------------------------------------------
 
 
 def followed(stages: int) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
@@ -214,13 +229,17 @@ def followed(stages: int) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
     optimizer = torch.optim.AdamW(pipe.parameters(), 0.01)
     optimizer.step()
     moments = pipe.optimizer_state_dict(optimizer)["state"]
-    assert [moments[number]["exp_avg"].shape for number in moments] == [p.shape for p in Residual().parameters()]
+    assert [moments[number]["exp_avg"].shape for number in moments] == [
+        p.shape for p in Residual().parameters()
+    ]
     state, inputs = pipe.state_dict(), samples(2)[0]
     output = pipe.eval()(inputs)
     model = Residual().eval()
     model.load_state_dict(state)
     torch.testing.assert_close(output, model(inputs).detach())
-    with pytest.raises(ConfigError, match=r"batch: expected some micro-batches of 6, as the example, got 7 samples"):
+    with pytest.raises(
+        ConfigError, match=r"batch: expected some micro-batches of 6, as the example, got 7 samples"
+    ):
         pipe(inputs[:7])
     return output, state, pipe.train()(inputs)
 
@@ -234,7 +253,8 @@ def test_a_model_with_split_points(pool: Pool) -> None:
             assert not torch.equal(training, output)  # dropout
 
 
-# --- what cannot be used -------------------------------------------------------------------------------------
+# --- what cannot be used
+# -------------------------------------------------------------------------------------
 
 
 def refused(match: str, model: Any = None, *args: Any, **options: Any) -> None:
@@ -269,7 +289,10 @@ def bad_arguments() -> None:
     following: dict[str, Any] = {"split": ["last"], "example": example}
     refused("stages: expected one for each of the 2 workers, got 3", None, 3)
     refused("stages: expected a whole number", None, 0)
-    refused("stages: expected at most one for each of the model's 1 layers, got 2", nn.Sequential(nn.Linear(2, 2)))
+    refused(
+        "stages: expected at most one for each of the model's 1 layers, got 2",
+        nn.Sequential(nn.Linear(2, 2)),
+    )
     refused("model: expected a torch.nn.Module, got int", 3)
     refused("schedule: .*Did you mean gpipe", schedule="gpip")
     refused("microbatches: expected a whole number", microbatches=0)
@@ -279,14 +302,38 @@ def bad_arguments() -> None:
     refused("split: expected layers in the order of the model", split=["0"])
     refused("example: expected none with an nn.Sequential", example=example)
     refused(
-        "model: expected stages without a parameter or buffer in common, got 2.weight of stage 0", shared(), split=["3"]
+        "model: expected stages without a parameter or buffer in common, got 2.weight of stage 0",
+        shared(),
+        split=["3"],
     )
-    refused("model: expected an nn.Sequential, or .* got NoneType as example", Residual(), split=["last"])
-    refused("model: expected an nn.Sequential, or .* got none of split", Residual(), example=example)
-    refused("split: expected names of the model's modules", Residual(), split=["none"], example=example)
-    refused("split: expected modules that run after the model's first", Residual(), split=["first"], example=example)
-    refused("split: expected stages that use the previous one alone", Skipping(), split=["blocks.0"], example=example)
-    refused("model: expected parameters that all take part in a pass, got unused.weight", Unused(), **following)
+    refused(
+        "model: expected an nn.Sequential, or .* got NoneType as example",
+        Residual(),
+        split=["last"],
+    )
+    refused(
+        "model: expected an nn.Sequential, or .* got none of split", Residual(), example=example
+    )
+    refused(
+        "split: expected names of the model's modules", Residual(), split=["none"], example=example
+    )
+    refused(
+        "split: expected modules that run after the model's first",
+        Residual(),
+        split=["first"],
+        example=example,
+    )
+    refused(
+        "split: expected stages that use the previous one alone",
+        Skipping(),
+        split=["blocks.0"],
+        example=example,
+    )
+    refused(
+        "model: expected parameters that all take part in a pass, got unused.weight",
+        Unused(),
+        **following,
+    )
     refused("model: expected one that torch.export can trace", Branching(), **following)
 
 
@@ -298,7 +345,11 @@ def bad_batches() -> None:
         ("batch: expected at least one sample, got 0", inputs[:0], labels[:0]),
         ("target: expected as many as samples in the batch, 24, got 20", inputs, labels[:20]),
         ("batch: expected a tensor of shape .samples, .*, got list", [1], labels),
-        ("target: expected a tensor of shape .samples, .*, got a tensor without dimensions", inputs, labels[0]),
+        (
+            "target: expected a tensor of shape .samples, .*, got a tensor without dimensions",
+            inputs,
+            labels[0],
+        ),
     ]:
         with pytest.raises(ConfigError, match=match.replace("got ", "got '?")):
             pipe.step(batch, target, loss)
@@ -319,10 +370,16 @@ def bad_states() -> None:
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
     with pytest.raises(CheckpointError, match=r"one group of 8 parameters, got 1 with \[2\]"):
         pipe.load_optimizer_state_dict(optimizer, other.state_dict())
-    with pytest.raises(ConfigError, match=r"optimizer: expected parameters of this stage alone, .* got 2 that are not"):
+    with pytest.raises(
+        ConfigError,
+        match=r"optimizer: expected parameters of this stage alone, .* got 2 that are not",
+    ):
         pipe.optimizer_state_dict(other)
     groups = torch.optim.SGD([{"params": [p]} for p in pipe.parameters()], 0.1)
-    with pytest.raises(ConfigError, match="optimizer: expected one group of parameters, in a pipeline, got 4 groups"):
+    with pytest.raises(
+        ConfigError,
+        match="optimizer: expected one group of parameters, in a pipeline, got 4 groups",
+    ):
         pipe.optimizer_state_dict(groups)
 
 
@@ -335,13 +392,24 @@ def test_what_cannot_be_used(pool: Pool) -> None:
 
 def test_workers_with_other_models(pool: Pool) -> None:
     with pytest.raises(RanksFailedError, match="the workers' models differ"):
-        pool.run(lambda: lockstep.pipeline(nn.Sequential(nn.Linear(2, 2 + lockstep.init().rank), nn.Tanh())), workers=2)
+        pool.run(
+            lambda: lockstep.pipeline(
+                nn.Sequential(nn.Linear(2, 2 + lockstep.init().rank), nn.Tanh())
+            ),
+            workers=2,
+        )
 
 
 def test_a_loss_that_is_no_mean_over_samples_is_refused_on_every_worker(pool: Pool) -> None:
     def refused() -> None:
         pipe = lockstep.pipeline(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4)), microbatches=2)
-        with pytest.raises(ConfigError, match=f"which gives .* for 4 samples of rank {lockstep.init().size - 1} "):
-            pipe.step(torch.randn(8, 2), torch.randn(8, 4), lambda output, target: (output - target).square().sum())
+        with pytest.raises(
+            ConfigError, match=f"which gives .* for 4 samples of rank {lockstep.init().size - 1} "
+        ):
+            pipe.step(
+                torch.randn(8, 2),
+                torch.randn(8, 4),
+                lambda output, target: (output - target).square().sum(),
+            )
 
     pool.run(refused, workers=2)

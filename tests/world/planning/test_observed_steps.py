@@ -22,7 +22,9 @@ SLOW_S = 0.02
 
 
 def observed(folder: Path) -> list[float]:
-    """Return how long each step of a small model has waited for its all-reduce, which is a slow one."""
+    """Return how long each step of a small model has waited for its all-reduce, which is a slow
+    one.
+    """
     comm = lockstep.init("cpu")
     allreduce = comm.allreduce
 
@@ -34,10 +36,14 @@ def observed(folder: Path) -> list[float]:
     observer.install()
     try:
         model = nn.Linear(4, 2)
-        step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(), replica_check=0)
+        step = TrainStep(
+            model, torch.optim.SGD(model.parameters(), 0.1), nn.CrossEntropyLoss(), replica_check=0
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(comm, "allreduce", slow)
-            loader = lockstep.Loader(TensorDataset(torch.randn(256, 4), torch.ones(256).long()), 16, comm=comm)
+            loader = lockstep.Loader(
+                TensorDataset(torch.randn(256, 4), torch.ones(256).long()), 16, comm=comm
+            )
             for batch in loader.epoch(0):
                 step(batch)
     except ProfileRecorded:
@@ -49,7 +55,9 @@ def observed(folder: Path) -> list[float]:
     return [record.wait_s for record in profile.steps]
 
 
-def test_the_wait_for_the_only_message_of_a_step_is_no_computing(pool: Pool, tmp_path: Path) -> None:
+def test_the_wait_for_the_only_message_of_a_step_is_no_computing(
+    pool: Pool, tmp_path: Path
+) -> None:
     for waits in pool.run(observed, tmp_path, workers=2):
         assert len(waits) == 4
         assert all(wait >= SLOW_S for wait in waits)

@@ -18,7 +18,8 @@ from support.outcome import RanksFailedError
 from support.pool import Pool
 
 TEXTS = [
-    torch.randint(1, 20, (2 + index * 7 % 23,), generator=torch.Generator().manual_seed(index)) for index in range(50)
+    torch.randint(1, 20, (2 + index * 7 % 23,), generator=torch.Generator().manual_seed(index))
+    for index in range(50)
 ]
 
 
@@ -47,7 +48,11 @@ def padded(samples: list[Any]) -> Any:
 
 
 def train(
-    virtual_workers: int | None, epochs: int, folder: str | None = None, resume: bool = False, weighted: bool = False
+    virtual_workers: int | None,
+    epochs: int,
+    folder: str | None = None,
+    resume: bool = False,
+    weighted: bool = False,
 ) -> Any:
     torch.manual_seed(0)
     model = MeanOfWords()
@@ -64,7 +69,9 @@ def train(
     if weighted:
         draws = WeightedRandomSampler([1.0 + index % 3 for index in range(50)], 50)
         sampler = BatchSampler(draws, 8, drop_last=False)
-    loader = lockstep.Loader(Texts(), 8, batch_sampler=sampler, collate_fn=padded, virtual_workers=virtual_workers)
+    loader = lockstep.Loader(
+        Texts(), 8, batch_sampler=sampler, collate_fn=padded, virtual_workers=virtual_workers
+    )
     steps = {} if epochs else {"max_steps": 10}
     trainer.fit(loader, epochs or None, resume="latest" if resume else None, **steps)  # type: ignore[arg-type]
     return lockstep.fingerprint(model, trainer.optimizer), trainer.history[-1]["train_loss"]
@@ -83,15 +90,21 @@ def test_a_run_resumes_within_an_epoch_with_the_same_batches(pool: Pool, tmp_pat
     assert pool.run(train, 4, 2, str(tmp_path / "run"), True, workers=3)[0][0] == whole
 
 
-def test_weights_of_torch_are_drawn_anew_in_each_epoch_and_alike_on_all_workers(pool: Pool, tmp_path: Path) -> None:
-    sampler = BatchSampler(WeightedRandomSampler([1.0 + index % 3 for index in range(50)], 50), 8, drop_last=False)
+def test_weights_of_torch_are_drawn_anew_in_each_epoch_and_alike_on_all_workers(
+    pool: Pool, tmp_path: Path
+) -> None:
+    sampler = BatchSampler(
+        WeightedRandomSampler([1.0 + index % 3 for index in range(50)], 50), 8, drop_last=False
+    )
     with lockstep.Loader(Texts(), 8, batch_sampler=sampler) as loader:
         first, second = (loader.order(epoch).tolist() for epoch in range(2))
         torch.rand(3)  # other draws of the program
         assert first != second and first == loader.order(0).tolist()
     whole = pool.run(train, 4, 2, weighted=True, workers=1)[0][0]
     pool.run(train, 4, 0, str(tmp_path / "run"), weighted=True, workers=2)
-    assert pool.run(train, 4, 2, str(tmp_path / "run"), True, weighted=True, workers=2)[0][0] == whole
+    assert (
+        pool.run(train, 4, 2, str(tmp_path / "run"), True, weighted=True, workers=2)[0][0] == whole
+    )
 
 
 class OtherOnEachRank:
@@ -109,6 +122,7 @@ def read() -> None:
 
 def test_ranks_that_choose_other_batches_find_out(pool: Pool) -> None:
     with pytest.raises(
-        RanksFailedError, match="MismatchError: batch_sampler: batch 1 of epoch 0 differs on ranks 0 and 1"
+        RanksFailedError,
+        match="MismatchError: batch_sampler: batch 1 of epoch 0 differs on ranks 0 and 1",
     ):
         pool.run(read, workers=2)

@@ -1,4 +1,6 @@
-"""A layer that is replaced while a model is trained: found, broadcast, reduced and clipped, or refused."""
+"""A layer that is replaced while a model is trained: found, broadcast, reduced and clipped, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +50,28 @@ class Norms(Callback):
 
 
 def fitted(by: str = "message", **options: Any) -> tuple[list[float], list[float], list[float]]:
-    """Return the losses, the norms that were reported and the weights of a training whose head is replaced."""
+    """Return the losses, the norms that were reported and the weights of a training whose head is
+    replaced.
+    """
     with way(by):
         return fit(**options)
 
 
-def fit(gives: bool = True, evaluates: bool = False, **options: Any) -> tuple[list[float], list[float], list[float]]:
+def fit(
+    gives: bool = True, evaluates: bool = False, **options: Any
+) -> tuple[list[float], list[float], list[float]]:
     comm = lockstep.init("cpu")
     model, optimizer = made()
     norms = Norms()
     trainer = lockstep.Trainer(
-        model, optimizer, nn.MSELoss(), 16, max_grad_norm=0.1, callbacks=[norms], replica_check=1, **options
+        model,
+        optimizer,
+        nn.MSELoss(),
+        16,
+        max_grad_norm=0.1,
+        callbacks=[norms],
+        replica_check=1,
+        **options,
     )
     trainer.fit(TensorDataset(X, Y), epochs=1)
     replace_head(model, optimizer if gives else None, comm.rank)
@@ -81,7 +94,9 @@ def fit(gives: bool = True, evaluates: bool = False, **options: Any) -> tuple[li
         {"precision": "bf16"},
     ],
 )
-def test_a_replaced_layer_is_broadcast_reduced_and_clipped(pool: Pool, options: dict[str, Any]) -> None:
+def test_a_replaced_layer_is_broadcast_reduced_and_clipped(
+    pool: Pool, options: dict[str, Any]
+) -> None:
     wanted = pool.run(fitted, **options, workers=1)[0]
     ranks = pool.run(fitted, **options, workers=2)
     assert ranks[0] == ranks[1]
@@ -95,7 +110,9 @@ def test_a_replaced_layer_is_broadcast_reduced_and_clipped(pool: Pool, options: 
 def test_a_replaced_layer_that_the_optimizer_does_not_have_is_refused(pool: Pool) -> None:
     for size in (1, 2):
         for options in ({}, {"virtual_workers": 2}, {"evaluates": True}):
-            with pytest.raises(RanksFailedError, match=r"not among them.*When a layer has been replaced"):
+            with pytest.raises(
+                RanksFailedError, match=r"not among them.*When a layer has been replaced"
+            ):
                 pool.run(fitted, gives=False, **options, workers=size)
 
 
@@ -127,7 +144,9 @@ def own_loop(**options: Any) -> list[float]:
     comm = lockstep.init("cpu")
     model, optimizer = made()
     data = DataLoader(TensorDataset(X, Y), batch_size=16)
-    model, optimizer, loader = lockstep.prepare(model, optimizer, data, max_grad_norm=0.1, **options)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, data, max_grad_norm=0.1, **options
+    )
     for epoch in range(3):
         if epoch == 1:
             replace_head(model, optimizer, comm.rank)

@@ -1,4 +1,6 @@
-"""Samples that a collate function leaves out, and lists in batches: the same numbers at any number of workers."""
+"""Samples that a collate function leaves out, and lists in batches: the same numbers at any number
+of workers.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,21 @@ from support.pool import Pool
 
 Result = tuple[list[float], list[float], float, list[float]]
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
-MISSING = (0, 1, 2, 3, 4, 17)  # so that parts lose different shares, and one of four parts loses everything
+MISSING = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    17,
+)  # so that parts lose different shares, and one of four parts loses everything
 
 
 def samples() -> list[Any]:
-    return [None if number in MISSING else (X[number], X[number].sum(0, keepdim=True) + 1) for number in range(32)]
+    return [
+        None if number in MISSING else (X[number], X[number].sum(0, keepdim=True) + 1)
+        for number in range(32)
+    ]
 
 
 def without_missing(found: list[Any]) -> Any:
@@ -35,7 +47,11 @@ def fitted(loss_fn: Any = None, normed: bool = False, **options: Any) -> Result:
     """Return losses, validation losses, a metric and the weights."""
     comm = lockstep.init("cpu")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)) if normed else nn.Linear(3, 1)
+    model = (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        if normed
+        else nn.Linear(3, 1)
+    )
     model = lockstep.prepare_model(model.double() if normed else model, comm, sync_batchnorm=normed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = lockstep.Trainer(
@@ -102,7 +118,9 @@ def first_loss() -> torch.Tensor:
 def running_mean() -> list[float]:
     comm = lockstep.init("cpu")
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=1.0), nn.Linear(3, 1))
-    trainer = lockstep.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), nn.MSELoss(), 32, callbacks=[])
+    trainer = lockstep.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), nn.MSELoss(), 32, callbacks=[]
+    )
     loader = lockstep.Loader(samples(), 32, comm=comm, collate_fn=without_missing, shuffle=False)
     trainer.fit(loader, epochs=1)
     found = model[0].running_mean
@@ -123,7 +141,8 @@ def test_synchronised_batch_norm_counts_what_was_collated(pool: Pool) -> None:
         expect(found, wanted)
 
 
-# --- lists ------------------------------------------------------------------------------------------------------------
+# --- lists
+# --------------------------------------------------------------------------------------------------
 
 CLASSES = {"cat": 0, "dog": 1, "owl": 2}
 
@@ -132,7 +151,10 @@ def named(strategy: str = "distributed", devices: Any = None, **options: Any) ->
     """Return the losses of a training whose labels are strings."""
     lockstep.init("cpu")
     torch.manual_seed(0)
-    data = [{"x": torch.randn(4) + 3 * (number % 3), "label": list(CLASSES)[number % 3]} for number in range(24)]
+    data = [
+        {"x": torch.randn(4) + 3 * (number % 3), "label": list(CLASSES)[number % 3]}
+        for number in range(24)
+    ]
     model = nn.Linear(4, 3)
 
     def forward(model: nn.Module, batch: Any) -> Any:
@@ -165,7 +187,8 @@ def test_strings_are_split_where_tensors_are(pool: Pool) -> None:
             assert found == pytest.approx(wanted, rel=1e-4)
 
 
-# --- parts that count nothing -----------------------------------------------------------------------------------------
+# --- parts that count nothing
+# -----------------------------------------------------------------------------------------
 
 
 def masked_mean(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +206,10 @@ def masked(shown: int, **options: Any) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = lockstep.Trainer(model, optimizer, masked_mean, 16, callbacks=[], **options)
     loader = lockstep.Loader(
-        list(zip(X, target, strict=True)), 16, shuffle=False, virtual_workers=options.get("virtual_workers")
+        list(zip(X, target, strict=True)),
+        16,
+        shuffle=False,
+        virtual_workers=options.get("virtual_workers"),
     )
     return [row["train_loss"] for row in trainer.fit(loader, epochs=2)]
 
@@ -199,11 +225,14 @@ def test_a_part_that_counts_nothing_contributes_zeros(pool: Pool) -> None:
     ):
         for found in pool.run(masked, 4, **options, workers=size):
             assert found == pytest.approx(wanted, rel=1e-5)
-    with pytest.raises(RanksFailedError, match="expected a global batch with something that the loss counts"):
+    with pytest.raises(
+        RanksFailedError, match="expected a global batch with something that the loss counts"
+    ):
         pool.run(masked, 0, workers=2)
 
 
-# --- loops of one's own -----------------------------------------------------------------------------------------------
+# --- loops of one's own
+# -----------------------------------------------------------------------------------------------
 
 
 def own_loop(accumulates: bool = False, **options: Any) -> list[float]:
@@ -212,7 +241,9 @@ def own_loop(accumulates: bool = False, **options: Any) -> list[float]:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     data = DataLoader(samples(), batch_size=16, collate_fn=without_missing)  # type: ignore[arg-type]
-    model, optimizer, loader = lockstep.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **options)
+    model, optimizer, loader = lockstep.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data, **options
+    )
     found = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -238,19 +269,30 @@ def test_a_loop_of_ones_own_counts_what_was_collated(pool: Pool) -> None:
     assert equal[0] == pytest.approx(wanted, rel=1e-5)
     assert equal[0] == equal[1] == equal[2]
     for size in (1, 2):
-        with pytest.raises(RanksFailedError, match="a collate function that keeps all samples of batches whose grad"):
+        with pytest.raises(
+            RanksFailedError,
+            match="a collate function that keeps all samples of batches whose grad",
+        ):
             pool.run(own_loop, accumulates=True, workers=size)
 
 
 def own_loop_with_an_empty_shard(second_batch: bool) -> list[float]:
-    """Of the first or the second batch of 16 in four shards, the second shard loses all of its samples."""
+    """Of the first or the second batch of 16 in four shards, the second shard loses all of its
+    samples.
+    """
     comm = lockstep.init("cpu")
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def collate(found: list[int]) -> torch.Tensor:
-        return X[[number for number in found if number not in range(4 + 16 * second_batch, 8 + 16 * second_batch)]]
+        return X[
+            [
+                number
+                for number in found
+                if number not in range(4 + 16 * second_batch, 8 + 16 * second_batch)
+            ]
+        ]
 
     loader = lockstep.Loader(
         list(range(32)),  # type: ignore[arg-type]
@@ -274,7 +316,9 @@ def own_loop_with_an_empty_shard(second_batch: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("second_batch", [False, True])
-def test_a_shard_between_others_that_loses_all_of_its_samples(pool: Pool, second_batch: bool) -> None:
+def test_a_shard_between_others_that_loses_all_of_its_samples(
+    pool: Pool, second_batch: bool
+) -> None:
     wanted = pool.run(own_loop_with_an_empty_shard, second_batch, workers=1)[0]
     assert len(wanted) == 2 + 4
     torch.manual_seed(0)

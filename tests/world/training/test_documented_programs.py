@@ -1,4 +1,6 @@
-"""Programs of the documentation that promise the same at any number of workers keep that promise."""
+"""Programs of the documentation that promise the same at any number of workers keep that
+promise.
+"""
 
 from __future__ import annotations
 

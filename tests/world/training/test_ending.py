@@ -1,4 +1,6 @@
-"""How a run ends, and what that leaves: in a folder, for a run that goes on, and for the program around it."""
+"""How a run ends, and what that leaves: in a folder, for a run that goes on, and for the program
+around it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def stopping(patience: int) -> EarlyStopping:
     )  # which stays the same, so that the first epoch is the best
 
 
-# --- early stopping -----------------------------------------------------------------------------------------
+# --- early stopping
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -61,7 +64,10 @@ def test_a_run_that_stopped_early_stays_stopped_unless_there_is_more_patience(
     stopped = [(2, "1 epoch without a better lr")] * workers
     assert pool.run(run, 1, None, workers=workers) == stopped
     assert pool.run(run, 1, "latest", workers=workers) == stopped
-    assert pool.run(run, 3, "latest", workers=workers) == [(4, "3 epochs without a better lr")] * workers
+    assert (
+        pool.run(run, 3, "latest", workers=workers)
+        == [(4, "3 epochs without a better lr")] * workers
+    )
 
 
 def test_a_metric_that_was_never_measured_stops_nothing_at_the_start(tmp_path: Path) -> None:
@@ -72,17 +78,24 @@ def test_a_metric_that_was_never_measured_stops_nothing_at_the_start(tmp_path: P
 
 def test_a_signal_in_the_epoch_that_stops_early_makes_it_no_longer(tmp_path: Path) -> None:
     with pytest.raises(InterruptedRunError):
-        make(tmp_path, [stopping(1), Signal("on_train_epoch_end", 2), Checkpoints()]).fit(images(), 6)
+        make(tmp_path, [stopping(1), Signal("on_train_epoch_end", 2), Checkpoints()]).fit(
+            images(), 6
+        )
     trainer = make(tmp_path, [stopping(1), Checkpoints()])
     assert len(trainer.fit(images(), 6, resume="latest")) == 2
 
 
-# --- signals ------------------------------------------------------------------------------------------------
+# --- signals
+# ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("moment", "epoch"), [("on_train_start", 1), ("on_train_epoch_end", 2), ("on_train_end", 1)])
+@pytest.mark.parametrize(
+    ("moment", "epoch"), [("on_train_start", 1), ("on_train_epoch_end", 2), ("on_train_end", 1)]
+)
 @pytest.mark.parametrize("every", ["0", "1epoch"])
-def test_a_signal_at_any_moment_reaches_the_program(tmp_path: Path, moment: str, epoch: int, every: str) -> None:
+def test_a_signal_at_any_moment_reaches_the_program(
+    tmp_path: Path, moment: str, epoch: int, every: str
+) -> None:
     trainer = make(tmp_path, [Checkpoints(every), Signal(moment, epoch)])
     with pytest.raises(InterruptedRunError, match="stopped by SIGTERM after step") as caught:
         trainer.fit(images(), 2)
@@ -99,17 +112,23 @@ def test_a_signal_to_one_worker_at_the_end_reaches_all(pool: Pool) -> None:
             make(None, [At(4, send(signal.SIGTERM, 1))]).fit(images(), 1)
         return str(caught.value)
 
-    said = "stopped by SIGTERM after step 5 (epoch 1 of 1); nothing was saved, as the run has no run directory"
+    said = (
+        "stopped by SIGTERM after step 5 (epoch 1 of 1); nothing was saved, as the run has no run "
+        "directory"
+    )
     assert pool.run(run, workers=2) == [said] * 2
 
 
-# --- what is saved ------------------------------------------------------------------------------------------
+# --- what is saved
+# ------------------------------------------------------------------------------------------
 
 
 def saved_bias(out: Path, trainer: Trainer) -> tuple[Any, Any]:
     """(the last layer's bias in the newest checkpoint, that of the model)."""
     newest = max((out / "checkpoints").iterdir())
-    return folder.read(newest).state["model"]["4.bias"].tolist(), trainer.model.get_parameter("4.bias").tolist()
+    return folder.read(newest).state["model"]["4.bias"].tolist(), trainer.model.get_parameter(
+        "4.bias"
+    ).tolist()
 
 
 class Change(Callback):
@@ -129,10 +148,13 @@ def test_what_a_callback_changes_after_an_epoch_is_saved(tmp_path: Path, every: 
     assert saved == model == [2.0] * 4
 
 
-# --- going on -----------------------------------------------------------------------------------------------
+# --- going on
+# -----------------------------------------------------------------------------------------------
 
 
-def test_other_data_are_refused_with_the_checkpoints_name_before_a_folder_is_made(tmp_path: Path) -> None:
+def test_other_data_are_refused_with_the_checkpoints_name_before_a_folder_is_made(
+    tmp_path: Path,
+) -> None:
     fit(tmp_path / "first", Checkpoints(), epochs=1)
     path = tmp_path / "first/checkpoints/step-0000000005"
     with pytest.raises(CheckpointError, match=f"^{path}: "):

@@ -1,4 +1,6 @@
-"""Evaluations on several workers: what would differ with another number of workers is an error, or is said."""
+"""Evaluations on several workers: what would differ with another number of workers is an error, or
+is said.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def evaluate_other_weights() -> None:
 
 def evaluate_weights_loaded_after_fit() -> None:
     model = line()
-    trainer = lockstep.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), mean, 8, callbacks=[])
+    trainer = lockstep.Trainer(
+        model, torch.optim.SGD(model.parameters(), 0.1), mean, 8, callbacks=[]
+    )
     trainer.fit(TensorDataset(INPUTS, LABELS), 1)
     if init().rank == 0:
         nn.init.zeros_(model.weight)
@@ -52,7 +56,9 @@ def evaluate_weights_loaded_after_fit() -> None:
 def fit_labels_ignored_on_one_rank() -> None:
     model, labels = line(), LABELS.clone()
     labels[30] = -100  # of batch 3, in the part of rank 1
-    trainer = lockstep.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), mean, 8, callbacks=[])
+    trainer = lockstep.Trainer(
+        model, torch.optim.SGD(model.parameters(), 0.1), mean, 8, callbacks=[]
+    )
     trainer.fit(lockstep.Loader(TensorDataset(INPUTS, labels), 8, shuffle=False), max_steps=4)
 
 
@@ -64,7 +70,9 @@ def fit_labels_ignored_on_one_rank() -> None:
         (fit_labels_ignored_on_one_rank, r"loss_fn: .* for 4 samples of rank 1"),
     ],
 )
-def test_what_would_depend_on_the_number_of_workers_is_an_error_on_all(pool: Pool, run: object, message: str) -> None:
+def test_what_would_depend_on_the_number_of_workers_is_an_error_on_all(
+    pool: Pool, run: object, message: str
+) -> None:
     with pytest.raises(RanksFailedError, match=message):
         pool.run(run, workers=2)  # type: ignore[arg-type]
 
@@ -76,7 +84,9 @@ def lines_of_an_evaluation() -> list[str]:
     logging.getLogger("lockstep").addHandler(handler)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2, track_running_stats=False))
-    lockstep.evaluate(model, DataLoader(TensorDataset(INPUTS, LABELS), 10), nn.CrossEntropyLoss(), {"kept": keeps})
+    lockstep.evaluate(
+        model, DataLoader(TensorDataset(INPUTS, LABELS), 10), nn.CrossEntropyLoss(), {"kept": keeps}
+    )
     logging.getLogger("lockstep").removeHandler(handler)
     return said
 

@@ -36,7 +36,9 @@ def make(run_dir: Path | None, *callbacks: Any, **options: Any) -> Trainer:
     torch.manual_seed(0)
     model = nn.Linear(5, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    return Trainer(model, optimizer, distance, 16, run_dir=run_dir, callbacks=list(callbacks), **options)
+    return Trainer(
+        model, optimizer, distance, 16, run_dir=run_dir, callbacks=list(callbacks), **options
+    )
 
 
 def message(trainer: Trainer, epochs: int = 3, resume: str | None = None) -> str:
@@ -46,7 +48,9 @@ def message(trainer: Trainer, epochs: int = 3, resume: str | None = None) -> str
 
 
 def step_of(text: str) -> int:
-    found = re.match(r"the trained weights are not finite after step (\d+): 5 of 5 values of weight\. ", text)
+    found = re.match(
+        r"the trained weights are not finite after step (\d+): 5 of 5 values of weight\. ", text
+    )
     assert found is not None, text
     return int(found[1])
 
@@ -66,7 +70,9 @@ def saved_steps(run_dir: Path) -> list[int]:
         (2, {"virtual_workers": 4}),
     ],
 )
-def test_nan_weights_are_not_saved(pool: Pool, workers: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_nan_weights_are_not_saved(
+    pool: Pool, workers: int, options: dict[str, Any], tmp_path: Path
+) -> None:
     def body() -> tuple[str, str]:
         first = message(make(tmp_path, Checkpoints("1step"), **options))
         return first, message(make(tmp_path, Checkpoints("1step"), **options), resume="latest")
@@ -74,7 +80,9 @@ def test_nan_weights_are_not_saved(pool: Pool, workers: int, options: dict[str, 
     for first, resumed in pool.run(body, workers=workers):
         step = step_of(first)
         assert saved_steps(tmp_path)[-1] == step - 1
-        assert first.endswith(f" The last checkpoint is {tmp_path}/checkpoints/step-{step - 1:010d}.")
+        assert first.endswith(
+            f" The last checkpoint is {tmp_path}/checkpoints/step-{step - 1:010d}."
+        )
         assert resumed == first
 
 
@@ -90,7 +98,9 @@ def test_a_run_that_saves_nothing_ends_with_the_error_too() -> None:
         trainer.step.check_weights()
 
 
-def test_neither_an_interruption_nor_the_best_nor_a_program_saves_them(pool: Pool, tmp_path: Path) -> None:
+def test_neither_an_interruption_nor_the_best_nor_a_program_saves_them(
+    pool: Pool, tmp_path: Path
+) -> None:
     def body() -> list[str]:
         interrupted = message(make(tmp_path / "a", At(3, send(signal.SIGTERM, only=0))))
         best = make(tmp_path / "b", Checkpoints("0", best="train_loss"))
@@ -129,7 +139,9 @@ def test_values_that_are_infinite_from_the_beginning_are_not_training_s(tmp_path
         model = Masked()
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         callbacks = [Checkpoints()]
-        trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), 16, run_dir=tmp_path, callbacks=callbacks)
+        trainer = Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), 16, run_dir=tmp_path, callbacks=callbacks
+        )
         trainer.fit(data, epochs, resume=resume)
         return trainer.fit(data, epochs + 1) if again else trainer.history
 
@@ -154,9 +166,13 @@ def test_a_checkpoint_with_nan_of_an_earlier_version_is_passed_over(
     assert step_of(text) == 4
     newest, good = (tmp_path / "checkpoints" / f"step-{step:010d}" for step in (4, 3))
     assert text.endswith(f"The last checkpoint is {good}.")
-    expected = f"A CHECKPOINT CANNOT BE USED: {newest}: expected weights without NaN, got some in weight. "
+    expected = (
+        f"A CHECKPOINT CANNOT BE USED: {newest}: expected weights without NaN, got some in weight. "
+    )
     assert expected + f"Trying the one before it, {good}." in caplog.messages
-    with pytest.raises(CheckpointError, match=f"got some in weight. The newest undamaged one is {good}"):
+    with pytest.raises(
+        CheckpointError, match=f"got some in weight. The newest undamaged one is {good}"
+    ):
         make(tmp_path / "other").fit(DATA, 3, resume=str(newest))
     assert folder.CheckpointStore(tmp_path / "checkpoints").newest_good() == good
     assert load_file(newest / "model.safetensors")["weight"].isnan().all()  # nothing was removed

@@ -1,4 +1,6 @@
-"""What `fit` is given and what it leaves alone: loaders, frozen layers, losses that nobody has looked at yet."""
+"""What `fit` is given and what it leaves alone: loaders, frozen layers, losses that nobody has
+looked at yet.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import At, fit, images, make, send, timeless
 
-# --- loaders ------------------------------------------------------------------------------------------------
+# --- loaders
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_loader_of_another_global_batch_is_refused() -> None:
@@ -53,7 +56,9 @@ def test_the_training_loader_may_also_be_evaluated_on(tmp_path: Path, num_worker
 
 def test_not_in_the_middle_of_an_epoch() -> None:
     loader = Loader(images(), 16)
-    with pytest.raises(ConfigError, match="dataset: expected another Loader than that of the epoch"):
+    with pytest.raises(
+        ConfigError, match="dataset: expected another Loader than that of the epoch"
+    ):
         make(None, [At(2, lambda trainer: trainer.evaluate(loader))]).fit(loader, 1)
     assert make(None, [At(2, lambda trainer: trainer.evaluate(loader.dataset))]).fit(loader, 1)
 
@@ -69,7 +74,12 @@ def test_a_further_fit_may_have_another_data_set(tmp_path: Path) -> None:
     trainer.fit(images(160), 4)  # the rest of epoch 2 of the other data set is not there
     assert (trainer.epochs, trainer.total_steps, trainer.step.steps_done) == (4, 19, 19)
     assert within == [(4, 4), (2, 10)]  # At counts from 0
-    assert [(row["epoch"], row["step"]) for row in trainer.history] == [(1, 4), (2, 8), (3, 9), (4, 19)]
+    assert [(row["epoch"], row["step"]) for row in trainer.history] == [
+        (1, 4),
+        (2, 8),
+        (3, 9),
+        (4, 19),
+    ]
     resumed = make(tmp_path / "run", [])
     resumed.fit(images(160), 5, resume="latest")
     assert (resumed.total_steps, resumed.step.steps_done) == (29, 29)
@@ -78,14 +88,18 @@ def test_a_further_fit_may_have_another_data_set(tmp_path: Path) -> None:
 def test_epochs_that_are_done_say_how_to_go_on() -> None:
     trainer = make(None, [])
     trainer.fit(images(), 2)
-    with pytest.raises(ConfigError, match=r"at least 3, as 2 are done already, got 2. .* epochs=4 trains 2 more"):
+    with pytest.raises(
+        ConfigError, match=r"at least 3, as 2 are done already, got 2. .* epochs=4 trains 2 more"
+    ):
         trainer.fit(images(), 2)
 
 
 def closing_loaders(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     closed: list[Any] = []
     close = Loader.close
-    monkeypatch.setattr(Loader, "close", lambda loader: (closed.append(loader.dataset), close(loader))[1])
+    monkeypatch.setattr(
+        Loader, "close", lambda loader: (closed.append(loader.dataset), close(loader))[1]
+    )
     return closed
 
 
@@ -121,11 +135,14 @@ def test_the_users_own_loaders_stay_open(monkeypatch: pytest.MonkeyPatch) -> Non
     assert closed == [other]
 
 
-# --- frozen layers ------------------------------------------------------------------------------------------
+# --- frozen layers
+# ------------------------------------------------------------------------------------------
 
 
 class Modes(Callback):
-    """Notes the mode of each layer at each step; leaves the model in evaluation mode behind each epoch."""
+    """Notes the mode of each layer at each step; leaves the model in evaluation mode behind each
+    epoch.
+    """
 
     def __init__(self) -> None:
         self.seen: list[list[bool]] = []
@@ -155,16 +172,21 @@ def test_a_model_in_evaluation_mode_is_trained_as_a_whole() -> None:
     assert all(mode == [True] * 6 for mode in modes.seen)
 
 
-# --- losses that nobody has looked at yet -------------------------------------------------------------------
+# --- losses that nobody has looked at yet
+# -------------------------------------------------------------------
 
 
 def as_off_the_cpu(trainer: Trainer, poisoned: int) -> None:
-    """Let the trainer look at losses late, as where that waits for the device, and let one of them be NaN."""
+    """Let the trainer look at losses late, as where that waits for the device, and let one of them
+    be NaN.
+    """
     run = trainer.step.run
 
     def step(*args: Any, **kwargs: Any) -> StepResult:
         result = run(*args, **kwargs)
-        return result.replaced(loss=result.loss * float("nan")) if result.step == poisoned else result
+        return (
+            result.replaced(loss=result.loss * float("nan")) if result.step == poisoned else result
+        )
 
     trainer.step.run = step  # type: ignore[method-assign]
 
@@ -173,11 +195,14 @@ def as_off_the_cpu(trainer: Trainer, poisoned: int) -> None:
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     # any device but the CPU; the results are kept where they are
     monkeypatch.setattr(
-        "lockstep.training.trainer.StepsInFlight", lambda _, *rest: StepsInFlight(torch.device("meta"), *rest)
+        "lockstep.training.trainer.StepsInFlight",
+        lambda _, *rest: StepsInFlight(torch.device("meta"), *rest),
     )
 
 
-def poisoned_run(out: Path | None, poisoned: int, callbacks: list[Callback], steps: list[int]) -> str:
+def poisoned_run(
+    out: Path | None, poisoned: int, callbacks: list[Callback], steps: list[int]
+) -> str:
     trainer = make(out, [*callbacks, Steps(steps)])
     as_off_the_cpu(trainer, poisoned)
     with pytest.raises(DivergedError) as caught:
@@ -202,7 +227,9 @@ def test_a_loss_is_checked_a_few_steps_later() -> None:
 
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize(("every", "poisoned"), [("2steps", 7), ("1epoch", 9)])
-def test_a_loss_is_checked_before_a_callback_saves(tmp_path: Path, every: str, poisoned: int) -> None:
+def test_a_loss_is_checked_before_a_callback_saves(
+    tmp_path: Path, every: str, poisoned: int
+) -> None:
     steps: list[int] = []
     message = poisoned_run(tmp_path, poisoned, [Checkpoints(every)], steps)
     assert f"the loss is nan at step {poisoned} " in message
@@ -252,7 +279,8 @@ def test_a_program_may_save_as_often_as_it_likes_and_the_end_saves_no_step_again
     assert paths == [tmp_path / "checkpoints/step-0000000007"] * 2
 
 
-# --- the mean of an epoch -----------------------------------------------------------------------------------
+# --- the mean of an epoch
+# -----------------------------------------------------------------------------------
 
 
 def count_some(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,7 +290,8 @@ def count_some(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor
 
 def test_the_loss_of_an_epoch_is_the_mean_over_what_the_loss_counts(pool: Pool) -> None:
     def run() -> tuple[float, float]:
-        # with a learning rate of 0 the model stays, so that its loss over the data set is that of the epoch
+        # with a learning rate of 0 the model stays, so that its loss over the data set is that of
+        # the epoch
         trainer = make(None, [], loss_fn=count_some, lr=0.0, dropout=0.0)
         data = images()
         (row,) = trainer.fit(data, 1)
@@ -273,7 +302,8 @@ def test_the_loss_of_an_epoch_is_the_mean_over_what_the_loss_counts(pool: Pool) 
             assert trained == pytest.approx(evaluated, rel=1e-5)
 
 
-# --- what is no mean over samples ---------------------------------------------------------------------------
+# --- what is no mean over samples
+# ---------------------------------------------------------------------------
 
 
 def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -287,7 +317,8 @@ def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         {"gradient_accumulation_steps": 3},
         {"virtual_workers": 4},
         pytest.param(
-            {"strategy": "sharded"}, marks=pytest.mark.leaks("a device mesh outlives its job, and its group with it")
+            {"strategy": "sharded"},
+            marks=pytest.mark.leaks("a device mesh outlives its job, and its group with it"),
         ),
         {"strategy": "replicas", "devices": ["cpu", "cpu"]},
     ],
@@ -335,7 +366,9 @@ def test_a_metric_follows_the_rule_of_losses(pool: Pool) -> None:
         }
         found = make(None, [], metrics=metrics).evaluate(images())
         with pytest.raises(ConfigError) as caught:
-            make(None, [], metrics={"hits": lambda o, t: right(o, t).float().sum()}).evaluate(images())
+            make(None, [], metrics={"hits": lambda o, t: right(o, t).float().sum()}).evaluate(
+                images()
+            )
         return found, str(caught.value)
 
     for workers in (1, 2):
@@ -344,5 +377,6 @@ def test_a_metric_follows_the_rule_of_losses(pool: Pool) -> None:
             assert found["each"] == pytest.approx(found["counted"])
             assert 0 < found["mean"] < 1
             assert refused.startswith(
-                "metrics: expected a mean over samples, one value for each sample, or (sum, count), got hits"
+                "metrics: expected a mean over samples, one value for each sample, or (sum, "
+                "count), got hits"
             )

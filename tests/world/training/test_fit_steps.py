@@ -1,4 +1,6 @@
-"""`fit` by steps: its end, validations, checkpoints and hooks within an epoch, also after a resume."""
+"""`fit` by steps: its end, validations, checkpoints and hooks within an epoch, also after a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ DATA = TensorDataset(torch.arange(80.0).reshape(20, 4) / 80, torch.arange(20) % 
 TIMES = ("seconds", "samples_per_second")
 
 
-def trainer(run_dir: Path | None = None, made: list[callbacks.Callback] | None = None, **options: Any) -> Any:
+def trainer(
+    run_dir: Path | None = None, made: list[callbacks.Callback] | None = None, **options: Any
+) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss = nn.CrossEntropyLoss()
-    return lockstep.Trainer(model, optimizer, loss, 4, run_dir=run_dir, callbacks=made or [], **options)
+    return lockstep.Trainer(
+        model, optimizer, loss, 4, run_dir=run_dir, callbacks=made or [], **options
+    )
 
 
 def timeless(history: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -52,7 +58,10 @@ def test_a_run_ends_after_max_steps_and_may_resume() -> None:
         ({}, "epochs: expected a number of epochs, or max_steps=, got neither"),
         ({"max_steps": 0}, "max_steps: expected a whole number of at least 1, got 0"),
         ({"epochs": 1, "validate_every": 2}, "validate_every: expected validate= with it"),
-        ({"epochs": 1, "validate_every": 0, "validate": DATA}, "validate_every: expected a whole number of steps"),
+        (
+            {"epochs": 1, "validate_every": 0, "validate": DATA},
+            "validate_every: expected a whole number of steps",
+        ),
     ],
 )
 def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
@@ -63,7 +72,9 @@ def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
 def test_steps_that_are_done_already_are_named() -> None:
     made = trainer()
     made.fit(DATA, max_steps=5)
-    with pytest.raises(ConfigError, match="max_steps: expected a whole number of at least 6, as 5 are done already"):
+    with pytest.raises(
+        ConfigError, match="max_steps: expected a whole number of at least 6, as 5 are done already"
+    ):
         made.fit(DATA, max_steps=5)
 
 
@@ -121,9 +132,12 @@ def resumed(run_dir: Path) -> tuple[list[Any], str]:
     return timeless(made.history), lockstep.fingerprint(made.model)
 
 
-# the checkpoint is that of the step before, or at 2 and 4 of a step whose validation is still to come
+# the checkpoint is that of the step before, or at 2 and 4 of a step whose validation is still to
+# come
 @pytest.mark.parametrize("at", [3, 4, 5, 7, 12])
-def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(pool: Pool, tmp_path: Path, at: int) -> None:
+def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(
+    pool: Pool, tmp_path: Path, at: int
+) -> None:
     straight = pool.run(resumed, tmp_path / "straight", workers=2)[0]
     assert places(straight[0]) == [(1, 2), (1, 4), (1, 5), (2, 6), (2, 8), (2, 10), (3, 12)]
     pool.run(stopped, tmp_path / "run", at, workers=2)
@@ -160,7 +174,11 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path, async_sav
     )
     made.fit(DATA, 6)
     folder = tmp_path / "run" / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == ["best", "step-0000000010", "step-0000000030"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "best",
+        "step-0000000010",
+        "step-0000000030",
+    ]
     assert (folder / "best").resolve() == folder / "step-0000000010"
     other = trainer()
     other.resume(folder / "best")
@@ -178,7 +196,8 @@ def test_the_best_validation_within_an_epoch_is_saved(tmp_path: Path) -> None:
 def test_a_best_of_what_is_not_measured_is_an_error(tmp_path: Path) -> None:
     made = trainer(tmp_path / "run", [callbacks.Checkpoints(best="val_accuracy")])
     with pytest.raises(
-        ConfigError, match=r"callbacks.Checkpoints: expected one of epoch, step, train_loss, .* Pass validate="
+        ConfigError,
+        match=r"callbacks.Checkpoints: expected one of epoch, step, train_loss, .* Pass validate=",
     ):
         made.fit(DATA, 1)
 

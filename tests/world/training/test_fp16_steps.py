@@ -1,4 +1,6 @@
-"""With fp16 the same steps are skipped however a global batch is divided, and no more than on one device."""
+"""With fp16 the same steps are skipped however a global batch is divided, and no more than on one
+device.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def regression() -> TensorDataset:
 
 def dense() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(32, 150), nn.GELU(), nn.LayerNorm(150), nn.Linear(150, 150), nn.GELU(), nn.Linear(150, 1)
+        nn.Linear(32, 150),
+        nn.GELU(),
+        nn.LayerNorm(150),
+        nn.Linear(150, 150),
+        nn.GELU(),
+        nn.Linear(150, 1),
     )
 
 
@@ -47,7 +54,9 @@ def tagger() -> nn.Module:
 
 
 def per_token(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    loss = nn.functional.cross_entropy(output.flatten(0, 1).float(), target.flatten(), reduction="sum")
+    loss = nn.functional.cross_entropy(
+        output.flatten(0, 1).float(), target.flatten(), reduction="sum"
+    )
     return loss, (target != -100).sum()
 
 
@@ -57,7 +66,9 @@ KINDS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def made(kind: str, momentum: float = 0.0) -> tuple[TensorDataset, nn.Module, torch.optim.Optimizer]:
+def made(
+    kind: str, momentum: float = 0.0
+) -> tuple[TensorDataset, nn.Module, torch.optim.Optimizer]:
     data, make, _ = KINDS[kind]
     torch.manual_seed(0)
     model = make()
@@ -69,13 +80,18 @@ def scales(kind: str, strategy: str = "message", **options: Any) -> tuple[Scales
     """Return the exponents of the gradient scale after each step, and the losses."""
     comm = lockstep.init("cpu")
     data, model, optimizer = made(kind)
-    chosen = {"replicas": lambda: Replicas(comm, ["cpu", "cpu"]), "sharded": lambda: Sharded(comm)}.get(strategy)
+    chosen = {
+        "replicas": lambda: Replicas(comm, ["cpu", "cpu"]),
+        "sharded": lambda: Sharded(comm),
+    }.get(strategy)
     options |= {"precision": "fp16", "max_grad_norm": 50.0}
     with way("ddp" if strategy == "ddp" else "message"):
         step = TrainStep(model, optimizer, KINDS[kind][2], strategy=chosen and chosen(), **options)
     if strategy in WAYS and not options.get("virtual_workers"):
         check_way(step.strategy, strategy)
-    loader = Loader(data, 16, comm=comm, shuffle=False, virtual_workers=options.get("virtual_workers"))
+    loader = Loader(
+        data, 16, comm=comm, shuffle=False, virtual_workers=options.get("virtual_workers")
+    )
     found, losses = [], []
     for epoch in range(3):
         for batch in loader.epoch(epoch):
@@ -108,7 +124,9 @@ def scales_of_torch(kind: str) -> Scales:
 @pytest.mark.leaks("a device mesh outlives its job, and its group with it")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", [*WAYS, "replicas", "sharded"])
-def test_the_same_steps_are_skipped_at_any_number_of_workers(pool: Pool, kind: str, strategy: str) -> None:
+def test_the_same_steps_are_skipped_at_any_number_of_workers(
+    pool: Pool, kind: str, strategy: str
+) -> None:
     expected, losses = pool.run(scales, kind, strategy, workers=1)[0]
     assert expected == pool.run(scales_of_torch, kind, workers=1)[0]
     if kind == "mean":
@@ -121,7 +139,9 @@ def test_the_same_steps_are_skipped_at_any_number_of_workers(pool: Pool, kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_steps_are_skipped_with_accumulation_and_virtual_workers(pool: Pool, kind: str) -> None:
+def test_the_same_steps_are_skipped_with_accumulation_and_virtual_workers(
+    pool: Pool, kind: str
+) -> None:
     expected, losses = pool.run(scales, kind, workers=1)[0]
     for size, options in (
         (1, {"gradient_accumulation_steps": 4}),
@@ -143,7 +163,9 @@ def first_step(**options: Any) -> dict[str, float]:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     step = TrainStep(model, optimizer, nn.MSELoss(), strategy=None, **options)
     inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    loader = Loader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 16, comm=comm, shuffle=False)
+    loader = Loader(
+        TensorDataset(inputs, inputs.sum(1, keepdim=True)), 16, comm=comm, shuffle=False
+    )
     for batch in loader.epoch(0):
         loss = float(step(batch))
     assert isinstance(model[1], nn.BatchNorm1d)
@@ -168,7 +190,9 @@ def test_the_passes_that_count_leave_no_trace(pool: Pool) -> None:
 
 
 def resumed(folder: Path, epochs: int, kind: str) -> tuple[Scales, list[float]]:
-    """Return the gradient scales, and the losses of all epochs, of a run that goes on from its newest checkpoint."""
+    """Return the gradient scales, and the losses of all epochs, of a run that goes on from its
+    newest checkpoint.
+    """
     lockstep.init("cpu")
     data, model, optimizer = made(kind)
     found: Scales = []
@@ -180,14 +204,22 @@ def resumed(folder: Path, epochs: int, kind: str) -> tuple[Scales, list[float]]:
             found.append(int(trainer.step.precision.state_dict()["scale"]).bit_length() - 1)
 
     trainer = lockstep.Trainer(
-        model, optimizer, KINDS[kind][2], 16, precision="fp16", run_dir=folder, callbacks=[Watch(), Checkpoints()]
+        model,
+        optimizer,
+        KINDS[kind][2],
+        16,
+        precision="fp16",
+        run_dir=folder,
+        callbacks=[Watch(), Checkpoints()],
     )
     rows = trainer.fit(data, epochs, resume="latest")
     return found, [row["train_loss"] for row in rows]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_skips_what_one_that_was_not_interrupted_does(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_a_resumed_run_skips_what_one_that_was_not_interrupted_does(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
     expected, losses = pool.run(resumed, tmp_path / "whole", 3, kind, workers=1)[0]
     first, _ = pool.run(resumed, tmp_path / "parts", 1, kind, workers=2)[0]
     rest, others = pool.run(resumed, tmp_path / "parts", 3, kind, workers=3)[0]

@@ -1,4 +1,6 @@
-"""`GradientNoise`: the estimate, from gradients computed by hand, and that it is the same at any number of workers."""
+"""`GradientNoise`: the estimate, from gradients computed by hand, and that it is the same at any
+number of workers.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def make_model() -> nn.Module:
 
 
 def by_hand() -> float:
-    """Return the noise scale of an epoch, of three steps, the last of which has a sample for each shard."""
+    """Return the noise scale of an epoch, of three steps, the last of which has a sample for each
+    shard.
+    """
     model, samples = make_model(), data()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     noise = gradient = 0.0
@@ -41,13 +45,17 @@ def by_hand() -> float:
     def square(inputs: torch.Tensor, targets: torch.Tensor) -> float:
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
-        return sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+        return sum(
+            float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None
+        )
 
     for start in range(0, 24, BATCH):
         inputs, targets = samples[start : start + BATCH]
         n = len(inputs)
         shards = [bounds(n, VIRTUAL_WORKERS, shard) for shard in range(VIRTUAL_WORKERS)]
-        small = sum(square(inputs[low:high], targets[low:high]) for low, high in shards) / len(shards)
+        small = sum(square(inputs[low:high], targets[low:high]) for low, high in shards) / len(
+            shards
+        )
         inverse = sum(1 / (high - low) for low, high in shards) / len(shards)
         whole = square(inputs, targets)
         # E |G_n|² = |G|² + tr(Σ) / n, solved for both at two sizes
@@ -57,7 +65,9 @@ def by_hand() -> float:
     return noise / gradient
 
 
-def train(run_dir: Path | None = None, every: int = 1, loss_fn: Any = None, **options: Any) -> list[float]:
+def train(
+    run_dir: Path | None = None, every: int = 1, loss_fn: Any = None, **options: Any
+) -> list[float]:
     model = make_model()
     trainer = lockstep.Trainer(
         model,
@@ -68,7 +78,9 @@ def train(run_dir: Path | None = None, every: int = 1, loss_fn: Any = None, **op
         callbacks=[GradientNoise(every), *([lockstep.callbacks.CSVLog()] if run_dir else [])],
         **{"virtual_workers": VIRTUAL_WORKERS, **options},
     )
-    loader = lockstep.Loader(data(), BATCH, shuffle=False, virtual_workers=options.get("virtual_workers", 4))
+    loader = lockstep.Loader(
+        data(), BATCH, shuffle=False, virtual_workers=options.get("virtual_workers", 4)
+    )
     return [row["noise_scale"] for row in trainer.fit(loader, 1)]
 
 
@@ -106,7 +118,9 @@ def test_no_gradient_is_told_from_noise() -> None:
         ({"precision": "fp16"}, "fp16"),
     ],
 )
-def test_where_there_is_nothing_to_compare_it_is_refused(options: dict[str, Any], found: str) -> None:
+def test_where_there_is_nothing_to_compare_it_is_refused(
+    options: dict[str, Any], found: str
+) -> None:
     with pytest.raises(ConfigError, match=found):
         train(**options)
     with pytest.raises(ConfigError, match="every: expected a whole number of at least 1, got 0"):

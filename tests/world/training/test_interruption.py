@@ -1,4 +1,6 @@
-"""A signal is heard at every place of a run, by all workers at the same one, and costs no more than a step."""
+"""A signal is heard at every place of a run, by all workers at the same one, and costs no more than
+a step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from support.runs import fit, images, make, timeless
 
 
 class Measure:
-    """Accuracy, with a signal to one rank at one of the calls; those of comparisons, in float64, do not count."""
+    """Accuracy, with a signal to one rank at one of the calls; those of comparisons, in float64, do
+    not count.
+    """
 
     def __init__(self, call: int, rank: int, number: int = signal.SIGTERM) -> None:
         self.call, self.rank, self.number, self.calls = call, rank, number, 0
@@ -55,8 +59,12 @@ def test_a_run_stopped_in_an_evaluation_makes_it_again(
     pool: Pool, tmp_path: Path, workers: int, rank: int, call: int, steps: int, epoch: int
 ) -> None:
     straight = pool.run(fit, tmp_path / "straight", workers=workers)
-    for message, checkpoint, _ in pool.run(interrupted, tmp_path / "run", call, rank, workers=workers):
-        assert message.startswith(f"stopped by SIGTERM after step {steps} (epoch {epoch} of 3); saved ")
+    for message, checkpoint, _ in pool.run(
+        interrupted, tmp_path / "run", call, rank, workers=workers
+    ):
+        assert message.startswith(
+            f"stopped by SIGTERM after step {steps} (epoch {epoch} of 3); saved "
+        )
         assert checkpoint is not None
         assert checkpoint.endswith(f"step-{steps:010}")
     resumed = pool.run(fit, tmp_path / "run", workers=workers, resume="latest")
@@ -84,7 +92,9 @@ def test_a_signal_in_an_evaluation_of_a_callbacks_own(pool: Pool, tmp_path: Path
             make(tmp_path, [Evaluate()], metrics={"a": Measure(1, 1)}).fit(images(), 3)
         return str(caught.value)
 
-    assert all("after step 7 (epoch 2 of 3); saved" in message for message in pool.run(run, workers=2))
+    assert all(
+        "after step 7 (epoch 2 of 3); saved" in message for message in pool.run(run, workers=2)
+    )
     straight = pool.run(fit, tmp_path / "straight", epochs=2, workers=2)
     resumed = pool.run(fit, tmp_path, epochs=2, workers=2, resume="latest")
     assert resumed[0][0] == straight[0][0]
@@ -100,15 +110,20 @@ def test_evaluation_without_a_run_leaves_signals_alone() -> None:
     assert heard == [signal.SIGTERM]
 
 
-def test_the_launcher_knows_beforehand_that_a_training_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    # a step may be one long call of C code: the signal handler runs after it, too late to ask the launcher for time
+def test_the_launcher_knows_beforehand_that_a_training_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # a step may be one long call of C code: the signal handler runs after it, too late to ask the
+    # launcher for time
     asked: list[bool] = []
     monkeypatch.setattr(stop_signals, "ask_for_time", lambda: asked.append(True))
     with StopSignals():
         assert asked == [True]
 
 
-def test_without_a_launcher_sigterm_twice_in_a_moment_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_sigterm_twice_in_a_moment_is_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:

@@ -1,4 +1,6 @@
-"""Iterable data sets: the same batches at any number of workers, and in a run that is resumed by others."""
+"""Iterable data sets: the same batches at any number of workers, and in a run that is resumed by
+others.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,15 @@ class Points(IterableDataset[Any]):
             yield torch.tensor([label, 1.0, number % 5]) + 0.1 * torch.randn(3), label, number
 
 
-# (samples, global batch size, parts): with a last batch that is smaller, and smaller than the number of workers
+# (samples, global batch size, parts): with a last batch that is smaller, and smaller than the
+# number of workers
 STREAMS = [(37, 8, 1), (37, 8, 4), (40, 8, 4), (41, 6, 5), (33, 8, 3), (17, 8, 2)]
 
 
 def read_all(virtual_workers: int | None = None, half: bool = False) -> list[dict[int, list[int]]]:
-    """Return the samples of each batch of each stream; with `half`, of those behind a position in its middle."""
+    """Return the samples of each batch of each stream; with `half`, of those behind a position in
+    its middle.
+    """
     comm, found = init(), []
     for samples, size, parts in STREAMS:
         dataset = Substreams(Points(samples), parts) if parts > 1 else Points(samples)
@@ -52,7 +57,11 @@ def read_all(virtual_workers: int | None = None, half: bool = False) -> list[dic
             loader.load_state_dict(loader.state_dict())
         own = {}
         for batch in loader:
-            shards = [data for data in batch.data if data is not None] if virtual_workers else [batch.data]
+            shards = (
+                [data for data in batch.data if data is not None]
+                if virtual_workers
+                else [batch.data]
+            )
             own[batch.step] = [int(number) for shard in shards for number in shard[2]]
             assert len(own[batch.step]) == batch.size == len(batch.indices)
         by_rank = comm.allgather_object(own)
@@ -90,7 +99,9 @@ def train(folder: str, parts: int, epochs: int | None, resume: bool = False) -> 
     steps = {} if epochs else {"max_steps": 6}
     data, test = Substreams(Points(430), parts) if parts > 1 else Points(430), Points(70)
     trainer.fit(data, epochs, validate=test, resume="latest" if resume else None, **steps)  # type: ignore[arg-type]
-    return lockstep.fingerprint(model, trainer.optimizer), [row["val_loss"] for row in trainer.history][-1]
+    return lockstep.fingerprint(model, trainer.optimizer), [
+        row["val_loss"] for row in trainer.history
+    ][-1]
 
 
 @pytest.mark.parametrize("parts", [1, 6])
@@ -112,11 +123,17 @@ class Longer(Points):
             yield torch.zeros(3), 0, self.samples
 
 
-@pytest.mark.parametrize(("kind", "what"), [(ByRank, "its first sample"), (Longer, "the number of its samples")])
-def test_workers_that_read_other_samples_find_out(pool: Pool, kind: type[Points], what: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "what"), [(ByRank, "its first sample"), (Longer, "the number of its samples")]
+)
+def test_workers_that_read_other_samples_find_out(
+    pool: Pool, kind: type[Points], what: str
+) -> None:
     def read() -> None:
         for _ in lockstep.Loader(kind(40), 8):
             pass
 
-    with pytest.raises(RanksFailedError, match=f"MismatchError: {kind.__name__}: {what} differs on ranks . and ."):
+    with pytest.raises(
+        RanksFailedError, match=f"MismatchError: {kind.__name__}: {what} differs on ranks . and ."
+    ):
         pool.run(read, workers=2)

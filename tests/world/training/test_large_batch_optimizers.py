@@ -1,4 +1,6 @@
-"""LARS and LAMB on several workers: the same bits with virtual workers, and norms of whole parameters when sharded."""
+"""LARS and LAMB on several workers: the same bits with virtual workers, and norms of whole
+parameters when sharded.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch.utils.data import TensorDataset
 import lockstep
 from support.pool import Pool
 
-DATA = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(1)), torch.arange(48) % 3)
+DATA = TensorDataset(
+    torch.randn(48, 6, generator=torch.Generator().manual_seed(1)), torch.arange(48) % 3
+)
 
 
 def train(kind: str, **options: Any) -> tuple[str, list[list[float]]]:
@@ -23,7 +27,9 @@ def train(kind: str, **options: Any) -> tuple[str, list[list[float]]]:
     optimizer = getattr(lockstep, kind)(model.parameters(), 0.1, weight_decay=0.01, **trust)
     trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), 12, callbacks=[], **options)
     history = trainer.fit(DATA, 3)
-    return trainer.step.strategy.fingerprint(model, optimizer), [row["train_loss"] for row in history]
+    return trainer.step.strategy.fingerprint(model, optimizer), [
+        row["train_loss"] for row in history
+    ]
 
 
 @pytest.mark.leaks("a device mesh outlives its job, and its group with it")

@@ -42,7 +42,9 @@ def make(loss: Any, folder: str | None = None, **options: Any) -> lockstep.Train
     model = nn.Linear(5, 1)
     callbacks = [] if folder is None else [lockstep.callbacks.Checkpoints()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return lockstep.Trainer(model, optimizer, loss, 8, run_dir=folder, callbacks=callbacks, **options)
+    return lockstep.Trainer(
+        model, optimizer, loss, 8, run_dir=folder, callbacks=callbacks, **options
+    )
 
 
 @pytest.mark.parametrize("kind", ["module", "function"])
@@ -66,7 +68,9 @@ def test_validation_leaves_the_training_alone(pool: Pool) -> None:
         for held_out in (None, samples()[:8]):
             torch.manual_seed(0)
             trainer = make(Scaled())
-            found.append([row["train_loss"] for row in trainer.fit(samples(), epochs=2, validate=held_out)])
+            found.append(
+                [row["train_loss"] for row in trainer.fit(samples(), epochs=2, validate=held_out)]
+            )
         return found
 
     for without, validated in pool.run(train, workers=2):
@@ -92,7 +96,9 @@ def test_replicas_refuse_a_loss_that_changes_a_buffer(pool: Pool) -> None:
             make(Scaled(), strategy="replicas", devices=["cpu", "cpu"]).fit(samples(), epochs=1)
         return str(caught.value)
 
-    assert "a loss that changes no buffer, with strategy='replicas'" in pool.run(train, workers=1)[0]
+    assert (
+        "a loss that changes no buffer, with strategy='replicas'" in pool.run(train, workers=1)[0]
+    )
 
 
 def test_a_loss_is_refused_at_the_step_that_shows_it_on_every_worker(pool: Pool) -> None:
@@ -127,7 +133,9 @@ def test_outputs_that_are_padded_by_batch(pool: Pool) -> None:
     def measure() -> Any:
         def pad(batch: Any) -> Any:
             inputs, labels = zip(*batch, strict=True)
-            return pad_sequence(inputs, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
+            return pad_sequence(inputs, batch_first=True), pad_sequence(
+                labels, batch_first=True, padding_value=-100
+            )
 
         class Scores(nn.Module):
             def __init__(self) -> None:
@@ -144,10 +152,16 @@ def test_outputs_that_are_padded_by_batch(pool: Pool) -> None:
         loader = DataLoader(data, batch_size=4, collate_fn=pad)
         right = lockstep.whole_set(lambda o, t: (o.argmax(1) == t)[t != -100].float().mean())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), 4, callbacks=[], metrics={"right": right})
+        trainer = lockstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), 4, callbacks=[], metrics={"right": right}
+        )
         outputs = trainer.predict(loader)
         valid = [outputs[number, :, :length] for number, length in enumerate(lengths)]
-        return trainer.evaluate(loader)["right"], list(outputs.shape), torch.cat([each.flatten() for each in valid])
+        return (
+            trainer.evaluate(loader)["right"],
+            list(outputs.shape),
+            torch.cat([each.flatten() for each in valid]),
+        )
 
     (alone,) = pool.run(measure, workers=1)
     for found in pool.run(measure, workers=3):

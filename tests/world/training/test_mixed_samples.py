@@ -1,4 +1,6 @@
-"""Batch norm written by hand is named at the start by a Trainer, a loop of one's own, and an evaluation."""
+"""Batch norm written by hand is named at the start by a Trainer, a loop of one's own, and an
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Communicating(Normalised):
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(32, 6, generator=generator), torch.randint(0, 3, (32,), generator=generator))
+    return TensorDataset(
+        torch.randn(32, 6, generator=generator), torch.randint(0, 3, (32,), generator=generator)
+    )
 
 
 def said(run: Any) -> list[str]:
@@ -61,7 +65,11 @@ def made(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "communicating":
         return Communicating()
-    return Normalised() if kind == "by hand" else nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    return (
+        Normalised()
+        if kind == "by hand"
+        else nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    )
 
 
 def of_trainer(kind: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""`lockstep.prepare`: loops that keep their own forward and backward passes train alike at any number of workers."""
+"""`lockstep.prepare`: loops that keep their own forward and backward passes train alike at any
+number of workers.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +44,31 @@ def weights(*models: nn.Module) -> list[torch.Tensor]:
     return [tensor.detach().clone() for model in models for tensor in model.state_dict().values()]
 
 
-def on_workers(pool: Pool, loop: Callable[..., Any], *args: Any, counts: tuple[int, ...] = (1, 2, 3)) -> list[Any]:
-    """The results of `loop` on each number of workers; those of all ranks of a job must be equal."""
+def on_workers(
+    pool: Pool, loop: Callable[..., Any], *args: Any, counts: tuple[int, ...] = (1, 2, 3)
+) -> list[Any]:
+    """The results of `loop` on each number of workers; those of all ranks of a job must be
+    equal.
+    """
     results = []
     for workers in counts:
         ranks = pool.run(loop, *args, workers=workers, backend="shm")
-        assert all(torch.equal(a, b) for other in ranks for a, b in zip(ranks[0], other, strict=True))
+        assert all(
+            torch.equal(a, b) for other in ranks for a, b in zip(ranks[0], other, strict=True)
+        )
         results.append(ranks[0])
     return results
 
 
 def same_bits(results: list[list[torch.Tensor]]) -> bool:
-    return all(torch.equal(a, b) for other in results for a, b in zip(results[0], other, strict=True))
+    return all(
+        torch.equal(a, b) for other in results for a, b in zip(results[0], other, strict=True)
+    )
 
 
-def check_equal(results: list[list[torch.Tensor]], virtual_workers: int | None, tolerance: float = 1e-5) -> None:
+def check_equal(
+    results: list[list[torch.Tensor]], virtual_workers: int | None, tolerance: float = 1e-5
+) -> None:
     """Check that the results agree; with virtual workers, in every bit."""
     assert close(results, tolerance)
     assert virtual_workers is None or same_bits(results)
@@ -84,7 +96,8 @@ def train(
             after_step()
 
 
-# --- the loop of everybody ----------------------------------------------------------------------------------
+# --- the loop of everybody
+# ----------------------------------------------------------------------------------
 
 
 def plain_loop(epochs: int = 3) -> list[torch.Tensor]:
@@ -101,7 +114,9 @@ def prepared_loop(
     model = classifier(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(data(), batch, shuffle=True, drop_last=bool(layers))
-    model, optimizer, loader = lockstep.prepare(model, optimizer, loader, virtual_workers=virtual_workers, **options)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, virtual_workers=virtual_workers, **options
+    )
     train(model, optimizer, loader, epochs=3)
     return weights(model)
 
@@ -112,7 +127,8 @@ def test_the_loop_trains_as_on_one_device(pool: Pool) -> None:
     assert close(results)
 
 
-# 29 samples in batches of 8: the last batch has 5, so that some of 7 shards, and of 3 workers with 12, have none
+# 29 samples in batches of 8: the last batch has 5, so that some of 7 shards, and of 3 workers with
+# 12, have none
 @pytest.mark.parametrize("virtual_workers", [3, 7, 12])
 def test_virtual_workers_give_the_same_bits(pool: Pool, virtual_workers: int) -> None:
     results = on_workers(pool, prepared_loop, virtual_workers)
@@ -135,7 +151,9 @@ def last_batch_of_one(virtual_workers: int | None) -> list[torch.Tensor]:
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(torch.utils.data.Subset(data(), range(9)), 8)
-    model, optimizer, loader = lockstep.prepare(model, optimizer, loader, virtual_workers=virtual_workers)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, virtual_workers=virtual_workers
+    )
     train(model, optimizer, loader, epochs=2)
     return weights(model)
 
@@ -146,7 +164,8 @@ def test_a_worker_without_samples_takes_part(pool: Pool, virtual_workers: int | 
     check_equal(results, virtual_workers)
 
 
-# --- accumulation, clipping, schedules, counts --------------------------------------------------------------
+# --- accumulation, clipping, schedules, counts
+# --------------------------------------------------------------
 
 
 def accumulating(virtual_workers: int | None) -> list[torch.Tensor]:
@@ -154,7 +173,9 @@ def accumulating(virtual_workers: int | None) -> list[torch.Tensor]:
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(data(), BATCH)
-    model, optimizer, loader = lockstep.prepare(model, optimizer, loader, virtual_workers=virtual_workers)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, virtual_workers=virtual_workers
+    )
     for _ in range(2):
         for number, batch in enumerate(loader.batches()):
             for inputs, targets in optimizer.shards(batch):
@@ -227,7 +248,9 @@ def with_everything(virtual_workers: int | None) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("virtual_workers", [None, 6])
-def test_clipping_schedule_and_loss_are_those_of_the_global_batch(pool: Pool, virtual_workers: int | None) -> None:
+def test_clipping_schedule_and_loss_are_those_of_the_global_batch(
+    pool: Pool, virtual_workers: int | None
+) -> None:
     results = on_workers(pool, with_everything, virtual_workers)
     check_equal(results, virtual_workers)
 
@@ -259,7 +282,8 @@ def test_a_count_weighs_the_parts(pool: Pool, virtual_workers: int | None) -> No
     check_equal(results, virtual_workers, 1e-6)
 
 
-# --- several models and optimizers --------------------------------------------------------------------------
+# --- several models and optimizers
+# --------------------------------------------------------------------------
 
 
 def gan(virtual_workers: int | None, by_optimizer: bool) -> list[torch.Tensor]:
@@ -304,11 +328,15 @@ def test_a_gan_gives_the_same_bits(pool: Pool) -> None:
     assert same_bits(results) and not close([before, results[0][:2]])
 
 
-def test_an_unchanged_gan_needs_a_loop_for_each_optimizer_only_with_several_shards(pool: Pool) -> None:
+def test_an_unchanged_gan_needs_a_loop_for_each_optimizer_only_with_several_shards(
+    pool: Pool,
+) -> None:
     on_workers(pool, gan, None, False, counts=(1, 2))
     three = on_workers(pool, gan, 3, False, counts=(3,))
     assert len(three[0]) == 13
-    with pytest.raises(RanksFailedError, match=r"no backward pass after an optimizer's step within one shard") as info:
+    with pytest.raises(
+        RanksFailedError, match=r"no backward pass after an optimizer's step within one shard"
+    ) as info:
         pool.run(gan, 3, False, workers=1)
     assert "optimizer.shards(batch)" in str(info.value)
 
@@ -356,17 +384,22 @@ def test_episodes_are_divided_among_the_workers(pool: Pool) -> None:
     assert same_bits(results) and results[0][1][0] > 0.1
 
 
-# --- evaluation, precision, a later start -------------------------------------------------------------------
+# --- evaluation, precision, a later start
+# -------------------------------------------------------------------
 
 
 def evaluated(virtual_workers: int | None) -> list[int]:
-    model, loader = lockstep.prepare(classifier(), DataLoader(data(), 2), virtual_workers=virtual_workers)
+    model, loader = lockstep.prepare(
+        classifier(), DataLoader(data(), 2), virtual_workers=virtual_workers
+    )
     with torch.no_grad():
         return [len(model(inputs)) for inputs, _ in loader]
 
 
 @pytest.mark.parametrize("virtual_workers", [None, 6])
-def test_without_gradients_each_sample_is_on_one_worker(pool: Pool, virtual_workers: int | None) -> None:
+def test_without_gradients_each_sample_is_on_one_worker(
+    pool: Pool, virtual_workers: int | None
+) -> None:
     assert sum(sum(sizes) for sizes in pool.run(evaluated, virtual_workers, workers=2)) == SAMPLES
 
 
@@ -415,7 +448,8 @@ def test_a_loop_resumes_from_a_saved_position(pool: Pool) -> None:
     assert same_bits([whole, first])
 
 
-# --- what is refused ----------------------------------------------------------------------------------------
+# --- what is refused
+# ----------------------------------------------------------------------------------------
 
 
 def prepared(*others: Any, **options: Any) -> Any:
@@ -476,13 +510,31 @@ def learning_rate_of_one_rank() -> None:
 @pytest.mark.parametrize(
     ("loop", "message"),
     [
-        (clipped_by_hand, "gradients: expected gradients that are not changed between backward.. and step"),
-        (clipped_by_hand_outside_of_a_loader, "gradients: expected gradients that are not changed between backward"),
-        (stepped_in_some_shards, "step: expected a step of the optimizer in each shard of a batch, or in none"),
-        (stepped_in_the_last_shard_only, "step: expected a step of the optimizer in each shard of a batch, or in none"),
+        (
+            clipped_by_hand,
+            "gradients: expected gradients that are not changed between backward.. and step",
+        ),
+        (
+            clipped_by_hand_outside_of_a_loader,
+            "gradients: expected gradients that are not changed between backward",
+        ),
+        (
+            stepped_in_some_shards,
+            "step: expected a step of the optimizer in each shard of a batch, or in none",
+        ),
+        (
+            stepped_in_the_last_shard_only,
+            "step: expected a step of the optimizer in each shard of a batch, or in none",
+        ),
         (unknown_scheduler, "Give the scheduler to lockstep.prepare"),
-        (accumulated_over_shards, "expected optimizer.zero_grad.. in each shard, or after the step"),
-        (learning_rate_of_one_rank, "'lr' of parameter group 0 of the optimizer is 0.1 on rank 0 and 0.5 on rank 1"),
+        (
+            accumulated_over_shards,
+            "expected optimizer.zero_grad.. in each shard, or after the step",
+        ),
+        (
+            learning_rate_of_one_rank,
+            "'lr' of parameter group 0 of the optimizer is 0.1 on rank 0 and 0.5 on rank 1",
+        ),
     ],
 )
 def test_loops_with_other_results_than_on_one_device_are_refused(

@@ -1,4 +1,6 @@
-"""Loops with `lockstep.prepare` whose numbers depended on the number of workers: they are alike, or say so."""
+"""Loops with `lockstep.prepare` whose numbers depended on the number of workers: they are alike, or
+say so.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ SAMPLES, FEATURES, BATCH = 29, 6, 8
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
-    return TensorDataset(inputs, (torch.arange(SAMPLES) % 5 < 2).float(), torch.randn(SAMPLES, 4, generator=generator))
+    return TensorDataset(
+        inputs,
+        (torch.arange(SAMPLES) % 5 < 2).float(),
+        torch.randn(SAMPLES, 4, generator=generator),
+    )
 
 
 def network(*layers: nn.Module) -> nn.Sequential:
@@ -31,13 +37,20 @@ def network(*layers: nn.Module) -> nn.Sequential:
 
 
 def on_workers(
-    pool: Pool, loop: Callable[..., list[torch.Tensor]], *args: Any, counts: tuple[int, ...] = (1, 2, 3)
+    pool: Pool,
+    loop: Callable[..., list[torch.Tensor]],
+    *args: Any,
+    counts: tuple[int, ...] = (1, 2, 3),
 ) -> list[list[torch.Tensor]]:
-    """The results of `loop` on each number of workers; those of all ranks of a job must be equal."""
+    """The results of `loop` on each number of workers; those of all ranks of a job must be
+    equal.
+    """
     results = []
     for workers in counts:
         ranks = pool.run(loop, *args, workers=workers, backend="shm")
-        assert all(torch.equal(a, b) for other in ranks for a, b in zip(ranks[0], other, strict=True))
+        assert all(
+            torch.equal(a, b) for other in ranks for a, b in zip(ranks[0], other, strict=True)
+        )
         results.append(ranks[0])
     return results
 
@@ -45,20 +58,27 @@ def on_workers(
 def check_equal(results: list[list[torch.Tensor]], exact: bool, tolerance: float = 1e-5) -> None:
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):
-            assert torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, atol=tolerance)
+            assert (
+                torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, atol=tolerance)
+            )
 
 
-# --- parts that count nothing -------------------------------------------------------------------------------
+# --- parts that count nothing
+# -------------------------------------------------------------------------------
 
 
 def masked(virtual_workers: int | None) -> list[torch.Tensor]:
-    """The mean over samples that count; of some parts none does, so that their mean is no number."""
+    """The mean over samples that count; of some parts none does, so that their mean is no
+    number.
+    """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs, _, targets = data().tensors
     counted = (torch.arange(SAMPLES) % BATCH < 3).float()
     loader = DataLoader(TensorDataset(inputs, counted, targets), BATCH)
-    model, optimizer, loader = lockstep.prepare(model, optimizer, loader, virtual_workers=virtual_workers)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, virtual_workers=virtual_workers
+    )
     losses = []
     for x, mask, y in loader:
         optimizer.zero_grad()
@@ -79,7 +99,9 @@ def test_a_part_that_counts_nothing_adds_nothing(pool: Pool, virtual_workers: in
 
 def nothing_counts() -> None:
     model = network()
-    model, optimizer, loader = lockstep.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), 8))
+    model, optimizer, loader = lockstep.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), 8)
+    )
     for x, *_ in loader:
         (model(x).sum() * 0 / 0).backward()
         optimizer.step(count=0)
@@ -92,7 +114,8 @@ def test_a_batch_in_which_nothing_counts_is_an_error_on_all_ranks(pool: Pool, wo
     assert "count: expected something that counts in each global batch" in str(info.value)
 
 
-# --- averages -----------------------------------------------------------------------------------------------
+# --- averages
+# -----------------------------------------------------------------------------------------------
 
 
 def averaged(virtual_workers: int | None, use_buffers: bool) -> list[torch.Tensor]:
@@ -115,24 +138,35 @@ def averaged(virtual_workers: int | None, use_buffers: bool) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
-def test_averages_and_their_buffers_are_those_of_the_whole_batch(pool: Pool, use_buffers: bool) -> None:
+def test_averages_and_their_buffers_are_those_of_the_whole_batch(
+    pool: Pool, use_buffers: bool
+) -> None:
     check_equal(on_workers(pool, averaged, 6, use_buffers), exact=True)
     on_workers(pool, averaged, None, use_buffers, counts=(2,))
 
 
-# --- accumulation -------------------------------------------------------------------------------------------
+# --- accumulation
+# -------------------------------------------------------------------------------------------
 
 
 def dropping(how: str, virtual_workers: int | None) -> list[torch.Tensor]:
-    """Gradients of a first batch are dropped in each body; on three workers one has no sample of the last batch."""
+    """Gradients of a first batch are dropped in each body; on three workers one has no sample of
+    the last batch.
+    """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(torch.utils.data.Subset(data(), range(10)), 8)
-    model, optimizer, loader = lockstep.prepare(model, optimizer, loader, virtual_workers=virtual_workers)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, virtual_workers=virtual_workers
+    )
     for number, batch in enumerate(loader.batches()):
         for x, _, y in optimizer.shards(batch):
             if number:
-                _ = model.zero_grad(set_to_none=how == "none") if how != "optimizer" else optimizer.zero_grad()
+                _ = (
+                    model.zero_grad(set_to_none=how == "none")
+                    if how != "optimizer"
+                    else optimizer.zero_grad()
+                )
             F.mse_loss(model(x), y).backward()
             if number:
                 optimizer.step()
@@ -144,21 +178,30 @@ def test_gradients_dropped_by_the_model_are_dropped_on_a_worker_without_samples_
     pool: Pool, virtual_workers: int | None
 ) -> None:
     results = [
-        each for how in ("optimizer", "none", "zeros") for each in on_workers(pool, dropping, how, virtual_workers)
+        each
+        for how in ("optimizer", "none", "zeros")
+        for each in on_workers(pool, dropping, how, virtual_workers)
     ]
     check_equal(results, virtual_workers is not None)
 
 
-# --- losses of the whole batch ------------------------------------------------------------------------------
+# --- losses of the whole batch
+# ------------------------------------------------------------------------------
 
 
 def without_marked(samples: list[Any]) -> Any:
-    """A collate function that leaves samples out: parts have other numbers of rows than they were cut for."""
-    return torch.utils.data.default_collate([sample for sample in samples if not sample[1]] or samples[:1])
+    """A collate function that leaves samples out: parts have other numbers of rows than they were
+    cut for.
+    """
+    return torch.utils.data.default_collate(
+        [sample for sample in samples if not sample[1]] or samples[:1]
+    )
 
 
 def contrastive(samples: int, own_rows: bool, collate: Any = None) -> list[torch.Tensor]:
-    """In-batch negatives, of the whole batch on each worker or of its own rows against all columns."""
+    """In-batch negatives, of the whole batch on each worker or of its own rows against all
+    columns.
+    """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = DataLoader(torch.utils.data.Subset(data(), range(samples)), BATCH, collate_fn=collate)
@@ -173,7 +216,9 @@ def contrastive(samples: int, own_rows: bool, collate: Any = None) -> list[torch
                 labels = torch.arange(len(columns))
                 rows = F.normalize(first, dim=1)
                 if own_rows:
-                    place = lockstep.whole_batch(torch.full((len(x), 1), lockstep.init().rank))[:, 0]
+                    place = lockstep.whole_batch(torch.full((len(x), 1), lockstep.init().rank))[
+                        :, 0
+                    ]
                     labels = labels[place == lockstep.init().rank]
                     rows = rows[: len(labels)]
                 else:
@@ -188,17 +233,22 @@ def contrastive(samples: int, own_rows: bool, collate: Any = None) -> list[torch
 # 9 samples in batches of 8: in the last one two of three workers have none
 @pytest.mark.parametrize("samples", [SAMPLES, 9])
 @pytest.mark.parametrize("own_rows", [False, True])
-def test_in_batch_negatives_of_the_whole_batch_give_the_same_numbers(pool: Pool, samples: int, own_rows: bool) -> None:
+def test_in_batch_negatives_of_the_whole_batch_give_the_same_numbers(
+    pool: Pool, samples: int, own_rows: bool
+) -> None:
     results = on_workers(pool, contrastive, samples, own_rows)
     check_equal(results, exact=False)
     assert results[0][-1].max() > 0.5
 
 
 def test_the_whole_batch_is_what_was_collated(pool: Pool) -> None:
-    check_equal(on_workers(pool, contrastive, 24, False, without_marked, counts=(1, 2)), exact=False)
+    check_equal(
+        on_workers(pool, contrastive, 24, False, without_marked, counts=(1, 2)), exact=False
+    )
 
 
-# --- what is said -------------------------------------------------------------------------------------------
+# --- what is said
+# -------------------------------------------------------------------------------------------
 
 
 def without_loader(different: bool) -> tuple[list[str], list[torch.Tensor]]:
@@ -231,7 +281,9 @@ def test_rank_0_says_once_that_all_workers_repeat_the_same_batches(pool: Pool) -
 
 def own_weight_decay() -> None:
     model = network()
-    model, optimizer, loader = lockstep.prepare(model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), 8))
+    model, optimizer, loader = lockstep.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), 8)
+    )
     for x, _, y in loader:
         F.mse_loss(model(x), y).backward()
         optimizer.param_groups[0]["weight_decay"] = 0.1 * lockstep.init().rank
@@ -240,6 +292,7 @@ def own_weight_decay() -> None:
 
 def test_hyperparameters_set_by_hand_are_compared_over_the_ranks(pool: Pool) -> None:
     with pytest.raises(
-        RanksFailedError, match=r"'weight_decay' of parameter group 0 .* is 0.0 on rank 0 and 0.1 on rank"
+        RanksFailedError,
+        match=r"'weight_decay' of parameter group 0 .* is 0.0 on rank 0 and 0.1 on rank",
     ):
         pool.run(own_weight_decay, workers=2)

@@ -1,4 +1,6 @@
-"""Loops with `lockstep.prepare` in which parts of a batch were weighted wrongly, or refused although they are right."""
+"""Loops with `lockstep.prepare` in which parts of a batch were weighted wrongly, or refused
+although they are right.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,20 @@ def weights(model: nn.Module) -> Tensors:
     return [p.detach() for p in model.parameters()]
 
 
-def check_alike(pool: Pool, loop: Any, *args: Any, exact: bool = False, counts: tuple[int, ...] = (1, 2, 3)) -> None:
+def check_alike(
+    pool: Pool, loop: Any, *args: Any, exact: bool = False, counts: tuple[int, ...] = (1, 2, 3)
+) -> None:
     """Check that a loop returns the same on all ranks of each number of workers."""
-    results = [ours for workers in counts for ours in pool.run(loop, *args, workers=workers, backend="shm")]
+    results = [
+        ours for workers in counts for ours in pool.run(loop, *args, workers=workers, backend="shm")
+    ]
     for theirs in results[1:]:
         for a, b in zip(results[0], theirs, strict=True):
             assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=1e-5)
 
 
-# --- counts -------------------------------------------------------------------------------------------------
+# --- counts
+# -------------------------------------------------------------------------------------------------
 
 
 def detection(virtual_workers: int | None) -> Tensors:
@@ -54,7 +61,9 @@ def detection(virtual_workers: int | None) -> Tensors:
     inputs, labels = data().tensors
     objects = (torch.arange(48) % BATCH == 7).float()
     loader = DataLoader(TensorDataset(inputs, labels, objects), BATCH)
-    model, optimizer, loader = lockstep.prepare(model, optimizer, loader, virtual_workers=virtual_workers)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, virtual_workers=virtual_workers
+    )
     losses = []
     for x, y, found in loader:
         optimizer.zero_grad()
@@ -68,7 +77,9 @@ def detection(virtual_workers: int | None) -> Tensors:
 
 
 @pytest.mark.parametrize("virtual_workers", [None, 6])
-def test_the_sum_of_a_part_that_counts_nothing_is_not_lost(pool: Pool, virtual_workers: int | None) -> None:
+def test_the_sum_of_a_part_that_counts_nothing_is_not_lost(
+    pool: Pool, virtual_workers: int | None
+) -> None:
     check_alike(pool, detection, virtual_workers, exact=virtual_workers is not None)
 
 
@@ -78,13 +89,17 @@ def test_the_sums_of_parts_are_those_of_one_device(pool: Pool) -> None:
 
 
 def means_of_labels(virtual_workers: int | None) -> Tensors:
-    """Means over labels, divided once more; of many parts no label counts, and their means are no numbers."""
+    """Means over labels, divided once more; of many parts no label counts, and their means are no
+    numbers.
+    """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     inputs, labels = data().tensors
     labels = labels.where(torch.arange(48) % BATCH == 7, -100)
     loader = DataLoader(TensorDataset(inputs, labels), BATCH)
-    model, optimizer, loader = lockstep.prepare(model, optimizer, loader, virtual_workers=virtual_workers)
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, loader, virtual_workers=virtual_workers
+    )
     for x, y in loader:
         optimizer.zero_grad()
         (F.cross_entropy(model(x), y) / 4).backward()
@@ -94,11 +109,14 @@ def means_of_labels(virtual_workers: int | None) -> Tensors:
 
 
 @pytest.mark.parametrize("virtual_workers", [None, 6])
-def test_a_mean_that_is_divided_once_more_is_a_mean(pool: Pool, virtual_workers: int | None) -> None:
+def test_a_mean_that_is_divided_once_more_is_a_mean(
+    pool: Pool, virtual_workers: int | None
+) -> None:
     check_alike(pool, means_of_labels, virtual_workers, exact=virtual_workers is not None)
 
 
-# --- two loaders --------------------------------------------------------------------------------------------
+# --- two loaders
+# --------------------------------------------------------------------------------------------
 
 
 def forever(loader: Any) -> Iterator[Any]:
@@ -106,7 +124,9 @@ def forever(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def half_labelled(how: str, virtual_workers: int | None, labelled: int = BATCH, unlabelled: int = 24) -> Tensors:
+def half_labelled(
+    how: str, virtual_workers: int | None, labelled: int = BATCH, unlabelled: int = 24
+) -> Tensors:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loaders = [
@@ -118,7 +138,11 @@ def half_labelled(how: str, virtual_workers: int | None, labelled: int = BATCH, 
     losses = []
     others = forever(second)
     for _ in range(2):
-        pairs = zip(first, second, strict=False) if how == "zip" else ((batch, next(others)) for batch in first)
+        pairs = (
+            zip(first, second, strict=False)
+            if how == "zip"
+            else ((batch, next(others)) for batch in first)
+        )
         for (x, y), (u, _) in pairs:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y) + model(u).square().mean()
@@ -131,12 +155,17 @@ def half_labelled(how: str, virtual_workers: int | None, labelled: int = BATCH, 
 
 @pytest.mark.parametrize("how", ["zip", "next"])
 @pytest.mark.parametrize("virtual_workers", [None, 6])
-def test_two_loaders_give_the_parts_of_one_step(pool: Pool, how: str, virtual_workers: int | None) -> None:
+def test_two_loaders_give_the_parts_of_one_step(
+    pool: Pool, how: str, virtual_workers: int | None
+) -> None:
     check_alike(pool, half_labelled, how, virtual_workers, exact=virtual_workers is not None)
 
 
 def test_two_loaders_that_divide_their_batches_into_other_shares_are_refused(pool: Pool) -> None:
-    with pytest.raises(RanksFailedError, match=r"loader: expected a second loader .* same shares.*8 of its 16 samples"):
+    with pytest.raises(
+        RanksFailedError,
+        match=r"loader: expected a second loader .* same shares.*8 of its 16 samples",
+    ):
         pool.run(half_labelled, "zip", None, 9, 16, workers=2)
 
 
@@ -151,7 +180,9 @@ def evaluating_within_a_body() -> Tensors:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         with torch.no_grad():
-            seen.append(lockstep.init().allreduce(torch.tensor(sum(len(inputs) for inputs, _ in held_out))))
+            seen.append(
+                lockstep.init().allreduce(torch.tensor(sum(len(inputs) for inputs, _ in held_out)))
+            )
     return [*weights(model), torch.stack(seen)]
 
 
@@ -159,7 +190,8 @@ def test_an_evaluation_may_be_within_a_body(pool: Pool) -> None:
     check_alike(pool, evaluating_within_a_body)
 
 
-# --- sharpness-aware minimisation -----------------------------------------------------------------------------
+# --- sharpness-aware minimisation
+# -----------------------------------------------------------------------------
 
 
 class Ascent(torch.optim.Optimizer):
@@ -199,11 +231,15 @@ def sharpness_aware(in_one_body: bool, virtual_workers: int | None) -> Tensors:
     return weights(model)
 
 
-@pytest.mark.parametrize(("in_one_body", "virtual_workers"), [(True, None), (False, None), (False, 4)])
+@pytest.mark.parametrize(
+    ("in_one_body", "virtual_workers"), [(True, None), (False, None), (False, 4)]
+)
 def test_an_optimizer_that_is_prepared_may_move_the_weights_between_two_passes(
     pool: Pool, in_one_body: bool, virtual_workers: int | None
 ) -> None:
-    check_alike(pool, sharpness_aware, in_one_body, virtual_workers, exact=virtual_workers is not None)
+    check_alike(
+        pool, sharpness_aware, in_one_body, virtual_workers, exact=virtual_workers is not None
+    )
 
 
 def forgotten(reduces: bool) -> Tensors:
@@ -221,15 +257,19 @@ def forgotten(reduces: bool) -> Tensors:
     return weights(model)
 
 
-def test_an_optimizer_that_was_forgotten_is_noticed_unless_the_loop_sums_the_gradients(pool: Pool) -> None:
+def test_an_optimizer_that_was_forgotten_is_noticed_unless_the_loop_sums_the_gradients(
+    pool: Pool,
+) -> None:
     check_alike(pool, forgotten, True)
     with pytest.raises(
-        RanksFailedError, match=r"optimizer: expected a step of optimizers that were given .* one of SGD"
+        RanksFailedError,
+        match=r"optimizer: expected a step of optimizers that were given .* one of SGD",
     ):
         pool.run(forgotten, False, workers=2)
 
 
-# --- norms ----------------------------------------------------------------------------------------------------
+# --- norms
+# --------------------------------------------------------------------------------------------------
 
 
 def measured() -> Tensors:
@@ -252,7 +292,8 @@ def test_the_norm_is_measured_without_clipping(pool: Pool) -> None:
     check_alike(pool, measured)
 
 
-# --- forward passes that change parameters --------------------------------------------------------------------
+# --- forward passes that change parameters
+# --------------------------------------------------------------------
 
 
 class ActNorm(nn.Module):
@@ -288,7 +329,9 @@ def changing(layer: type[nn.Module], how: str, called_before: bool = False) -> T
             model(data().tensors[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if how == "trainer":
-        trainer = lockstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), global_batch_size=BATCH, callbacks=[])
+        trainer = lockstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), global_batch_size=BATCH, callbacks=[]
+        )
         trainer.fit(data(), epochs=1)
         return weights(model)
     model, optimizer, loader = lockstep.prepare(model, optimizer, DataLoader(data(), BATCH))
@@ -315,7 +358,8 @@ def test_layers_that_are_initialised_before_train_alike(pool: Pool, how: str) ->
     changing(Words, how)  # one worker makes it of the whole batch
 
 
-# --- what is said ---------------------------------------------------------------------------------------------
+# --- what is said
+# ---------------------------------------------------------------------------------------------
 
 
 def counted_by_hand(prepared: bool) -> list[str]:
@@ -339,6 +383,12 @@ def counted_by_hand(prepared: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("prepared", [True, False])
-def test_rank_0_says_once_that_a_loop_without_gradients_sees_a_part(pool: Pool, prepared: bool) -> None:
-    said = [len(lines) for workers in (1, 2) for lines in pool.run(counted_by_hand, prepared, workers=workers)]
+def test_rank_0_says_once_that_a_loop_without_gradients_sees_a_part(
+    pool: Pool, prepared: bool
+) -> None:
+    said = [
+        len(lines)
+        for workers in (1, 2)
+        for lines in pool.run(counted_by_hand, prepared, workers=workers)
+    ]
     assert said == [0, 1, 0]

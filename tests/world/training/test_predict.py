@@ -59,16 +59,22 @@ def predicted(virtual_workers: int | None) -> Any:
 
 @pytest.mark.parametrize("virtual_workers", [None, 3])
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_predictions_are_in_the_order_of_the_data_set(pool: Pool, workers: int, virtual_workers: int | None) -> None:
+def test_predictions_are_in_the_order_of_the_data_set(
+    pool: Pool, workers: int, virtual_workers: int | None
+) -> None:
     expected = (model()(INPUTS), INPUTS.sum(1), INPUTS[:, :2], INPUTS[:, 2:])
     for results in pool.run(predicted, virtual_workers, workers=workers):
-        assert all(torch.allclose(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+        assert all(
+            torch.allclose(ours, theirs) for ours, theirs in zip(results, expected, strict=True)
+        )
 
 
 def test_a_trainer_predicts_for_inputs_alone_and_in_full_precision() -> None:
     made = model()
     optimizer = torch.optim.SGD(made.parameters(), 0.1)
-    trainer = lockstep.Trainer(made, optimizer, nn.CrossEntropyLoss(), 4, callbacks=[], precision="bf16")
+    trainer = lockstep.Trainer(
+        made, optimizer, nn.CrossEntropyLoss(), 4, callbacks=[], precision="bf16"
+    )
     assert torch.allclose(trainer.predict(INPUTS), made(INPUTS), atol=0.1)
     assert trainer.predict(DATA).dtype == torch.float32
     doubled = trainer.predict(DATA, forward=lambda model, data: 2 * model(data[0]))
@@ -81,14 +87,22 @@ def test_predictions_of_shuffled_data_are_refused() -> None:
 
 
 def evaluated(virtual_workers: int | None) -> dict[str, float]:
-    metrics = {"auc": lockstep.whole_set(auc), "median": Median(), "first": lambda output, target: output[:, 0]}
+    metrics = {
+        "auc": lockstep.whole_set(auc),
+        "median": Median(),
+        "first": lambda output, target: output[:, 0],
+    }
     loader = lockstep.Loader(DATA, 4, shuffle=False, virtual_workers=virtual_workers)
-    lockstep.evaluate(model(), loader, nn.CrossEntropyLoss(), metrics)  # a second time, metrics begin anew
+    lockstep.evaluate(
+        model(), loader, nn.CrossEntropyLoss(), metrics
+    )  # a second time, metrics begin anew
     return lockstep.evaluate(model(), loader, nn.CrossEntropyLoss(), metrics)
 
 
 @pytest.mark.parametrize("virtual_workers", [None, 3])
-def test_metrics_of_the_whole_set_do_not_depend_on_the_workers(pool: Pool, virtual_workers: int | None) -> None:
+def test_metrics_of_the_whole_set_do_not_depend_on_the_workers(
+    pool: Pool, virtual_workers: int | None
+) -> None:
     output = model()(INPUTS).detach()
     expected = {
         "auc": auc(output, DATA.tensors[1]),
@@ -122,7 +136,9 @@ def test_they_are_refused_with_outputs_on_several_devices() -> None:
         "metrics": {"auc": lockstep.whole_set(auc)},
     }
     trainer = lockstep.Trainer(made, optimizer, nn.CrossEntropyLoss(), 4, callbacks=[], **options)
-    with pytest.raises(ConfigError, match="metrics: expected functions of samples with the strategy replicas"):
+    with pytest.raises(
+        ConfigError, match="metrics: expected functions of samples with the strategy replicas"
+    ):
         trainer.evaluate(DATA)
 
 
@@ -131,4 +147,6 @@ def test_scikit_learns_metrics_take_what_is_gathered() -> None:
     loader = lockstep.Loader(DATA, 4, shuffle=False)
     score = lockstep.whole_set(lambda output, target: metrics.f1_score(target, output.argmax(1)))
     results = lockstep.evaluate(model(), loader, nn.CrossEntropyLoss(), {"f1": score})
-    assert results["f1"] == pytest.approx(metrics.f1_score(np.arange(SAMPLES) % 2, model()(INPUTS).argmax(1).numpy()))
+    assert results["f1"] == pytest.approx(
+        metrics.f1_score(np.arange(SAMPLES) % 2, model()(INPUTS).argmax(1).numpy())
+    )

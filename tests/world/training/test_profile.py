@@ -27,7 +27,13 @@ def trainer(run_dir: Path | None, *callbacks: Any, **options: Any) -> Any:
     groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.4}]
     optimizer = torch.optim.SGD(groups, 0.1, momentum=0.8)
     return lockstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), 4, run_dir=run_dir, callbacks=list(callbacks), **options
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        4,
+        run_dir=run_dir,
+        callbacks=list(callbacks),
+        **options,
     )
 
 
@@ -42,7 +48,11 @@ def test_each_rank_records_the_steps_that_are_asked_for(pool: Pool, tmp_path: Pa
     for rank in (0, 1):
         with gzip.open(folder / f"rank-{rank}-step-3.json.gz", "rt") as file:
             events = json.load(file)["traceEvents"]
-        updates = [event for event in events if str(event.get("name", "")).startswith("Optimizer.step#SGD.step")]
+        updates = [
+            event
+            for event in events
+            if str(event.get("name", "")).startswith("Optimizer.step#SGD.step")
+        ]
         assert len(updates) == 2
         assert "addmm" in (folder / f"rank-{rank}-step-3.txt").read_text()
 
@@ -54,7 +64,9 @@ def test_steps_that_do_not_follow_one_another_are_refused(steps: list[int]) -> N
 
 
 def test_steps_that_the_run_does_not_have_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="steps: expected at most 5, the steps of the run, got 12"):
+    with pytest.raises(
+        ConfigError, match="steps: expected at most 5, the steps of the run, got 12"
+    ):
         trainer(tmp_path / "run", Profile()).fit(DATA, 1)
     with pytest.raises(ConfigError, match=r"callbacks.Profile: expected Trainer"):
         trainer(None, Profile()).fit(DATA, 3)
@@ -67,9 +79,14 @@ def test_the_learning_rates_of_all_groups_are_columns(tmp_path: Path) -> None:
     assert [row[name] for name in ("lr", "lr_weight", "lr_bias", "momentum_bias")] == pytest.approx(
         [0.02, 0.02, 0.08, 0.8]
     )
-    assert "lr_weight,lr_bias,momentum_weight,momentum_bias" in (tmp_path / "run" / "metrics.csv").read_text()
+    assert (
+        "lr_weight,lr_bias,momentum_weight,momentum_bias"
+        in (tmp_path / "run" / "metrics.csv").read_text()
+    )
 
 
 def test_names_for_another_number_of_groups_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"names: expected 2 names, one for each group of parameters, got .'all'."):
+    with pytest.raises(
+        ConfigError, match=r"names: expected 2 names, one for each group of parameters, got .'all'."
+    ):
         trainer(None, LearningRates(["all"])).fit(DATA, 1)

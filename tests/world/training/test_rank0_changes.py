@@ -1,4 +1,6 @@
-"""A callback of rank 0 alone that changes what the other ranks have as well is refused; one that only looks is not."""
+"""A callback of rank 0 alone that changes what the other ranks have as well is refused; one that
+only looks is not.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,11 @@ class Loss(nn.Module):
         self.register_buffer("gamma", torch.tensor(0.1))
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self.criterion(output, target) + self.beta * output.abs().mean() + self.gamma * output.pow(2).mean()  # type: ignore[no-any-return]
+        return (
+            self.criterion(output, target)
+            + self.beta * output.abs().mean()
+            + self.gamma * output.pow(2).mean()
+        )  # type: ignore[no-any-return]
 
 
 class Acts(Callback):
@@ -90,7 +96,9 @@ class Acts(Callback):
             self.action(trainer, *arguments)
 
 
-def fitted(action: Callable[..., object], hook: str = "on_train_epoch_start", **options: Any) -> list[float]:
+def fitted(
+    action: Callable[..., object], hook: str = "on_train_epoch_start", **options: Any
+) -> list[float]:
     """The losses of a training with such a callback."""
     lockstep.init("cpu")
     torch.manual_seed(0)
@@ -124,24 +132,42 @@ CHANGES: dict[str, tuple[Callable[..., object], str]] = {
         lambda trainer, *_: setattr(trainer.loss_fn, "beta", 0.2),
         r"loss_fn\.beta: 0\.1 -> 0\.2",
     ),
-    "a buffer of the loss": (lambda trainer, *_: add(trainer.loss_fn.gamma), r"loss_fn\.0\.gamma: another value"),
-    "a tensor of the loss": (lambda trainer, *_: add(trainer.loss_fn.mask), r"loss_fn\.mask: another value"),
+    "a buffer of the loss": (
+        lambda trainer, *_: add(trainer.loss_fn.gamma),
+        r"loss_fn\.0\.gamma: another value",
+    ),
+    "a tensor of the loss": (
+        lambda trainer, *_: add(trainer.loss_fn.mask),
+        r"loss_fn\.mask: another value",
+    ),
     "a module of the loss": (
         lambda trainer, *_: setattr(trainer.loss_fn, "criterion", nn.L1Loss()),
         r"loss_fn\.criterion: MSELoss -> L1Loss",
     ),
-    "noise": (lambda trainer, *_: setattr(data_of(trainer), "noise", 0.5), r"train\.noise: 0\.0 -> 0\.5"),
-    "a property": (lambda trainer, *_: setattr(data_of(trainer), "level", 0.5), r"train\._level: 0\.0 -> 0\.5"),
+    "noise": (
+        lambda trainer, *_: setattr(data_of(trainer), "noise", 0.5),
+        r"train\.noise: 0\.0 -> 0\.5",
+    ),
+    "a property": (
+        lambda trainer, *_: setattr(data_of(trainer), "level", 0.5),
+        r"train\._level: 0\.0 -> 0\.5",
+    ),
     "an attribute of the class": (
         lambda trainer, *_: setattr(data_of(trainer), "factor", 2.0),
         r"train\.factor: 1\.0 -> 2\.0",
     ),
-    "a limit": (lambda trainer, *_: setattr(data_of(trainer), "limit", 16), r"train\.limit: None -> 16"),
+    "a limit": (
+        lambda trainer, *_: setattr(data_of(trainer), "limit", 16),
+        r"train\.limit: None -> 16",
+    ),
     "an option": (
         lambda trainer, *_: data_of(trainer).options.update(mixup=0.3),
         r"train\.options\['mixup'\]: 0\.0 -> 0\.3",
     ),
-    "an element": (lambda trainer, *_: data_of(trainer).weights.__setitem__(0, 0.1), r"train\.weights\[0\]: 0\.5"),
+    "an element": (
+        lambda trainer, *_: data_of(trainer).weights.__setitem__(0, 0.1),
+        r"train\.weights\[0\]: 0\.5",
+    ),
     "a transform": (
         lambda trainer, *_: data_of(trainer).transforms.__setitem__(0, nn.Identity()),
         r"train\.transforms\[0\]: Dropout -> Identity",
@@ -150,18 +176,30 @@ CHANGES: dict[str, tuple[Callable[..., object], str]] = {
         lambda trainer, *_: setattr(data_of(trainer).transforms[0], "p", 0.5),
         r"train\.transforms\[0\]\.p: 0\.0 -> 0\.5",
     ),
-    "a tensor of the data": (lambda trainer, *_: add(data_of(trainer).scales), r"train\.scales: another value"),
+    "a tensor of the data": (
+        lambda trainer, *_: add(data_of(trainer).scales),
+        r"train\.scales: another value",
+    ),
     "frozen layers": (
         lambda trainer, *_: trainer.model.body.requires_grad_(True),
         r"model\.body\.weight\.requires_grad: False -> True",
     ),
-    "dropout": (lambda trainer, *_: setattr(trainer.model.drop, "p", 0.5), r"model\.drop\.p: 0\.0 -> 0\.5"),
-    "a factor of the model": (lambda trainer, *_: setattr(trainer.model, "scale", 2.0), r"model\.scale: 1\.0 -> 2\.0"),
+    "dropout": (
+        lambda trainer, *_: setattr(trainer.model.drop, "p", 0.5),
+        r"model\.drop\.p: 0\.0 -> 0\.5",
+    ),
+    "a factor of the model": (
+        lambda trainer, *_: setattr(trainer.model, "scale", 2.0),
+        r"model\.scale: 1\.0 -> 2\.0",
+    ),
     "an option of the model": (
         lambda trainer, *_: setattr(trainer.model.options, "alpha", 0.2),
         r"model\.options\.alpha: 0\.1 -> 0\.2",
     ),
-    "a mode": (lambda trainer, *_: trainer.model.drop.eval(), r"model\.drop\.training: True -> False"),
+    "a mode": (
+        lambda trainer, *_: trainer.model.drop.eval(),
+        r"model\.drop\.training: True -> False",
+    ),
     "all modes": (lambda trainer, *_: trainer.model.eval(), r"model\.training: True -> False"),
     "the learning rate": (
         lambda trainer, *_: trainer.optimizer.param_groups[0].update(lr=0.01),
@@ -175,7 +213,8 @@ CHANGES: dict[str, tuple[Callable[..., object], str]] = {
 def test_a_change_is_refused_on_one_worker_too(what: str, hook: str) -> None:
     action, said = CHANGES[what]
     with pytest.raises(
-        ConfigError, match=rf"^callbacks\.Acts: expected {hook} to change nothing .*got {said}.*every_rank = True"
+        ConfigError,
+        match=rf"^callbacks\.Acts: expected {hook} to change nothing .*got {said}.*every_rank = True",
     ):
         fitted(action, hook)
 
@@ -184,7 +223,10 @@ def test_a_change_of_the_batch_is_refused() -> None:
     def scale(trainer: Any, batch: Any) -> None:
         batch.data[0].mul_(1.2)
 
-    with pytest.raises(ConfigError, match=r"on_train_step_start to change nothing .*batch\.data\[0\]: another value"):
+    with pytest.raises(
+        ConfigError,
+        match=r"on_train_step_start to change nothing .*batch\.data\[0\]: another value",
+    ):
         fitted(scale, "on_train_step_start")
 
 
@@ -201,7 +243,9 @@ def test_other_weights_are_refused(put: str, hook: str) -> None:
             if put == "copy_":
                 p.data.copy_(other[name])
 
-    with pytest.raises(ConfigError, match=rf"{hook} to change nothing .*got model\.body\.weight: another value"):
+    with pytest.raises(
+        ConfigError, match=rf"{hook} to change nothing .*got model\.body\.weight: another value"
+    ):
         fitted(swap, hook)
 
 
@@ -225,7 +269,8 @@ def test_arguments_of_a_partial_loss_are_looked_at() -> None:
         fitted(lambda trainer, *_: made.keywords.update(beta=0.2), loss_fn=made)
 
 
-# --- what is no change ----------------------------------------------------------------------------------------------
+# --- what is no change
+# ----------------------------------------------------------------------------------------------
 
 
 def shows_samples(trainer: Any, *_: Any) -> None:
@@ -257,8 +302,12 @@ def fills_caches(trainer: Any, *_: Any) -> None:
 
 
 @pytest.mark.parametrize("action", [shows_samples, swaps_and_restores, notes, fills_caches])
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", *STEP_HOOKS, "on_row"])
-def test_what_changes_nothing_that_training_uses_is_not_refused(action: Callable[..., object], hook: str) -> None:
+@pytest.mark.parametrize(
+    "hook", ["on_train_epoch_start", "on_train_epoch_end", *STEP_HOOKS, "on_row"]
+)
+def test_what_changes_nothing_that_training_uses_is_not_refused(
+    action: Callable[..., object], hook: str
+) -> None:
     assert fitted(action, hook) == fitted(lambda *_: None, hook)
 
 
@@ -286,7 +335,8 @@ def test_the_check_can_be_switched_off() -> None:
     assert fitted(action, replica_check=0)
 
 
-# --- on several workers, what no callback of rank 0 alone has done --------------------------------------------------
+# --- on several workers, what no callback of rank 0 alone has done
+# --------------------------------------------------
 
 
 class OnlyOnRank0(Callback):
@@ -303,7 +353,9 @@ def evaluated(what: str) -> None:
     torch.manual_seed(0)
     model = Net()
     callbacks: list[Callback] = [OnlyOnRank0()] if what == "a callback" else []
-    trainer = lockstep.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), Loss(), 16, callbacks=callbacks)
+    trainer = lockstep.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.05), Loss(), 16, callbacks=callbacks
+    )
     trainer.fit(Noisy(), 1, validate=Noisy() if what == "a callback" else None)
     other = copy.deepcopy(model)
     add(other.head.weight if what == "another model" else model.head.weight, float(comm.rank))
@@ -315,7 +367,9 @@ def evaluated(what: str) -> None:
 @pytest.mark.parametrize("what", ["a callback", "the program", "another model", "a prediction"])
 def test_an_evaluation_of_other_weights_on_some_workers_is_refused(pool: Pool, what: str) -> None:
     def run() -> None:
-        with pytest.raises(MismatchError, match=r"\.weight on rank 1 holds other values than on rank 0"):
+        with pytest.raises(
+            MismatchError, match=r"\.weight on rank 1 holds other values than on rank 0"
+        ):
             evaluated(what)
 
     pool.run(run, workers=2)

@@ -1,4 +1,6 @@
-"""Workers whose hyperparameters or weights are no longer the same are an error; those that round otherwise are not."""
+"""Workers whose hyperparameters or weights are no longer the same are an error; those that round
+otherwise are not.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from support.pool import Pool
 from support.runs import images, make
 
 SHARDED = pytest.param(
-    {"strategy": "sharded"}, marks=pytest.mark.leaks("a device mesh outlives its job, and its group with it")
+    {"strategy": "sharded"},
+    marks=pytest.mark.leaks("a device mesh outlives its job, and its group with it"),
 )
 EVERYWHERE = [
     {},
@@ -37,7 +40,10 @@ class OnRank0(Callback):
     every_rank = True
 
     def __init__(
-        self, step: int, action: Callable[[Trainer], None], later: Callable[[Trainer], None] | None = None
+        self,
+        step: int,
+        action: Callable[[Trainer], None],
+        later: Callable[[Trainer], None] | None = None,
     ) -> None:
         self.step, self.action, self.later = step, action, later
 
@@ -73,15 +79,16 @@ def refused(callback: Callback, said: str, out: Path | None = None, **options: A
 
 
 @pytest.mark.parametrize("options", [*EVERYWHERE, SHARDED])
-def test_a_callback_that_on_rank_0_lowers_the_learning_rate(pool: Pool, options: dict[str, Any]) -> None:
-    said = (
-        r"at step 3: 'lr' of parameter group 0 of the optimizer is 0\.001 on rank 0 and 0\.01 on rank 1\. .*every_rank"
-    )
+def test_a_callback_that_on_rank_0_lowers_the_learning_rate(
+    pool: Pool, options: dict[str, Any]
+) -> None:
+    said = r"at step 3: 'lr' of parameter group 0 of the optimizer is 0\.001 on rank 0 and 0\.01 on rank 1\. .*every_rank"
     assert pool.run(refused, OnRank0(2, lower), said, workers=2, **options) == [3, 3]
 
 
 @pytest.mark.parametrize(
-    ("options", "replica_check", "steps"), [({}, 1, 3), *((options, 4, 4) for options in EVERYWHERE), ({}, 50, 5)]
+    ("options", "replica_check", "steps"),
+    [({}, 1, 3), *((options, 4, 4) for options in EVERYWHERE), ({}, 50, 5)],
 )
 def test_a_callback_that_on_rank_0_changes_a_weight(
     pool: Pool, options: dict[str, Any], replica_check: int, steps: int
@@ -91,16 +98,24 @@ def test_a_callback_that_on_rank_0_changes_a_weight(
         nn.init.zeros_(trainer.model[4].weight)  # type: ignore[index, arg-type]
 
     found = refused_on(
-        pool, OnRank0(2, fill), r"4\.weight on rank 1 holds other values than on rank 0", replica_check, options
+        pool,
+        OnRank0(2, fill),
+        r"4\.weight on rank 1 holds other values than on rank 0",
+        replica_check,
+        options,
     )
     assert found == [steps, steps]
 
 
-def refused_on(pool: Pool, callback: Callback, said: str, replica_check: int, options: dict[str, Any]) -> list[int]:
+def refused_on(
+    pool: Pool, callback: Callback, said: str, replica_check: int, options: dict[str, Any]
+) -> list[int]:
     return pool.run(refused, callback, said, workers=2, replica_check=replica_check, **options)
 
 
-def test_one_weight_is_seen_at_the_next_checkpoint_before_anything_is_saved(pool: Pool, tmp_path: Path) -> None:
+def test_one_weight_is_seen_at_the_next_checkpoint_before_anything_is_saved(
+    pool: Pool, tmp_path: Path
+) -> None:
     said = r"4\.weight on rank 1 holds other values than on rank 0, by up to 0\.\d+ of its largest"
     assert pool.run(refused, OnRank0(4, change_weight), said, tmp_path, workers=2) == [5, 5]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] != []
@@ -143,14 +158,18 @@ def test_what_differs_by_rounding_is_a_warning_and_the_job_continues(pool: Pool)
     assert on_1 == []
     assert len(on_0) == 1
     assert "by rounding" not in on_0[0]
-    assert on_0[0].startswith(("4.weight on rank 1 holds other values", "'eps' of parameter group 0"))
+    assert on_0[0].startswith(
+        ("4.weight on rank 1 holds other values", "'eps' of parameter group 0")
+    )
 
 
 def test_with_shards_equal_bits_are_promised(pool: Pool) -> None:
     def nudge(trainer: Trainer) -> None:
         change_weight(trainer, 1 + 2e-7)
 
-    assert pool.run(refused, OnRank0(2, nudge), "4.weight on rank 1", workers=2, virtual_workers=4) == [5, 5]
+    assert pool.run(
+        refused, OnRank0(2, nudge), "4.weight on rank 1", workers=2, virtual_workers=4
+    ) == [5, 5]
 
 
 def test_entries_of_a_scheduler_on_one_rank_are_not_compared(pool: Pool) -> None:
@@ -167,18 +186,25 @@ def test_entries_of_a_scheduler_on_one_rank_are_not_compared(pool: Pool) -> None
 
 
 @pytest.mark.parametrize("what", ["lr", "weight"])
-def test_off_the_cpu_it_is_seen_a_few_steps_later_on_all_workers_at_once(pool: Pool, what: str) -> None:
+def test_off_the_cpu_it_is_seen_a_few_steps_later_on_all_workers_at_once(
+    pool: Pool, what: str
+) -> None:
     """Results are looked at late, as where that would wait for the device."""
 
     def run() -> int:
         trainer = make(None, [OnRank0(2, lower if what == "lr" else fill)], replica_check=1)
         trainer._new_steps_in_flight = lambda: StepsInFlight(torch.device("meta"), 3)  # type: ignore[method-assign]
         step: Any = trainer.step
-        step._checked_result = lambda lr, totals, _: step._unchecked_result(lr, totals, trainer._loop.feed.current())
+        step._checked_result = lambda lr, totals, _: step._unchecked_result(
+            lr, totals, trainer._loop.feed.current()
+        )
         passes = step._passes
         run_passes = passes.run
         passes.run = lambda *given: torch.as_tensor(run_passes(*given), dtype=torch.float64)
-        with pytest.raises(MismatchError, match="'lr' of parameter group 0" if what == "lr" else "4.weight on rank 1"):
+        with pytest.raises(
+            MismatchError,
+            match="'lr' of parameter group 0" if what == "lr" else "4.weight on rank 1",
+        ):
             trainer.fit(images(200), 1)
         return int(step.steps_done)
 

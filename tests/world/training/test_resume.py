@@ -1,4 +1,6 @@
-"""What resumes from a checkpoint or an earlier call of `fit`: the state, not the options, and all of it or nothing."""
+"""What resumes from a checkpoint or an earlier call of `fit`: the state, not the options, and all
+of it or nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,17 @@ LOGGER = "lockstep.training.run_state"
 
 
 def sgd(momentum: float = 0.9, weight_decay: float = 0.0) -> Any:
-    return lambda parameters, lr: torch.optim.SGD(parameters, lr, momentum=momentum, weight_decay=weight_decay)
+    return lambda parameters, lr: torch.optim.SGD(
+        parameters, lr, momentum=momentum, weight_decay=weight_decay
+    )
 
 
 def groups(trainer: Trainer, *names: str) -> list[float]:
     return [trainer.optimizer.param_groups[0][name] for name in names]
 
 
-# --- hyperparameters ----------------------------------------------------------------------------------------
+# --- hyperparameters
+# ----------------------------------------------------------------------------------------
 
 
 def test_hyperparameters_constructed_otherwise_win_and_are_named(
@@ -47,8 +52,8 @@ def test_hyperparameters_constructed_otherwise_win_and_are_named(
         (
             LOGGER,
             logging.WARNING,
-            "the run continues with other hyperparameters than before: lr 0.05 → 0.01, momentum 0.9 → 0.5, "
-            "weight_decay 0.0 → 0.1",
+            "the run continues with other hyperparameters than before: lr 0.05 → 0.01, momentum "
+            "0.9 → 0.5, weight_decay 0.0 → 0.1",
         )
     ]
     assert trainer.optimizer.state_dict()["state"][0]["momentum_buffer"].abs().sum() > 0
@@ -63,7 +68,9 @@ def test_the_learning_rate_that_is_constructed_is_the_one_that_is_used(tmp_path:
     assert rates == [pytest.approx(0.1)]  # 0.6 / 6: the schedule goes on at the sixth step
 
 
-def test_the_same_hyperparameters_change_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_hyperparameters_change_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def move(trainer: Trainer) -> None:
         trainer.optimizer.param_groups[0]["lr"] = 0.002  # as a user without a schedule may
         trainer.optimizer.param_groups[0]["betas"] = (0.8, 0.99)
@@ -91,7 +98,8 @@ def test_only_rank_0_warns_about_it(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(warned, 0.02, 2, workers=2) == [1, 0]
 
 
-# --- a refused checkpoint changes nothing -------------------------------------------------------------------
+# --- a refused checkpoint changes nothing
+# -------------------------------------------------------------------
 
 
 def two_groups(parameters: Any, lr: float) -> torch.optim.Optimizer:
@@ -108,7 +116,11 @@ def fewer(parameters: Any, lr: float) -> torch.optim.Optimizer:
 
 
 def everything(trainer: Trainer) -> list[Any]:
-    state = {**trainer.state_dict(), "model": None, "optimizer": trainer.optimizer.state_dict()["param_groups"]}
+    state = {
+        **trainer.state_dict(),
+        "model": None,
+        "optimizer": trainer.optimizer.state_dict()["param_groups"],
+    }
     return [fingerprint(trainer.model, trainer.optimizer), copy.deepcopy(state)]
 
 
@@ -123,7 +135,9 @@ def everything(trainer: Trainer) -> list[Any]:
         ({"seed": 9}, "seed was 0, here it is 9"),
     ],
 )
-def test_a_refused_checkpoint_has_changed_nothing(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_a_refused_checkpoint_has_changed_nothing(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
     fit(tmp_path, Checkpoints(), epochs=1)
     trainer = make(tmp_path, [], **options)
     before = everything(trainer)
@@ -138,7 +152,9 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
         trainer.load_state_dict({"step": {}, "loader": None, "totals": {}, "history": []})
 
 
-def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none(pool: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none(
+    pool: Pool, tmp_path: Path
+) -> None:
     def attempt() -> tuple[str, int]:
         trainer = make(tmp_path, [])
         if trainer.comm.rank == 1:
@@ -180,7 +196,8 @@ def test_a_state_loaded_by_hand_is_saved_again(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], value) for name, value in other.model.state_dict().items())
 
 
-# --- one folder, one run ------------------------------------------------------------------------------------
+# --- one folder, one run
+# ------------------------------------------------------------------------------------
 
 
 def files(folder: Path) -> list[str]:
@@ -188,7 +205,9 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("sign", ["checkpoints", "config.json", "config.yaml", "result.json"])
-def test_a_run_beside_an_earlier_one_gets_a_number(tmp_path: Path, sign: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_beside_an_earlier_one_gets_a_number(
+    tmp_path: Path, sign: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "run" / sign).mkdir(parents=True)
     for number in (2, 3):
         fit(tmp_path / "run", Checkpoints(), epochs=1)
@@ -222,7 +241,9 @@ def test_a_numbered_run_is_resumed_in_its_own_folder(tmp_path: Path, resume: str
 def test_resuming_an_older_checkpoint_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     fit(tmp_path / "a", Checkpoints(), epochs=2)
     older, newest = sorted((tmp_path / "a/checkpoints").iterdir())
-    with pytest.raises(ConfigError, match=f"resume: expected the newest checkpoint of that run, {newest}"):
+    with pytest.raises(
+        ConfigError, match=f"resume: expected the newest checkpoint of that run, {newest}"
+    ):
         fit(tmp_path / "a", resume=str(older))
     assert len(fit(tmp_path / "b", resume=str(older))[1]) == 3
     trainer = make(tmp_path / "a", [])
@@ -238,7 +259,9 @@ def test_a_folder_in_which_no_file_can_be_made_is_refused_at_once(
 
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     steps: list[int] = []
-    with pytest.raises(ConfigError, match=r"run_dir: expected a folder that can be written.*No space left"):
+    with pytest.raises(
+        ConfigError, match=r"run_dir: expected a folder that can be written.*No space left"
+    ):
         fit(tmp_path, At(0, lambda trainer: steps.append(1)))
     assert steps == []
 
@@ -251,11 +274,14 @@ def test_how_many_checkpoints_are_kept(tmp_path: Path, keep: int, kept: list[int
 
 @pytest.mark.parametrize("keep", [0, -1, 1.0, True])
 def test_bad_numbers_of_checkpoints_to_keep(keep: Any) -> None:
-    with pytest.raises(ConfigError, match="keep_checkpoints: expected a whole number of at least 1"):
+    with pytest.raises(
+        ConfigError, match="keep_checkpoints: expected a whole number of at least 1"
+    ):
         make(None, [], keep_checkpoints=keep)
 
 
-# --- fit, again ---------------------------------------------------------------------------------------------
+# --- fit, again
+# ---------------------------------------------------------------------------------------------
 
 
 def sharded_state(out: Path | None, how: str) -> Any:
@@ -327,10 +353,14 @@ def test_fewer_epochs_than_are_done_are_refused(tmp_path: Path) -> None:
     trainer = make(tmp_path, [Checkpoints()])
     trainer.fit(images(), 2)
     for epochs in (1, 2):
-        with pytest.raises(ConfigError, match=r"epochs: expected a whole number of at least 3, as 2 are done"):
+        with pytest.raises(
+            ConfigError, match=r"epochs: expected a whole number of at least 3, as 2 are done"
+        ):
             trainer.fit(images(), epochs)
     assert len(trainer.fit(images(), 3)) == 3
-    with pytest.raises(ConfigError, match=r"epochs: expected a whole number of at least 3, as 3 are done"):
+    with pytest.raises(
+        ConfigError, match=r"epochs: expected a whole number of at least 3, as 3 are done"
+    ):
         fit(tmp_path, epochs=2, resume="latest")
     assert len(fit(tmp_path, epochs=3, resume="latest")[1]) == 3
 

@@ -1,4 +1,6 @@
-"""How often a training waits for other hosts: a step for its reduction alone, and the end of an epoch a few times."""
+"""How often a training waits for other hosts: a step for its reduction alone, and the end of an
+epoch a few times.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Marks(Callback):
         self.steps.append(self._added())
 
 
-def train(folder: Path | None, backend: str, validates: bool) -> tuple[list[RoundTrips], list[RoundTrips]]:
+def train(
+    folder: Path | None, backend: str, validates: bool
+) -> tuple[list[RoundTrips], list[RoundTrips]]:
     """The round trips of each step of a Trainer, and those between steps."""
     with on_hosts_of_their_own(backend), counted() as counter:
         marks = Marks(counter)
@@ -50,7 +54,9 @@ def train(folder: Path | None, backend: str, validates: bool) -> tuple[list[Roun
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_step_of_a_trainer_waits_for_its_reduction(pool: Pool, tmp_path: Path, backend: str) -> None:
+def test_a_step_of_a_trainer_waits_for_its_reduction(
+    pool: Pool, tmp_path: Path, backend: str
+) -> None:
     """In the first steps of all, and the first one of an epoch, its check is waited for as well."""
     for steps, between in pool.run(train, tmp_path / "run", backend, True, init=False):
         assert len(steps) == EPOCHS * STEPS
@@ -62,8 +68,8 @@ def test_a_step_of_a_trainer_waits_for_its_reduction(pool: Pool, tmp_path: Path,
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_the_end_of_an_epoch_waits_a_few_times(pool: Pool, tmp_path: Path, backend: str) -> None:
-    """For: the states and data of the workers, the sums of the evaluation, the state that is saved, rank 0's writing
-    and how it went, requests to stop, and the data of the next epoch.
+    """For: the states and data of the workers, the sums of the evaluation, the state that is saved,
+    rank 0's writing and how it went, requests to stop, and the data of the next epoch.
 
     One of them, the first after the steps, waits for its check before.
     """

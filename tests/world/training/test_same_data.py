@@ -1,4 +1,6 @@
-"""Workers that have different data sets find out before the next epoch; what is no difference is not refused."""
+"""Workers that have different data sets find out before the next epoch; what is no difference is
+not refused.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def trainer(**options: Any) -> lockstep.Trainer:
 
 def own_loop(data: Any) -> None:
     model, optimizer, loss = make()
-    model, optimizer, loader = lockstep.prepare(model, optimizer, torch.utils.data.DataLoader(data, 16, shuffle=True))
+    model, optimizer, loader = lockstep.prepare(
+        model, optimizer, torch.utils.data.DataLoader(data, 16, shuffle=True)
+    )
     for inputs, targets in loader:
         optimizer.zero_grad()
         loss(model(inputs), targets).backward()
@@ -63,13 +67,19 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "validate": lambda data: trainer().fit(numbers(), epochs=1, validate=data),
     "Trainer.evaluate": lambda data: trainer().evaluate(data),
     "Trainer.predict": lambda data: trainer().predict(data),
-    "evaluate": lambda data: lockstep.evaluate(make()[0], lockstep.Loader(data, 16), nn.CrossEntropyLoss()),
+    "evaluate": lambda data: lockstep.evaluate(
+        make()[0], lockstep.Loader(data, 16), nn.CrossEntropyLoss()
+    ),
     "predict": lambda data: lockstep.predict(make()[0], lockstep.Loader(data, 16, shuffle=False)),
     "prepare": own_loop,
     "Loader": read,
     "a batch sampler": lambda data: read(data, batch_sampler=[[0, 1], [2, 3]]),
 }
-NAMES = {"fit": "the training data", "virtual workers": "the training data", "validate": "the data of validate="}
+NAMES = {
+    "fit": "the training data",
+    "virtual workers": "the training data",
+    "validate": "the data of validate=",
+}
 
 
 def errors(pool: Pool, way: str, data: Callable[[int], Any], workers: int = 2) -> list[str]:
@@ -88,7 +98,9 @@ def test_other_samples_are_an_error_on_every_rank(pool: Pool, way: str) -> None:
     first, other = errors(pool, way, lambda rank: numbers(seed=rank))
     name = NAMES.get(way, "the data set")
     assert first == other
-    assert first.startswith(f"{name} (TensorDataset): sample 0 differs, in its element [0], on ranks 0 and 1. ")
+    assert first.startswith(
+        f"{name} (TensorDataset): sample 0 differs, in its element [0], on ranks 0 and 1. "
+    )
 
 
 @pytest.mark.parametrize("way", ["fit", "validate", "Loader"])
@@ -102,7 +114,8 @@ def test_other_lengths_are_named(pool: Pool, way: str) -> None:
 
 def drawn_labels(rank: int) -> Any:
     return TensorDataset(
-        torch.zeros(500, 4), torch.randint(0, 2, (500,), generator=torch.Generator().manual_seed(rank))
+        torch.zeros(500, 4),
+        torch.randint(0, 2, (500,), generator=torch.Generator().manual_seed(rank)),
     )
 
 
@@ -111,18 +124,25 @@ def test_labels_that_each_process_draws(pool: Pool) -> None:
     assert all(", in its element [1], on ranks 0 and 1" in text for text in found)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("seed", 1), ("shuffle", False), ("global_batch_size", 8)])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("seed", 1), ("shuffle", False), ("global_batch_size", 8)]
+)
 def test_settings_that_differ(pool: Pool, setting: str, value: Any) -> None:
     def body() -> str:
-        options: dict[str, Any] = {"global_batch_size": 16} | ({setting: value} if init().rank else {})
+        options: dict[str, Any] = {"global_batch_size": 16} | (
+            {setting: value} if init().rank else {}
+        )
         with pytest.raises(lockstep.errors.MismatchError) as caught:
             next(iter(lockstep.Loader(numbers(), **options)))
         return str(caught.value)
 
-    assert all(text.startswith(f"{setting} of the loader of the data set") for text in pool.run(body))
+    assert all(
+        text.startswith(f"{setting} of the loader of the data set") for text in pool.run(body)
+    )
 
 
-# --- What is no difference --------------------------------------------------------------------------------------------
+# --- What is no difference
+# --------------------------------------------------------------------------------------------
 
 
 class Augmented(Dataset[Any]):
@@ -137,7 +157,9 @@ class Augmented(Dataset[Any]):
 
 
 class RandomByItself(Dataset[Any]):
-    """Draws from a generator of its own, on half of the samples, or changes its labels by rank as well."""
+    """Draws from a generator of its own, on half of the samples, or changes its labels by rank as
+    well.
+    """
 
     def __init__(self, seed: int | None, labels: int = 0) -> None:
         self.own, self.labels = np.random.default_rng(seed), labels
@@ -151,7 +173,9 @@ class RandomByItself(Dataset[Any]):
 
 
 class Odd(Dataset[Any]):
-    """Samples of which some raise an exception, and which hold an object that says nothing but its address."""
+    """Samples of which some raise an exception, and which hold an object that says nothing but its
+    address.
+    """
 
     def __len__(self) -> int:
         return 64
@@ -159,7 +183,11 @@ class Odd(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if index % 3 == init().rank:
             raise OSError("not on this host")
-        return {"object": object(), "file": f"/scratch/{init().rank}/{index}.png", "set": {"a", "b"}}
+        return {
+            "object": object(),
+            "file": f"/scratch/{init().rank}/{index}.png",
+            "set": {"a", "b"},
+        }
 
 
 def draws(data: Any) -> list[float]:
@@ -227,14 +255,21 @@ def test_a_generator_of_the_data_set_is_where_it_was(pool: Pool) -> None:
 
 def test_samples_that_cannot_be_read_are_left_to_the_training(pool: Pool) -> None:
     def body() -> list[str]:
-        loader = lockstep.Loader(Odd(), 2, batch_sampler=[[2, 5], [8, 11]], collate_fn=lambda samples: samples)
+        loader = lockstep.Loader(
+            Odd(), 2, batch_sampler=[[2, 5], [8, 11]], collate_fn=lambda samples: samples
+        )
         return [batch.data[0]["file"] for batch in loader]
 
-    assert pool.run(body) == [["/scratch/0/2.png", "/scratch/0/8.png"], ["/scratch/1/5.png", "/scratch/1/11.png"]]
+    assert pool.run(body) == [
+        ["/scratch/0/2.png", "/scratch/0/8.png"],
+        ["/scratch/1/5.png", "/scratch/1/11.png"],
+    ]
 
 
 class FileOpenedLate(Dataset[Any]):
-    """Opens its file when it is first read; a fork would share the position in it with all loader processes."""
+    """Opens its file when it is first read; a fork would share the position in it with all loader
+    processes.
+    """
 
     def __init__(self, path: str, rank: int = 0) -> None:
         self.path, self.file, self.rank = path, None, rank
@@ -253,7 +288,9 @@ class FileOpenedLate(Dataset[Any]):
 
 @pytest.mark.leaks("the pipe of a resource tracker that loader processes need")
 @pytest.mark.parametrize("differs", [False, True])
-def test_loader_processes_read_the_samples_and_their_parent_does_not(pool: Pool, tmp_path: Path, differs: bool) -> None:
+def test_loader_processes_read_the_samples_and_their_parent_does_not(
+    pool: Pool, tmp_path: Path, differs: bool
+) -> None:
     path = tmp_path / "data"
     path.write_bytes(bytes(range(64)))
 
@@ -268,7 +305,9 @@ def test_loader_processes_read_the_samples_and_their_parent_does_not(pool: Pool,
 
     found = pool.run(body, str(path))
     if differs:
-        assert all(": sample 0 differs, in its element [0], on ranks 0 and 1" in text for text in found)
+        assert all(
+            ": sample 0 differs, in its element [0], on ranks 0 and 1" in text for text in found
+        )
     else:
         assert found == [True, True]
 
@@ -316,13 +355,16 @@ def test_how_many_samples_are_read_to_compare(pool: Pool) -> None:
     assert pool.run(body, workers=1) == [[0, 0, 0]]
 
 
-# --- Later epochs -----------------------------------------------------------------------------------------------------
+# --- Later epochs
+# --------------------------------------------------------------------------------------------------
 
 
 class Changing(Dataset[Any]):
     """A data set that a program changes between epochs, or that changes as it is read."""
 
-    def __init__(self, keeps: bool = False, draws: bool = False, own: np.random.Generator | None = None) -> None:
+    def __init__(
+        self, keeps: bool = False, draws: bool = False, own: np.random.Generator | None = None
+    ) -> None:
         self.inputs, self.labels = numbers().tensors[0], [number % 2 for number in range(64)]
         self.keeps, self.draws, self.own = keeps, draws, own
         self.kept: dict[int, Any] = {}
@@ -345,7 +387,9 @@ class Changing(Dataset[Any]):
 
 def redraw(data: Changing, epoch: int, rank: int) -> None:
     if epoch:
-        data.inputs = data.inputs + torch.from_numpy(np.random.default_rng().random((64, 4))).float()
+        data.inputs = (
+            data.inputs + torch.from_numpy(np.random.default_rng().random((64, 4))).float()
+        )
 
 
 def relabel(data: Changing, epoch: int, rank: int) -> None:
@@ -366,10 +410,22 @@ def nothing(data: Changing, epoch: int, rank: int) -> None:
 
 
 LATER: dict[str, tuple[Callable[[], Changing], Callable[[Changing, int, int], None], str]] = {
-    "inputs that each process draws": (Changing, redraw, "differs, in its element [0], on ranks 0 and 1"),
-    "labels of each process": (Changing, relabel, "differs, in its element [1], on ranks 0 and 1 ("),
+    "inputs that each process draws": (
+        Changing,
+        redraw,
+        "differs, in its element [0], on ranks 0 and 1",
+    ),
+    "labels of each process": (
+        Changing,
+        relabel,
+        "differs, in its element [1], on ranks 0 and 1 (",
+    ),
     "a sample appended on one rank": (Changing, append, "rank 0 has 64 samples, rank 1 has 65"),
-    "draws that are kept": (lambda: Changing(keeps=True, draws=True), nothing, "differs, in its element [0]"),
+    "draws that are kept": (
+        lambda: Changing(keeps=True, draws=True),
+        nothing,
+        "differs, in its element [0]",
+    ),
     "draws of an own generator that are kept": (
         lambda: Changing(keeps=True, own=np.random.default_rng(0)),
         nothing,
@@ -426,7 +482,11 @@ def test_each_evaluation_compares(pool: Pool, call: str) -> None:
         loader = lockstep.Loader(data, 16, shuffle=False)
 
         def run() -> Any:
-            return lockstep.evaluate(model, loader, loss) if call == "evaluate" else lockstep.predict(model, loader)
+            return (
+                lockstep.evaluate(model, loader, loss)
+                if call == "evaluate"
+                else lockstep.predict(model, loader)
+            )
 
         run()
         relabel(data, 1, init().rank)
@@ -454,7 +514,8 @@ def test_later_comparisons_leave_generators_where_they_are(pool: Pool) -> None:
     assert pool.run(body) == [True, True]
 
 
-# --- What is of the process, and not of the data ----------------------------------------------------------------------
+# --- What is of the process, and not of the data
+# ----------------------------------------------------------------------
 
 
 class Meta:
@@ -475,7 +536,10 @@ class OfTheProcess(Dataset[Any]):
 
 IMAGE = torch.arange(16.0)
 OF_THE_PROCESS: dict[str, tuple[Callable[[int, int], Any], str]] = {
-    "attribute": (lambda index, rank: {"x": IMAGE, "meta": Meta(rank)}, "['meta'].value an attribute that differs: 0 "),
+    "attribute": (
+        lambda index, rank: {"x": IMAGE, "meta": Meta(rank)},
+        "['meta'].value an attribute that differs: 0 ",
+    ),
     "nested": (
         lambda index, rank: {"x": IMAGE, "meta": Meta({"pid": [rank, "a"]})},
         "['meta'].value['pid'][0] an attribute that differs: 0 ",
@@ -513,11 +577,23 @@ REFUSED: dict[str, tuple[Callable[[int, int], Any], str]] = {
         lambda index, rank: {"x": IMAGE, "label": f"cat{rank}"},
         "['label'], on ranks 0 and 1 ('cat0' and 'cat1')",
     ),
-    "label like a path": (lambda index, rank: {"x": IMAGE, "label": f"/m/01yr{rank}"}, "['label'], on ranks 0 and 1 ("),
+    "label like a path": (
+        lambda index, rank: {"x": IMAGE, "label": f"/m/01yr{rank}"},
+        "['label'], on ranks 0 and 1 (",
+    ),
     "path alone": (lambda index, rank: (f"/tmp/{rank}.png", index % 2), "[0], on ranks 0 and 1 ("),
-    "path of another image": (lambda index, rank: (f"/tmp/{rank}.png", IMAGE + rank), "[0], on ranks 0 and 1 ("),
-    "number": (lambda index, rank: {"x": IMAGE, "rank": rank}, "['rank'], on ranks 0 and 1 (0 and 1)"),
-    "tensor of an object": (lambda index, rank: Meta({"x": IMAGE + rank}), ".value['x'], on ranks 0 and 1. "),
+    "path of another image": (
+        lambda index, rank: (f"/tmp/{rank}.png", IMAGE + rank),
+        "[0], on ranks 0 and 1 (",
+    ),
+    "number": (
+        lambda index, rank: {"x": IMAGE, "rank": rank},
+        "['rank'], on ranks 0 and 1 (0 and 1)",
+    ),
+    "tensor of an object": (
+        lambda index, rank: Meta({"x": IMAGE + rank}),
+        ".value['x'], on ranks 0 and 1. ",
+    ),
 }
 
 
@@ -541,11 +617,13 @@ def test_a_clock_in_a_sample_is_random_by_itself(pool: Pool) -> None:
     first, other = pool.run(body)
     assert other == []
     assert [
-        text.startswith("the data set (OfTheProcess): samples are random by themselves (['read'])") for text in first
+        text.startswith("the data set (OfTheProcess): samples are random by themselves (['read'])")
+        for text in first
     ] == [True]
 
 
-# --- Collate functions ------------------------------------------------------------------------------------------------
+# --- Collate functions
+# ------------------------------------------------------------------------------------------------
 
 
 class Sequences(Dataset[Any]):
@@ -561,7 +639,9 @@ def stacked(samples: list[Any]) -> torch.Tensor:
 
 
 def standardised(samples: list[Any]) -> Any:
-    return stacked(samples) - stacked(samples).mean(0), torch.tensor([label for _, label in samples])
+    return stacked(samples) - stacked(samples).mean(0), torch.tensor(
+        [label for _, label in samples]
+    )
 
 
 def mixed(samples: list[Any]) -> Any:
@@ -584,17 +664,30 @@ def padded(samples: list[Any]) -> Any:
 
 def masked(samples: list[Any]) -> Any:
     x = stacked(samples)
-    return {"x": x, "of": torch.arange(len(x)), "size": torch.tensor(float(len(x))), "all": [len(x)] * len(x)}
+    return {
+        "x": x,
+        "of": torch.arange(len(x)),
+        "size": torch.tensor(float(len(x))),
+        "all": [len(x)] * len(x),
+    }
 
 
 COLLATES: dict[str, tuple[Callable[[list[Any]], Any], Callable[[], Any], str]] = {
-    "standardised": (standardised, numbers, "other values of a batch than of its halves (in its element [0])"),
+    "standardised": (
+        standardised,
+        numbers,
+        "other values of a batch than of its halves (in its element [0])",
+    ),
     "mixed": (mixed, numbers, "collate_fn draws random numbers"),
     "in place": (in_place, numbers, ""),
     "sorted": (by_norm, numbers, ""),
     "padded": (padded, Sequences, ""),
     "indices": (masked, numbers, ""),
-    "an exception": (lambda samples: masked(samples) if len(samples) == 8 else samples[10], numbers, ""),
+    "an exception": (
+        lambda samples: masked(samples) if len(samples) == 8 else samples[10],
+        numbers,
+        "",
+    ),
 }
 
 
@@ -617,7 +710,9 @@ def test_collate_functions_that_depend_on_the_division_are_said(pool: Pool, case
         assert pool.run(body, virtual_workers=4) == [[], []]
 
 
-def test_the_comparison_of_a_collate_function_changes_neither_it_nor_the_samples(pool: Pool) -> None:
+def test_the_comparison_of_a_collate_function_changes_neither_it_nor_the_samples(
+    pool: Pool,
+) -> None:
     class Counting:
         def __init__(self) -> None:
             self.calls = 0
@@ -634,7 +729,8 @@ def test_the_comparison_of_a_collate_function_changes_neither_it_nor_the_samples
     assert pool.run(body) == [(4, 32 * 4)] * 2  # this worker's four parts, of eight samples each
 
 
-# --- Iterable data sets and streams -----------------------------------------------------------------------------------
+# --- Iterable data sets and streams
+# -----------------------------------------------------------------------------------
 
 
 class Records(IterableDataset[Any]):
@@ -649,7 +745,9 @@ class Records(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(("differs_at", "said"), [(0, "its first sample"), (5, "its sample 5")])
-def test_samples_of_the_first_batch_of_an_iterable_data_set(pool: Pool, differs_at: int, said: str) -> None:
+def test_samples_of_the_first_batch_of_an_iterable_data_set(
+    pool: Pool, differs_at: int, said: str
+) -> None:
     found = errors(pool, "fit", lambda rank: Records(differs_at, rank))
     assert all(text.startswith(f"Records: {said} differs on ranks 0 and 1.") for text in found)
 
@@ -665,7 +763,10 @@ def test_an_iterable_data_set_without_samples_on_one_rank(pool: Pool) -> None:
 
 def test_parts_that_several_workers_read_are_compared(pool: Pool) -> None:
     found = errors(pool, "Loader", lambda rank: lockstep.data.Substreams(Records(3, rank), 3))
-    assert all(text.startswith("Records: its sample 3 of part 1 differs on ranks 0 and 1.") for text in found)
+    assert all(
+        text.startswith("Records: its sample 3 of part 1 differs on ranks 0 and 1.")
+        for text in found
+    )
 
 
 @pytest.mark.leaks("the pipe of a resource tracker that loader processes need")
@@ -677,7 +778,10 @@ def test_streams_of_other_contents(pool: Pool, tmp_path: Path, processes: int) -
         (tmp_path / str(rank) / "0.jsonl").write_text("\n".join(rows))
 
     def body(folder: str, differs: bool) -> str:
-        data = Stream(f"{folder}/{init().rank * differs}/0.jsonl", map=lambda row: (torch.tensor(row["x"]), row["y"]))
+        data = Stream(
+            f"{folder}/{init().rank * differs}/0.jsonl",
+            map=lambda row: (torch.tensor(row["x"]), row["y"]),
+        )
         try:
             read(data, num_workers=processes)
         except lockstep.errors.MismatchError as error:

@@ -1,4 +1,6 @@
-"""Schedulers of torch in `Trainer.fit`: the learning rates of torch's own loop, on any number of workers, resumed."""
+"""Schedulers of torch in `Trainer.fit`: the learning rates of torch's own loop, on any number of
+workers, resumed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ PER_STEP: dict[str, Make] = {
     "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
     "sequential": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
-        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [
+            lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
+            lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ],
         milestones=[4],
     ),
     "swa": lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.02, anneal_epochs=8),
@@ -80,7 +85,9 @@ def by_torch(make: Make, interval: int, lr: float = 0.2) -> list[tuple[float, fl
 
 
 @pytest.mark.parametrize("name", PER_STEP)
-def test_each_step_has_the_learning_rate_of_torchs_own_loop_and_so_has_a_resumed_run(name: str, tmp_path: Path) -> None:
+def test_each_step_has_the_learning_rate_of_torchs_own_loop_and_so_has_a_resumed_run(
+    name: str, tmp_path: Path
+) -> None:
     make, expected = PER_STEP[name], by_torch(PER_STEP[name], 1)
     assert len(set(expected)) > 2
     trainer, rates = made(make, tmp_path)
@@ -120,10 +127,14 @@ def test_more_workers_do_not_multiply_the_steps_of_a_scheduler(pool: Pool) -> No
     assert two == [one[0], one[0]]
     assert one[0][0] == by_torch(PER_STEP["one cycle"], 1)[:10]
     rates = [rate for rate, _ in one[0][2]]
-    assert rates[::STEPS_IN_EPOCH] == pytest.approx([0.2, 0.2, 0.02])  # the loss never gets better by so much
+    assert rates[::STEPS_IN_EPOCH] == pytest.approx(
+        [0.2, 0.2, 0.02]
+    )  # the loss never gets better by so much
 
 
-def test_a_learning_rate_that_is_constructed_anew_keeps_the_schedulers_factor(tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_constructed_anew_keeps_the_schedulers_factor(
+    tmp_path: Path,
+) -> None:
     for name in ("lambda", "cosine", "sequential"):
         trainer, _ = made(PER_STEP[name], tmp_path / name, lr=0.2)
         trainer.fit(DATA, max_steps=7)
@@ -142,21 +153,33 @@ class Private(lr_scheduler.LambdaLR):
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
-        (lambda optimizer: 1.0, {}, "scheduler: expected a scheduler of torch.optim.lr_scheduler, got float"),
+        (
+            lambda optimizer: 1.0,
+            {},
+            "scheduler: expected a scheduler of torch.optim.lr_scheduler, got float",
+        ),
         (lambda optimizer: math.sqrt, {}, "given as schedule="),
         (
             lambda _: lr_scheduler.ConstantLR(Adam([torch.ones(1)])),
             {},
             "the optimizer that is given, got ConstantLR of an",
         ),
-        (PER_STEP["cosine"], {"schedule": lambda step: 1.0}, "either schedule= or scheduler=, got both"),
+        (
+            PER_STEP["cosine"],
+            {"schedule": lambda step: 1.0},
+            "either schedule= or scheduler=, got both",
+        ),
         (PER_STEP["cosine"], {"scheduler_interval": "batch"}, "scheduler_interval: "),
         (
             PER_STEP["cosine"],
             {"scheduler_metric": "val_loss"},
             "scheduler_metric: expected none with CosineAnnealingLR",
         ),
-        (lr_scheduler.ReduceLROnPlateau, {"scheduler_interval": "step"}, 'expected "epoch" with ReduceLROnPlateau'),
+        (
+            lr_scheduler.ReduceLROnPlateau,
+            {"scheduler_interval": "step"},
+            'expected "epoch" with ReduceLROnPlateau',
+        ),
         (
             lambda optimizer: Private(optimizer, lambda step: 1.0),
             {},
@@ -176,6 +199,8 @@ def test_what_is_refused(make: Make, options: dict[str, Any], said: str) -> None
 
 def test_a_metric_that_no_row_will_have_is_refused_before_the_first_step() -> None:
     trainer, rates = made(lr_scheduler.ReduceLROnPlateau, scheduler_metric="val_f1")
-    with pytest.raises(ConfigError, match=r"scheduler_metric: expected one of epoch, .*val_loss.*, got 'val_f1'"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler_metric: expected one of epoch, .*val_loss.*, got 'val_f1'"
+    ):
         trainer.fit(DATA, 1, validate=DATA)
     assert rates.seen == []

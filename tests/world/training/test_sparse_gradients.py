@@ -34,7 +34,9 @@ def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, t
     return ((output - target).square() * positive).sum(), positive.sum()
 
 
-def fitted(sparse: bool = True, loss_fn: Any = None, **options: Any) -> tuple[list[float], list[float]]:
+def fitted(
+    sparse: bool = True, loss_fn: Any = None, **options: Any
+) -> tuple[list[float], list[float]]:
     """Return the losses and the weights."""
     lockstep.init("cpu")
     torch.manual_seed(0)
@@ -49,7 +51,9 @@ def fitted(sparse: bool = True, loss_fn: Any = None, **options: Any) -> tuple[li
         **options,
     )
     rows = trainer.fit(TensorDataset(ROWS, TARGETS), epochs=2)
-    return [row["train_loss"] for row in rows], [value for p in model.parameters() for value in p.flatten().tolist()]
+    return [row["train_loss"] for row in rows], [
+        value for p in model.parameters() for value in p.flatten().tolist()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,4 +78,6 @@ def test_sparse_gradients_are_clipped_as_dense_ones(pool: Pool, options: dict[st
 def test_virtual_workers_name_a_sparse_layer_before_the_first_step() -> None:
     model = Bag()
     with pytest.raises(ConfigError, match="Embedding at rows: its gradients are sparse"):
-        lockstep.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), 16, virtual_workers=2)
+        lockstep.Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), 16, virtual_workers=2
+        )

@@ -1,4 +1,6 @@
-"""Optimizer state keeps its own dtype where it moves between workers: sharded, in stages, in Horovod's interface."""
+"""Optimizer state keeps its own dtype where it moves between workers: sharded, in stages, in
+Horovod's interface.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def test_sharded_state_resumes_with_its_dtype(pool: Pool, tmp_path: Path) -> Non
         model = layers()
         optimizer = MasterSGD(model.parameters())
         trainer = lockstep.Trainer(
-            *(model, optimizer, nn.MSELoss(), 8), run_dir=run_dir, callbacks=[Checkpoints()], strategy="sharded"
+            *(model, optimizer, nn.MSELoss(), 8),
+            run_dir=run_dir,
+            callbacks=[Checkpoints()],
+            strategy="sharded",
         )
         history = trainer.fit(DATA, epochs, resume=resume)
         for state in optimizer.state.values():

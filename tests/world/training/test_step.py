@@ -31,18 +31,30 @@ def images(n: int, dtype: torch.dtype = torch.float32) -> TensorDataset:
 
 
 def small() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 16), nn.ReLU(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
 
 
 def normed() -> nn.Module:
-    body = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, stride=2))
+    body = nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, stride=2)
+    )
     head = nn.Sequential(nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 4))
     return nn.Sequential(body, head)
 
 
 def wide_end() -> nn.Module:
-    """Its last layers fill the first bucket of gradients, which is reduced before the backward pass has ended."""
-    return nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(216, 1000), nn.Linear(1000, 4))
+    """Its last layers fill the first bucket of gradients, which is reduced before the backward pass
+    has ended.
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.Flatten(),
+        nn.Linear(216, 1000),
+        nn.Linear(1000, 4),
+    )
 
 
 def train(
@@ -60,9 +72,15 @@ def train(
     comm = lockstep.init("cpu")
     torch.manual_seed(0)
     model = lockstep.prepare_model(make().to(dtype), comm, sync_batchnorm=sync_batchnorm)
-    made = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    made = (
+        optimizer(model.parameters())
+        if optimizer
+        else torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    )
     with way(by):
-        step = TrainStep(model, made, loss_fn or nn.CrossEntropyLoss(), strategy=Distributed(comm), **options)
+        step = TrainStep(
+            model, made, loss_fn or nn.CrossEntropyLoss(), strategy=Distributed(comm), **options
+        )
     check_way(step.strategy, by)
     loader = Loader(images(n, dtype), global_batch_size, comm=comm)
     losses = [float(step(batch)) for epoch in range(epochs) for batch in loader.epoch(epoch)]
@@ -81,7 +99,9 @@ def check_same(
         for losses, values in pool.run(train, workers=size, by=by, **options):
             assert losses == pytest.approx(alone_losses, rel=tolerance, abs=tolerance)
             for name, value in values.items():
-                torch.testing.assert_close(value, alone[name], rtol=tolerance, atol=tolerance, msg=name)
+                torch.testing.assert_close(
+                    value, alone[name], rtol=tolerance, atol=tolerance, msg=name
+                )
 
 
 def test_uneven_parts_and_a_short_last_batch(pool: Pool) -> None:
@@ -105,7 +125,9 @@ def test_means_of_parts_would_not_do(pool: Pool) -> None:
         return float(comm.allreduce(loss.detach()[None])) / comm.size
 
     right = pool.run(train, workers=1, n=5, global_batch_size=5, epochs=1)[0][0][0]
-    assert pool.run(train, workers=2, n=5, global_batch_size=5, epochs=1)[0][0][0] == pytest.approx(right, rel=1e-5)
+    assert pool.run(train, workers=2, n=5, global_batch_size=5, epochs=1)[0][0][0] == pytest.approx(
+        right, rel=1e-5
+    )
     assert pool.run(unweighted, workers=2)[0] != pytest.approx(right, rel=1e-3)
 
 
@@ -146,12 +168,20 @@ def by_hand(loss_fn: Any, clip: float | None) -> Losses:
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("kind", ["mean", "single losses", "tokens"])
-def test_it_is_the_training_that_one_would_write_by_hand(pool: Pool, kind: str, clip: float | None) -> None:
+def test_it_is_the_training_that_one_would_write_by_hand(
+    pool: Pool, kind: str, clip: float | None
+) -> None:
     kinds = {"mean": nn.CrossEntropyLoss(), "single losses": nn.CrossEntropyLoss(reduction="none")}
     loss_fn = kinds.get(kind, count_tokens)
     expected = by_hand(loss_fn, clip)
     for size in (1, 2):
-        got = pool.run(train, workers=size, loss_fn=loss_fn, max_grad_norm=clip, gradient_accumulation_steps=size)[0][0]
+        got = pool.run(
+            train,
+            workers=size,
+            loss_fn=loss_fn,
+            max_grad_norm=clip,
+            gradient_accumulation_steps=size,
+        )[0][0]
         assert got == pytest.approx(expected, rel=2e-5)
 
 
@@ -162,14 +192,20 @@ def test_accumulation_is_only_a_matter_of_memory(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_totals_are_summed_after_the_backward_pass_where_memory_is_shared(pool: Pool, backend: str) -> None:
-    """In shared memory an operation in the background takes turns with the backward pass for the interpreter."""
+def test_totals_are_summed_after_the_backward_pass_where_memory_is_shared(
+    pool: Pool, backend: str
+) -> None:
+    """In shared memory an operation in the background takes turns with the backward pass for the
+    interpreter.
+    """
 
     def run(by: str) -> list[str]:
         comm, called = lockstep.init("cpu"), []
         model = small()
         with way(by):
-            step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.05), nn.CrossEntropyLoss())
+            step = TrainStep(
+                model, torch.optim.SGD(model.parameters(), 0.05), nn.CrossEntropyLoss()
+            )
         next(model.parameters()).register_hook(lambda _: called.append("backward"))
         for name in ("allreduce", "iallreduce"):
             original = getattr(comm, name)
@@ -183,12 +219,17 @@ def test_totals_are_summed_after_the_backward_pass_where_memory_is_shared(pool: 
         return called[:2]
 
     late, early = ["backward", "allreduce"], ["iallreduce", "backward"]
-    assert pool.run(run, "ddp", workers=2, backend=backend) == [late if backend == "shm" else early] * 2
+    assert (
+        pool.run(run, "ddp", workers=2, backend=backend)
+        == [late if backend == "shm" else early] * 2
+    )
     assert pool.run(run, "message", workers=2, backend=backend) == [late] * 2
 
 
 def test_it_is_the_same_over_shared_memory(pool: Pool) -> None:
-    over_gloo, over_shm = (pool.run(train, workers=2, n=65, backend=backend)[0] for backend in ("gloo", "shm"))
+    over_gloo, over_shm = (
+        pool.run(train, workers=2, n=65, backend=backend)[0] for backend in ("gloo", "shm")
+    )
     assert over_shm[0] == over_gloo[0]
     assert all(value.equal(over_gloo[1][name]) for name, value in over_shm[1].items())
 
@@ -213,7 +254,8 @@ def test_mixed_precision_learns_as_full_precision(pool: Pool, precision: str) ->
         assert ranks[0][0] != full
     # clipping looks at gradients of their own size, not at those that fp16 has scaled up
     clipped, clipped_full = (
-        pool.run(train, workers=2, epochs=3, max_grad_norm=0.5, precision=name)[0][0] for name in (precision, "fp32")
+        pool.run(train, workers=2, epochs=3, max_grad_norm=0.5, precision=name)[0][0]
+        for name in (precision, "fp32")
     )
     assert clipped == pytest.approx(clipped_full, rel=0.05, abs=0.05)
     assert clipped_full[-1] < 0.85 * clipped_full[0]
@@ -226,7 +268,9 @@ def test_synchronised_batch_norm_is_that_of_one_worker(pool: Pool) -> None:
     with pytest.raises(AssertionError):
         check_same(pool, sizes=(2,), **options)
     # with several buckets, whose sums lie between those of the layers
-    check_same(pool, sizes=(2, 4), sync_batchnorm=True, ways=("ddp",), **{**options, "make": wide_end})
+    check_same(
+        pool, sizes=(2, 4), sync_batchnorm=True, ways=("ddp",), **{**options, "make": wide_end}
+    )
 
 
 def test_running_statistics_are_the_same_on_all_workers(pool: Pool) -> None:
@@ -235,8 +279,12 @@ def test_running_statistics_are_the_same_on_all_workers(pool: Pool) -> None:
         assert all(torch.equal(other[name], values[0][name]) for name in other)
     alone = pool.run(train, workers=1, make=normed, n=65)[0][1]
     assert not torch.equal(alone["0.1.running_mean"], torch.zeros(6))
-    # the mean is linear in the samples, so that of the parts is that of the whole while the weights are the same
-    first = [pool.run(train, workers=size, make=normed, n=16, epochs=1)[0][1]["0.1.running_mean"] for size in (1, 3)]
+    # the mean is linear in the samples, so that of the parts is that of the whole while the weights
+    # are the same
+    first = [
+        pool.run(train, workers=size, make=normed, n=16, epochs=1)[0][1]["0.1.running_mean"]
+        for size in (1, 3)
+    ]
     torch.testing.assert_close(first[0], first[1])
     assert all(value["0.1.num_batches_tracked"] == 10 for value in values)
 
@@ -246,7 +294,9 @@ def dropped(seed: int) -> tuple[list[float], list[float]]:
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 4))
     torch.manual_seed(0)
     nn.init.normal_(model[2].weight)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), 0.0), nn.CrossEntropyLoss(), seed=seed)
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), 0.0), nn.CrossEntropyLoss(), seed=seed
+    )
     same = TensorDataset(torch.ones(8, 1, 8, 8), torch.zeros(8, dtype=torch.long))
     batch = next(iter(Loader(same, 8, comm=comm).epoch(0)))
     masks = []
@@ -286,10 +336,19 @@ def build_on_ranks(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("shape", "Entry 0 is 0.weight float32[4, 3] on rank 0 and 0.weight float32[5, 3] on rank 1"),
+        (
+            "shape",
+            "Entry 0 is 0.weight float32[4, 3] on rank 0 and 0.weight float32[5, 3] on rank 1",
+        ),
         ("number", "Entry 4 is missing on rank 0 and 2.weight float32[3, 3] on rank 1"),
-        ("order", "Entry 0 is 0.weight float32[4, 3] on rank 0 and 0.weight float32[3, 4] on rank 1"),
-        ("dtype", "Entry 2 is 1.weight float32[3, 4] on rank 0 and 1.weight float64[3, 4] on rank 1"),
+        (
+            "order",
+            "Entry 0 is 0.weight float32[4, 3] on rank 0 and 0.weight float32[3, 4] on rank 1",
+        ),
+        (
+            "dtype",
+            "Entry 2 is 1.weight float32[3, 4] on rank 0 and 1.weight float64[3, 4] on rank 1",
+        ),
         ("frozen", "on rank 0 and 0.weight float32[4, 3] (not trained) on rank 1"),
         ("same", ""),
     ],
@@ -334,7 +393,10 @@ def values_that_differ() -> str:
 
 
 def test_different_values_are_named_on_every_rank(pool: Pool) -> None:
-    assert all("bias on rank 1 holds other values" in message for message in pool.run(values_that_differ, workers=2))
+    assert all(
+        "bias on rank 1 holds other values" in message
+        for message in pool.run(values_that_differ, workers=2)
+    )
 
 
 def explode() -> tuple[str, list[bool]]:
@@ -346,7 +408,9 @@ def explode() -> tuple[str, list[bool]]:
         for batch in Loader(images(64), 16, comm=comm).epoch(0):
             before = [p.detach().clone() for p in model.parameters()]
             step(batch)
-    return str(caught.value), [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    return str(caught.value), [
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    ]
 
 
 def test_a_loss_that_is_not_finite_stops_all_before_the_update(pool: Pool) -> None:

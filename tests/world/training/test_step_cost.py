@@ -1,4 +1,6 @@
-"""What a step of several workers costs: its collectives and operations, which are the same on a busy machine."""
+"""What a step of several workers costs: its collectives and operations, which are the same on a
+busy machine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from lockstep.training.step import TrainStep
 from support.operation_counts import Operations
 from support.pool import Pool
 
-WARM_UP, STEPS = 9, 6  # torch arranges its buckets anew after a step, and losses are compared at the first ones
+WARM_UP, STEPS = (
+    9,
+    6,
+)  # torch arranges its buckets anew after a step, and losses are compared at the first ones
 
 
 def mlp() -> nn.Module:
@@ -33,7 +38,9 @@ def normed() -> nn.Module:
 
 def wide() -> nn.Module:
     """1.5 MiB of gradients: two buckets of DistributedDataParallel."""
-    return nn.Sequential(nn.Linear(16, 2000), nn.ReLU(), nn.Linear(2000, 180), nn.ReLU(), nn.Linear(180, 10))
+    return nn.Sequential(
+        nn.Linear(16, 2000), nn.ReLU(), nn.Linear(2000, 180), nn.ReLU(), nn.Linear(180, 10)
+    )
 
 
 def sparse() -> nn.Module:
@@ -69,8 +76,12 @@ def made(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimize
     return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), nn.CrossEntropyLoss()
 
 
-def collectives_of_steps(make: Callable[[], nn.Module], loss_fn: Any = None, **options: Any) -> list[int]:
-    """Return how many collectives each step has, after the first ones and where no loss is due to be compared."""
+def collectives_of_steps(
+    make: Callable[[], nn.Module], loss_fn: Any = None, **options: Any
+) -> list[int]:
+    """Return how many collectives each step has, after the first ones and where no loss is due to
+    be compared.
+    """
     comm = lockstep.init("cpu")
     model, optimizer, usual = made(make)
     step = TrainStep(model, optimizer, loss_fn or usual, **options)
@@ -90,7 +101,9 @@ def number_of_collectives() -> int:
 
 
 def counted(pool: Pool, transport: str, workers: int, *args: Any, **options: Any) -> set[int]:
-    """Return how many collectives a step of any worker has; `lockstep.init` makes the group, so they are recorded."""
+    """Return how many collectives a step of any worker has; `lockstep.init` makes the group, so
+    they are recorded.
+    """
     env = {"LOCKSTEP_TRANSPORT": transport}
     found = pool.run(collectives_of_steps, *args, **options, workers=workers, init=False, env=env)
     assert all(len(of_worker) >= STEPS - 2 for of_worker in found)
@@ -121,7 +134,9 @@ def counted(pool: Pool, transport: str, workers: int, *args: Any, **options: Any
         "unchecked",
     ],
 )
-def test_a_step_of_a_small_model_has_one_collective(pool: Pool, transport: str, options: dict[str, Any]) -> None:
+def test_a_step_of_a_small_model_has_one_collective(
+    pool: Pool, transport: str, options: dict[str, Any]
+) -> None:
     for workers in (2, 3):
         assert counted(pool, transport, workers, **{"make": mlp, **options}) == {1}
 
@@ -145,7 +160,9 @@ def operations_of_a_step(run: Callable[[Batch], Any], given: list[Batch]) -> Cou
 
 
 def operations_beside_those_by_hand() -> tuple[Counter[str], Counter[str]]:
-    """Return the operations of a step of a loop by hand with DistributedDataParallel, and those of `TrainStep`."""
+    """Return the operations of a step of a loop by hand with DistributedDataParallel, and those of
+    `TrainStep`.
+    """
     comm = lockstep.init("cpu")
     given = batches(comm)
     model, optimizer, loss_fn = made(mlp)
@@ -164,4 +181,6 @@ def operations_beside_those_by_hand() -> tuple[Counter[str], Counter[str]]:
 def test_a_step_has_no_more_operations_than_one_by_hand(pool: Pool) -> None:
     for hand, ours in pool.run(operations_beside_those_by_hand, workers=2, backend="shm"):
         more = {name: number - hand[name] for name, number in ours.items() if number > hand[name]}
-        assert ours.total() <= hand.total(), f"{ours.total()} operations, by hand {hand.total()}; more: {more}"
+        assert ours.total() <= hand.total(), (
+            f"{ours.total()} operations, by hand {hand.total()}; more: {more}"
+        )

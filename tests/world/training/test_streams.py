@@ -1,4 +1,6 @@
-"""Training on sharded files: the same bits at any number of workers, and in a run that is resumed by others."""
+"""Training on sharded files: the same bits at any number of workers, and in a run that is resumed
+by others.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def train(folder: str, epochs: int, resume: bool = False) -> Any:
         callbacks=[lockstep.callbacks.Checkpoints("3steps")] if resume or not epochs else [],
     )
     data, test = (
-        Stream(f"{folder}/{files}.jsonl", map=augmented, lanes=8, shuffle_window=500) for files in ("[01]", "2")
+        Stream(f"{folder}/{files}.jsonl", map=augmented, lanes=8, shuffle_window=500)
+        for files in ("[01]", "2")
     )
     steps = {} if epochs else {"max_steps": 5}
     trainer.fit(data, epochs or None, validate=test, resume="latest" if resume else None, **steps)  # type: ignore[arg-type]
@@ -62,5 +65,8 @@ def test_ranks_that_have_other_files_find_out(pool: Pool, tmp_path: Path) -> Non
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         write(tmp_path / str(rank), 50 + rank)
-    with pytest.raises(RanksFailedError, match=r"MismatchError: the data of ranks 0 and 1 differ: \{'shuffle_window'"):
+    with pytest.raises(
+        RanksFailedError,
+        match=r"MismatchError: the data of ranks 0 and 1 differ: \{'shuffle_window'",
+    ):
         pool.run(read, str(tmp_path), workers=2)

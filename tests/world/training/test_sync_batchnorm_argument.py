@@ -31,5 +31,7 @@ def test_the_statistics_are_those_of_the_global_batch(pool: Pool) -> None:
     for size in (1, 2, 3):
         for found in pool.run(fitted, sync_batchnorm=True, workers=size):
             assert found == pytest.approx(wanted, rel=1e-9)
-    equal = [pool.run(fitted, sync_batchnorm=True, virtual_workers=3, workers=size)[0] for size in (1, 2)]
+    equal = [
+        pool.run(fitted, sync_batchnorm=True, virtual_workers=3, workers=size)[0] for size in (1, 2)
+    ]
     assert equal[0] == equal[1] == pytest.approx(wanted, rel=1e-9)

@@ -1,7 +1,7 @@
 """`WandB` and `MLflow`: what is sent, how a run goes on, and that a training survives its tracker.
 
-The packages are large, and no part of the extra `test`: what is sent is tested with stand-ins for them, and the last
-two tests are for environments that have them.
+The packages are large, and no part of the extra `test`: what is sent is tested with stand-ins for
+them, and the last two tests are for environments that have them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_wandb_gets_losses_and_rows_and_a_resumed_run_goes_on(wandb: list[Any], tmp_path: Path) -> None:
+def test_wandb_gets_losses_and_rows_and_a_resumed_run_goes_on(
+    wandb: list[Any], tmp_path: Path
+) -> None:
     trainer(tmp_path / "run", WandB("p", "n", "offline", 3, {"mine": 1}, tags=["a"])).fit(
         DATA, max_steps=7, validate=DATA
     )
@@ -79,9 +81,23 @@ def test_wandb_gets_losses_and_rows_and_a_resumed_run_goes_on(wandb: list[Any], 
         "lr": 0.1,
         "mine": 1,
     }
-    assert given == {"dir": str(tmp_path / "run"), "project": "p", "name": "n", "mode": "offline", "tags": ["a"]}
+    assert given == {
+        "dir": str(tmp_path / "run"),
+        "project": "p",
+        "name": "n",
+        "mode": "offline",
+        "tags": ["a"],
+    }
     sent = [(step, sorted(values)) for step, values in wandb[1:-1]]
-    columns = ["epoch", "lr", "samples_per_second", "seconds", "train_loss", "val_accuracy", "val_loss"]
+    columns = [
+        "epoch",
+        "lr",
+        "samples_per_second",
+        "seconds",
+        "train_loss",
+        "val_accuracy",
+        "val_loss",
+    ]
     assert sent == [(3, ["loss/train"]), (5, columns), (6, ["loss/train"]), (7, columns)]
     wandb.clear()
     again = WandB("p")
@@ -90,7 +106,9 @@ def test_wandb_gets_losses_and_rows_and_a_resumed_run_goes_on(wandb: list[Any], 
     assert [step for step, _ in wandb[1:-1]] == [10, 10]  # the loss, and the row
 
 
-def test_an_error_of_the_training_ends_the_trackers_run_as_failed(wandb: list[Any], tmp_path: Path) -> None:
+def test_an_error_of_the_training_ends_the_trackers_run_as_failed(
+    wandb: list[Any], tmp_path: Path
+) -> None:
     class Fails(lockstep.callbacks.Callback):
         def on_row(self, trainer: Any, row: Any) -> None:
             raise ValueError("of the program")
@@ -102,7 +120,11 @@ def test_an_error_of_the_training_ends_the_trackers_run_as_failed(wandb: list[An
 
 @pytest.mark.parametrize("fails", ["init", "log", "finish"])
 def test_the_training_goes_on_without_its_tracker(
-    wandb: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
+    wandb: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fails: str,
 ) -> None:
     def failing(*arguments: Any, **more: Any) -> None:
         raise ConnectionError("no network")
@@ -114,7 +136,9 @@ def test_the_training_goes_on_without_its_tracker(
     made = trainer(tmp_path / "run", WandB(every_steps=1))
     assert len(made.fit(DATA, 2)) == 2
     text = "WandB failed, and the training continues without it: ConnectionError: no network"
-    assert [record[1:] for record in caplog.record_tuples if record[0] == LOGGER] == [(logging.WARNING, text)]
+    assert [record[1:] for record in caplog.record_tuples if record[0] == LOGGER] == [
+        (logging.WARNING, text)
+    ]
 
 
 class Client:
@@ -138,7 +162,9 @@ class Client:
     def update_run(self, run_id: str, status: str) -> None:
         Client.runs[run_id].append(status)
 
-    def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), synchronous: bool = True) -> Any:
+    def log_batch(
+        self, run_id: str, metrics: Any = (), params: Any = (), synchronous: bool = True
+    ) -> Any:
         values = [(each.key, each.step) for each in metrics] or [each.key for each in params]
         Client.runs[run_id].append(values)
         return SimpleNamespace(wait=lambda: Client.runs[run_id].append("wait"))
@@ -154,14 +180,23 @@ def test_mlflow_gets_parameters_losses_and_rows_and_a_resumed_run_goes_on(
         assert isinstance(value, float)
         return SimpleNamespace(key=key, step=step)
 
-    entities = module(monkeypatch, "mlflow.entities", Metric=metric, Param=lambda key, text: SimpleNamespace(key=key))
+    entities = module(
+        monkeypatch,
+        "mlflow.entities",
+        Metric=metric,
+        Param=lambda key, text: SimpleNamespace(key=key),
+    )
     module(monkeypatch, "mlflow", MlflowClient=Client, entities=entities, __path__=[])
     Client.runs = {}
     trainer(tmp_path / "run", MLflow("e", "n", "sqlite:///x", 5)).fit(DATA, max_steps=5)
     began, params, *sent, status = Client.runs["r1"]
     assert began == ("sqlite:///x", "number of e", "n") and status == "FINISHED"
     assert params == ["global_batch_size", "epochs", "total_steps", "workers", "optimizer", "lr"]
-    assert sent[0] == [("loss/train", 5)] and ("train_loss", 5) in sent[1] and sent[2:] == ["wait", "wait"]
+    assert (
+        sent[0] == [("loss/train", 5)]
+        and ("train_loss", 5) in sent[1]
+        and sent[2:] == ["wait", "wait"]
+    )
     trainer(tmp_path / "run", MLflow("e", tracking_uri="sqlite:///x")).fit(DATA, 2, resume="latest")
     assert list(Client.runs) == ["r1"]
     assert Client.runs["r1"][7] == "RUNNING" and Client.runs["r1"][-1] == "FINISHED"
@@ -170,18 +205,23 @@ def test_mlflow_gets_parameters_losses_and_rows_and_a_resumed_run_goes_on(
 @pytest.mark.parametrize("kind", [WandB, MLflow])
 def test_a_package_that_is_not_there_is_named(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, kind.package, None)
-    with pytest.raises(ConfigError, match=rf"needs the package {kind.package}: pip install '.*\[{kind.package}\]'$"):
+    with pytest.raises(
+        ConfigError, match=rf"needs the package {kind.package}: pip install '.*\[{kind.package}\]'$"
+    ):
         kind()
 
 
 def test_arguments_that_are_refused(wandb: list[Any]) -> None:
-    with pytest.raises(ConfigError, match="every_steps: expected a whole number of at least 1, got 0"):
+    with pytest.raises(
+        ConfigError, match="every_steps: expected a whole number of at least 1, got 0"
+    ):
         WandB(every_steps=0)
     with pytest.raises(ConfigError, match="mode: expected online, offline or disabled, got 'no'"):
         WandB(mode="no")
 
 
-# --- the packages themselves --------------------------------------------------------------------------------
+# --- the packages themselves
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("default")
@@ -199,8 +239,18 @@ def test_mlflow_itself_keeps_the_metrics(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    trainer(tmp_path / "run", first := MLflow("e", tracking_uri=uri, every_steps=2)).fit(DATA, max_steps=7)
-    trainer(tmp_path / "run", again := MLflow("e", tracking_uri=uri, every_steps=2)).fit(DATA, 2, resume="latest")
+    trainer(tmp_path / "run", first := MLflow("e", tracking_uri=uri, every_steps=2)).fit(
+        DATA, max_steps=7
+    )
+    trainer(tmp_path / "run", again := MLflow("e", tracking_uri=uri, every_steps=2)).fit(
+        DATA, 2, resume="latest"
+    )
     client = mlflow.MlflowClient(uri)
     assert first.run_id == again.run_id and client.get_run(first.run_id).info.status == "FINISHED"
-    assert [each.step for each in client.get_metric_history(first.run_id, "loss/train")] == [2, 4, 6, 8, 10]
+    assert [each.step for each in client.get_metric_history(first.run_id, "loss/train")] == [
+        2,
+        4,
+        6,
+        8,
+        10,
+    ]

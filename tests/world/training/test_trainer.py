@@ -17,7 +17,14 @@ import lockstep
 from lockstep.checkpoint.folder import verify
 from lockstep.errors import CheckpointError, ConfigError, DivergedError, InterruptedRunError
 from lockstep.parallel.fingerprints import fingerprint
-from lockstep.training.callbacks import Callback, Checkpoints, CSVLog, Curve, EarlyStopping, TensorBoard
+from lockstep.training.callbacks import (
+    Callback,
+    Checkpoints,
+    CSVLog,
+    Curve,
+    EarlyStopping,
+    TensorBoard,
+)
 from lockstep.training.step_result import StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
@@ -32,14 +39,19 @@ def interrupted(out: Path, step: int, number: int, rank: int) -> tuple[str, int,
     return str(caught.value), caught.value.exit_code, caught.value.checkpoint
 
 
-# 67 samples in batches of 16: five steps an epoch, so steps 6 and 7 lie in the second, 4 and 9 end one
+# 67 samples in batches of 16: five steps an epoch, so steps 6 and 7 lie in the second, 4 and 9 end
+# one
 @pytest.mark.parametrize("step", [6, 4, 9])
-@pytest.mark.parametrize(("workers", "rank", "number"), [(1, 0, signal.SIGINT), (2, 1, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("workers", "rank", "number"), [(1, 0, signal.SIGINT), (2, 1, signal.SIGTERM)]
+)
 def test_a_stopped_run_resumes_to_the_same_end(
     pool: Pool, tmp_path: Path, workers: int, rank: int, number: int, step: int
 ) -> None:
     straight = pool.run(fit, tmp_path / "straight", workers=workers)
-    for message, code, checkpoint in pool.run(interrupted, tmp_path / "run", step, number, rank, workers=workers):
+    for message, code, checkpoint in pool.run(
+        interrupted, tmp_path / "run", step, number, rank, workers=workers
+    ):
         assert code == 128 + number
         assert signal.Signals(number).name in message
         # noticed by all at the end of the step after the one in which it came, or of its epoch
@@ -58,7 +70,13 @@ def test_a_stopped_run_resumes_with_other_numbers_of_workers(pool: Pool, tmp_pat
 
     def stop(step: int, resume: str | None) -> None:
         with pytest.raises(InterruptedRunError):
-            fit(tmp_path, At(step, send(signal.SIGTERM, 0)), Checkpoints("0"), resume=resume, **options)
+            fit(
+                tmp_path,
+                At(step, send(signal.SIGTERM, 0)),
+                Checkpoints("0"),
+                resume=resume,
+                **options,
+            )
 
     straight = pool.run(fit, tmp_path / "straight", workers=1, **options)[0][1]
     pool.run(stop, 2, None, workers=3)
@@ -79,10 +97,17 @@ def test_a_finished_run_resumed_does_nothing(tmp_path: Path) -> None:
     assert timeless(longer[1])[:2] == timeless(done[1])
 
 
-@pytest.mark.parametrize(("every", "steps"), [("1epoch", [5, 10, 15]), ("7steps", [7, 14, 15]), ("2epochs", [10, 15])])
+@pytest.mark.parametrize(
+    ("every", "steps"), [("1epoch", [5, 10, 15]), ("7steps", [7, 14, 15]), ("2epochs", [10, 15])]
+)
 def test_when_checkpoints_are_made(tmp_path: Path, every: str, steps: list[int]) -> None:
     fit(tmp_path, Checkpoints(every))
-    assert sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()) == steps
+    assert (
+        sorted(
+            int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()
+        )
+        == steps
+    )
 
 
 @pytest.mark.parametrize("every", ["often", "-1epochs", "1.5epochs", "2 weeks"])
@@ -94,12 +119,18 @@ def test_intervals_that_are_none(every: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"width": 17}, "another model. The first difference is 1.weight: here of shape [17, 64], in the checkpoint"),
+        (
+            {"width": 17},
+            "another model. The first difference is 1.weight: here of shape [17, 64], in the "
+            "checkpoint",
+        ),
         ({"optimizer": torch.optim.SGD}, "a checkpoint of a run with SGD, got one with AdamW"),
         ({"seed": 9}, "seed was 0, here it is 9"),
     ],
 )
-def test_checkpoints_of_other_runs_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_checkpoints_of_other_runs_are_refused(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
     fit(tmp_path, Checkpoints(), epochs=1)
     with pytest.raises(CheckpointError) as caught:
         fit(tmp_path, resume="latest", **options)
@@ -118,7 +149,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_offered(tmp_path:
     damage(newest)
     with pytest.raises(CheckpointError) as caught:
         fit(tmp_path, resume=str(newest))
-    assert str(caught.value).startswith(f"{newest}: model.safetensors: expected content with sha256 ")
+    assert str(caught.value).startswith(
+        f"{newest}: model.safetensors: expected content with sha256 "
+    )
     assert f"The newest undamaged one is {older}" in str(caught.value)
     assert len(fit(tmp_path, resume=str(older))[1]) == 3
 
@@ -143,20 +176,26 @@ def test_damaged_checkpoints_are_passed_over_loudly_where_none_was_named(
     good, damaged, newest = sorted((tmp_path / "checkpoints").iterdir())
     damage(newest)
     (damaged / "manifest.json").unlink()
-    first, second = pool.run(after_damage, tmp_path, str(tmp_path) if which == "folder" else which, workers=2)
+    first, second = pool.run(
+        after_damage, tmp_path, str(tmp_path) if which == "folder" else which, workers=2
+    )
     assert first[0] == second[0]
     assert first[0] == straight[0]
     assert first[1][0] == straight[1][0]  # the epoch that was not lost, down to its seconds
     assert timeless(first[1]) == timeless(straight[1])
     assert second[2] == []
     assert [line.partition(": ")[0] for line in first[2]] == ["A CHECKPOINT CANNOT BE USED"] * 2
-    assert all(line.endswith(f" {path}.") for line, path in zip(first[2], (damaged, good), strict=True))
+    assert all(
+        line.endswith(f" {path}.") for line, path in zip(first[2], (damaged, good), strict=True)
+    )
     for path in (damaged, newest):
         verify(path)  # made again
 
 
 class Plateau(Callback):
-    """Lowers the learning rate when the loss has not fallen for two epochs: it needs to remember."""
+    """Lowers the learning rate when the loss has not fallen for two epochs: it needs to
+    remember.
+    """
 
     every_rank = True
 
@@ -189,7 +228,9 @@ def remembering(out: Path, epochs: int, **options: Any) -> tuple[str, float, flo
 def test_callbacks_resume_with_their_state(pool: Pool, tmp_path: Path, strategy: str) -> None:
     straight, *_ = pool.run(remembering, tmp_path / "straight", 3, strategy=strategy, workers=2)
     pool.run(remembering, tmp_path / "parts", 1, strategy=strategy, workers=2)
-    for found in pool.run(remembering, tmp_path / "parts", 3, strategy=strategy, resume="latest", workers=2):
+    for found in pool.run(
+        remembering, tmp_path / "parts", 3, strategy=strategy, resume="latest", workers=2
+    ):
         assert found[1:] == straight[1:]
         assert strategy == "sharded" or found[0] == straight[0]
     assert straight[1] == pytest.approx(0.001)
@@ -206,7 +247,9 @@ def forgetful(out: Path, count: Any) -> str:
     return str(caught.value)
 
 
-def test_state_of_a_callback_on_rank_0_that_cannot_be_saved_is_an_error_of_all(pool: Pool, tmp_path: Path) -> None:
+def test_state_of_a_callback_on_rank_0_that_cannot_be_saved_is_an_error_of_all(
+    pool: Pool, tmp_path: Path
+) -> None:
     first, second = pool.run(forgetful, tmp_path, object(), workers=2)
     assert first == second
     assert first.startswith("callbacks.Counting.count: expected ")
@@ -222,16 +265,24 @@ def in_background(out: Path) -> str:
     return fingerprint(trainer.model, trainer.optimizer)
 
 
-def test_an_interrupted_run_that_saves_in_the_background_resumes_as_any_other(pool: Pool, tmp_path: Path) -> None:
+def test_an_interrupted_run_that_saves_in_the_background_resumes_as_any_other(
+    pool: Pool, tmp_path: Path
+) -> None:
     straight, _ = pool.run(fit, None, workers=2)
     pool.run(in_background, tmp_path, workers=2)
-    first, _ = pool.run(fit, tmp_path, Checkpoints("2steps"), resume="latest", async_save=True, workers=2)
+    first, _ = pool.run(
+        fit, tmp_path, Checkpoints("2steps"), resume="latest", async_save=True, workers=2
+    )
     assert first[0] == straight[0]
     assert timeless(first[1]) == timeless(straight[1])
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-0000000015"
+    assert (
+        sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-0000000015"
+    )
 
 
-def test_a_run_that_diverges_while_it_saves_names_the_checkpoint_it_has_then(tmp_path: Path) -> None:
+def test_a_run_that_diverges_while_it_saves_names_the_checkpoint_it_has_then(
+    tmp_path: Path,
+) -> None:
     def poison(trainer: Trainer) -> None:
         with torch.no_grad():
             next(trainer.model.parameters()).fill_(float("nan"))
@@ -298,7 +349,12 @@ def test_divergence_names_step_rate_and_last_checkpoint(tmp_path: Path) -> None:
 
 
 def test_early_stopping(tmp_path: Path) -> None:
-    _, history = fit(tmp_path, EarlyStopping("lr", patience=2, higher_is_better=False), Checkpoints("0"), epochs=20)
+    _, history = fit(
+        tmp_path,
+        EarlyStopping("lr", patience=2, higher_is_better=False),
+        Checkpoints("0"),
+        epochs=20,
+    )
     assert len(history) == 3  # the rate is constant: the first value stays the best
     with pytest.raises(ConfigError, match="one of epoch, step, train_loss"):
         fit(tmp_path, EarlyStopping("test_f1"))
@@ -340,7 +396,14 @@ def test_evaluation_leaves_each_layers_mode() -> None:
     trainer.model.train()
     trainer.model[3].eval()  # type: ignore[index]
     trainer.evaluate(images(31))
-    assert [module.training for module in trainer.model.modules()] == [True, True, True, True, False, True]
+    assert [module.training for module in trainer.model.modules()] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 class Counting(nn.Module):
@@ -363,7 +426,12 @@ def test_other_buffers_are_those_of_rank_0(pool: Pool, tmp_path: Path, when: str
         lockstep.init("cpu")
         net = Counting()
         trainer = Trainer(
-            net, torch.optim.SGD(net.parameters(), 0.1), nn.CrossEntropyLoss(), 16, run_dir=tmp_path, callbacks=[]
+            net,
+            torch.optim.SGD(net.parameters(), 0.1),
+            nn.CrossEntropyLoss(),
+            16,
+            run_dir=tmp_path,
+            callbacks=[],
         )
         trainer.fit(images(), 1)
         own = float(net.seen)

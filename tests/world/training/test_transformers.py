@@ -15,7 +15,12 @@ from support.pool import Pool
 pytest.importorskip("transformers")
 
 WORDS = 37
-SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -25,7 +30,9 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return 21
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(1, WORDS, (3 + index * 5 % 9,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(
+            1, WORDS, (3 + index * 5 % 9,), generator=torch.Generator().manual_seed(index)
+        )
         labels = ids.clone()
         labels[: index % 3] = -100
         return {"input_ids": ids, "labels": labels}
@@ -47,17 +54,23 @@ def padded(samples: list[dict[str, torch.Tensor]]) -> Any:
     longest = max(len(sample["input_ids"]) for sample in samples)
 
     def stack(name: str, value: int) -> torch.Tensor:
-        return torch.stack([nn.functional.pad(s[name], (0, longest - len(s[name])), value=value) for s in samples])
+        return torch.stack(
+            [nn.functional.pad(s[name], (0, longest - len(s[name])), value=value) for s in samples]
+        )
 
     ids = stack("input_ids", 0)
-    return BatchEncoding({"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": stack("labels", -100)})
+    return BatchEncoding(
+        {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": stack("labels", -100)}
+    )
 
 
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=1, n_head=2, **ends))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=1, n_head=2, **ends)
+    )
 
 
 def bert() -> nn.Module:
@@ -90,13 +103,18 @@ def train(name: str, dropout: bool = True, **options: Any) -> Any:
         if isinstance(layer, nn.Dropout) and not dropout:
             layer.p = 0.0
     data = DataLoader(
-        Pictures() if name == "vit" else Sentences(), 8, shuffle=True, collate_fn=None if name == "vit" else padded
+        Pictures() if name == "vit" else Sentences(),
+        8,
+        shuffle=True,
+        collate_fn=None if name == "vit" else padded,
     )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     trainer = lockstep.Trainer(model, optimizer, global_batch_size=8, callbacks=[], **options)
     trainer.fit(data, epochs=2, validate=data)
     columns = ("step", "train_loss", "val_loss")
-    return lockstep.fingerprint(model, optimizer), [[row[column] for column in columns] for row in trainer.history]
+    return lockstep.fingerprint(model, optimizer), [
+        [row[column] for column in columns] for row in trainer.history
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,7 +134,10 @@ def test_sequences_in_one_row_do_not_see_each_other() -> None:
     torch.manual_seed(0)
     model, texts = gpt2().eval(), [torch.tensor(Texts()[index]) for index in range(len(Texts()))]
     with torch.no_grad():
-        losses = [float(model(input_ids=text[None], labels=text[None]).loss) * (len(text) - 1) for text in texts]
+        losses = [
+            float(model(input_ids=text[None], labels=text[None]).loss) * (len(text) - 1)
+            for text in texts
+        ]
     expected = sum(losses) / sum(len(text) - 1 for text in texts)
     rows = lockstep.data.PackedSequences(Texts(), 16)
     assert len(rows) < len(texts)
@@ -129,5 +150,7 @@ def test_padding_and_the_number_of_workers_change_no_loss(pool: Pool, name: str)
     """As for one worker with the whole batch, whose loss is the model's own."""
     alone = pool.run(train, name, dropout=False, workers=1)[0][1]
     for workers, passes in ((2, 1), (3, 1), (1, 3)):
-        found = pool.run(train, name, dropout=False, gradient_accumulation_steps=passes, workers=workers)[0][1]
+        found = pool.run(
+            train, name, dropout=False, gradient_accumulation_steps=passes, workers=workers
+        )[0][1]
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,6 @@
-"""Every case runs over every transport, on two and on three ranks; over MPI and without compiled parts on three."""
+"""Every case runs over every transport, on two and on three ranks; over MPI and without compiled
+parts on three.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from support import mpi
 from support.conformance import PURE, TRANSPORTS, Ranks
 from support.pool import Pool
 
-# Where three ranks are enough: MPI's operations are not ours, and the Python form exchanges as the compiled one does.
+# Where three ranks are enough: MPI's operations are not ours, and the Python form exchanges as the
+# compiled one does.
 ON_THREE = (mpi.BACKEND, PURE)
 
 
@@ -16,7 +19,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out cases of `ON_THREE` that run on three ranks as well."""
     sizes = {item: _case_and_size(item) for item in items}
     on_three = {case for case, size in sizes.values() if size == 3}
-    left_out = [item for item, (case, size) in sizes.items() if size not in (None, 3) and case in on_three]
+    left_out = [
+        item for item, (case, size) in sizes.items() if size not in (None, 3) and case in on_three
+    ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 

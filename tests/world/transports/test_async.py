@@ -1,4 +1,6 @@
-"""Operations under way beside the program: they need no help, keep their order, and answer as c10d's Work does."""
+"""Operations under way beside the program: they need no help, keep their order, and answer as
+c10d's Work does.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-# --- many at once ---------------------------------------------------------------------------------------------
+# --- many at once
+# ---------------------------------------------------------------------------------------------
 
 
 def in_flight(operations: list[str], count: int, shape: tuple[int, ...]) -> None:
@@ -73,11 +76,14 @@ def test_operations_in_flight_and_those_that_wait(ranks: Ranks) -> None:
     ranks.run(mixed_with_waiting_ones, all_kinds(ranks.transport))
 
 
-# --- beside the program ---------------------------------------------------------------------------------------
+# --- beside the program
+# ---------------------------------------------------------------------------------------
 
 
 def start_returns_at_once() -> None:
-    """Starting waits for nobody: the others start only when the first has said that it has started."""
+    """Starting waits for nobody: the others start only when the first has said that it has
+    started.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     for step, count in enumerate((3, 2_000_000)):
         if rank > 0:
@@ -93,7 +99,9 @@ def start_returns_at_once() -> None:
 
 
 def progress_without_help() -> None:
-    """What is started goes on while its program does something else: here it waits for the others to be done."""
+    """What is started goes on while its program does something else: here it waits for the others
+    to be done.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     for step, count in enumerate((3, 2_000_000)):
         tensor = torch.full((count,), rank + 1.0)
@@ -146,13 +154,21 @@ def nobody_keeps_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [start_returns_at_once, progress_without_help, compute_meanwhile, wait_elsewhere, nobody_keeps_them]
+    "body",
+    [
+        start_returns_at_once,
+        progress_without_help,
+        compute_meanwhile,
+        wait_elsewhere,
+        nobody_keeps_them,
+    ],
 )
 def test_work_continues_beside_the_program(ranks: Ranks, body: Body) -> None:
     ranks.run(body)
 
 
-# --- what a Work answers --------------------------------------------------------------------------------------
+# --- what a Work answers
+# --------------------------------------------------------------------------------------
 
 
 def futures() -> None:
@@ -162,12 +178,17 @@ def futures() -> None:
     chained = []
     for _ in range(5):
         future = dist.all_reduce(torch.full((4,), rank + 1.0), async_op=True).get_future()
-        chained.append(future.then(lambda done: done.value()[0] / size).then(lambda done: done.value() * 2))
+        chained.append(
+            future.then(lambda done: done.value()[0] / size).then(lambda done: done.value() * 2)
+        )
     for future in chained:
         assert future.wait().tolist() == [2 * average] * 4
         assert future.done()
     values = torch.futures.wait_all(
-        [dist.all_reduce(torch.full((2,), rank + 1.0), async_op=True).get_future() for _ in range(3)]
+        [
+            dist.all_reduce(torch.full((2,), rank + 1.0), async_op=True).get_future()
+            for _ in range(3)
+        ]
     )
     assert [value[0].tolist() for value in values] == [[average * size] * 2] * 3
     late = dist.broadcast(torch.full((2,), float(rank)), 1, async_op=True)
@@ -216,7 +237,9 @@ def answers() -> None:
     assert dist.barrier() is None
 
 
-@pytest.mark.parametrize("body", [futures, callbacks_that_communicate, callbacks_that_wait, answers])
+@pytest.mark.parametrize(
+    "body", [futures, callbacks_that_communicate, callbacks_that_wait, answers]
+)
 def test_what_a_work_answers(ranks: Ranks, body: Body) -> None:
     ranks.run(body)
 

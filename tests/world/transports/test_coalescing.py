@@ -84,7 +84,8 @@ def test_coalesced_reductions_other_than_sums(ranks: Ranks) -> None:
     ranks.run(maxima)
 
 
-# --- the older functions, which lists of tensors are given to -------------------------------------------------
+# --- the older functions, which lists of tensors are given to
+# -------------------------------------------------
 
 
 def lists(later: bool) -> None:
@@ -111,7 +112,8 @@ def test_coalesced_functions(ranks: Ranks) -> None:
     ranks.run(at_once_and_later, lists)
 
 
-# --- lists of one rank's tensors, of sizes that differ --------------------------------------------------------
+# --- lists of one rank's tensors, of sizes that differ
+# --------------------------------------------------------
 
 
 def rows(size: int) -> list[int]:
@@ -132,7 +134,9 @@ def uneven_all_to_all() -> None:
     case = Case()
     shapes = [(count, 3) for count in rows(case.size)]
     received = [torch.zeros(shape) for shape in shapes]
-    dist.all_to_all(received, [case.bits(case.rank, peer, shapes[case.rank]) for peer in range(case.size)])
+    dist.all_to_all(
+        received, [case.bits(case.rank, peer, shapes[case.rank]) for peer in range(case.size)]
+    )
     for peer, part in enumerate(received):
         case.expect(part, case.bits(peer, case.rank, shapes[peer]))
 
@@ -141,8 +145,13 @@ def uneven_reduce_scatter() -> None:
     case = Case()
     shapes = [(count, 3) for count in rows(case.size)]
     total = torch.zeros(shapes[case.rank])
-    dist.reduce_scatter(total, [case.numbers(case.rank, peer, shapes[peer]) for peer in range(case.size)])
-    case.expect(total, case.folded([case.numbers(p, case.rank, shapes[case.rank]) for p in range(case.size)]))
+    dist.reduce_scatter(
+        total, [case.numbers(case.rank, peer, shapes[peer]) for peer in range(case.size)]
+    )
+    case.expect(
+        total,
+        case.folded([case.numbers(p, case.rank, shapes[case.rank]) for p in range(case.size)]),
+    )
 
 
 @pytest.mark.parametrize("body", [uneven_all_gather, uneven_all_to_all, uneven_reduce_scatter])

@@ -63,14 +63,19 @@ def test_tensors_of_another_device_go_to_its_backend(pool: Pool, placement: str)
 
 
 @pytest.mark.parametrize("placement", ["AA", "AB"])
-def test_without_a_backend_for_it_the_error_shows_how_to_name_one(pool: Pool, placement: str) -> None:
+def test_without_a_backend_for_it_the_error_shows_how_to_name_one(
+    pool: Pool, placement: str
+) -> None:
     def body() -> None:
         with pretending(placement):
             start("shm")
         for name, call in CALLS.items():
             ended = attempt(call)
             assert ended.kind == "ConfigError", (name, ended)
-            assert "got 'meta'. Make the group with \"cpu:shm,meta:...\" to name a backend for it." in ended.text
+            assert (
+                "got 'meta'. Make the group with \"cpu:shm,meta:...\" to name a backend for it."
+                in ended.text
+            )
         check_cpu()
 
     pool.run(body, init=False)
@@ -221,10 +226,15 @@ def test_options_of_nccl_reach_it(pool: Pool) -> None:
 
 def test_options_of_nobody_are_refused(pool: Pool) -> None:
     def body() -> str:
-        return attempt(lambda: dist.init_process_group("cpu:shm,meta:nccl", pg_options=object())).text
+        return attempt(
+            lambda: dist.init_process_group("cpu:shm,meta:nccl", pg_options=object())
+        ).text
 
     for said in pool.run(body, init=False):
-        assert "expected lockstep.transports.ShmOptions, or those of NCCL for the GPUs beside it, got object" in said
+        assert (
+            "expected lockstep.transports.ShmOptions, or those of NCCL for the GPUs beside it, "
+            "got object" in said
+        )
 
 
 def test_a_group_is_made_with_a_device_id(pool: Pool) -> None:

@@ -73,10 +73,16 @@ print(ended, time.monotonic() - began)
 """
 
 
-def test_the_destructor_of_a_group_with_a_lost_send_keeps_nobody_waiting(warm: None, tmp_path: Path) -> None:
+def test_the_destructor_of_a_group_with_a_lost_send_keeps_nobody_waiting(
+    warm: None, tmp_path: Path
+) -> None:
     (tmp_path / "program.py").write_text(LOST_SEND)
-    done = warm_python.run([tmp_path / "program.py", LIMIT_S], tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
+    done = warm_python.run(
+        [tmp_path / "program.py", LIMIT_S], tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done
-    ended, seconds = done.stdout.splitlines()[-1].split()  # Gloo of torch 2.10 writes lines of its own
+    ended, seconds = done.stdout.splitlines()[
+        -1
+    ].split()  # Gloo of torch 2.10 writes lines of its own
     assert ended == "False"  # else there is nothing to keep, and this module can do without it
     assert float(seconds) < SOON_S

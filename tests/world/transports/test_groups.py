@@ -1,4 +1,6 @@
-"""Several groups at once: subgroups that overlap, groups of two transports, threads, and groups made again."""
+"""Several groups at once: subgroups that overlap, groups of two transports, threads, and groups
+made again.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def kinds(transport: str) -> list[str]:
 
 def subsets(size: int) -> list[list[int]]:
     """Every set of ranks."""
-    return [list(ranks) for count in range(1, size + 1) for ranks in itertools.combinations(range(size), count)]
+    return [
+        list(ranks)
+        for count in range(1, size + 1)
+        for ranks in itertools.combinations(range(size), count)
+    ]
 
 
 def every_group(transport: str | None = None) -> list[Any]:
@@ -38,7 +44,8 @@ def own_groups() -> list[Any]:
     return [group for group in every_group() if group is not dist.GroupMember.NON_GROUP_MEMBER]
 
 
-# --- subgroups ------------------------------------------------------------------------------------------------
+# --- subgroups
+# ------------------------------------------------------------------------------------------------
 
 
 def every_subgroup(transport: str) -> None:
@@ -47,7 +54,9 @@ def every_subgroup(transport: str) -> None:
     for seed, name in enumerate(kinds(transport)):
         for group in groups:
             if dist.get_world_size(group) > 1 or name not in ("ring", "batch"):
-                perform(name, Case((4, 3), root=dist.get_world_size(group) - 1, seed=seed, group=group))
+                perform(
+                    name, Case((4, 3), root=dist.get_world_size(group) - 1, seed=seed, group=group)
+                )
     assert {dist.get_backend(group) for group in groups} == {transport}
 
 
@@ -75,7 +84,9 @@ def beside_another_transport(transport: str) -> None:
 
 
 def opposite_orders(transport: str) -> None:
-    """Ranks start operations of two groups in opposite orders; as nobody waits in between, all end."""
+    """Ranks start operations of two groups in opposite orders; as nobody waits in between, all
+    end.
+    """
     groups = [dist.new_group(), dist.new_group()]
     for step, count in enumerate((3, 300_000)):
         works = {}
@@ -84,19 +95,27 @@ def opposite_orders(transport: str) -> None:
             works[number] = dist.all_reduce(tensors[number], group=groups[number], async_op=True)
         for number in (0, 1) if dist.get_rank() % 2 == step else (1, 0):
             works[number].wait()
-        assert [tensor[-1].item() for tensor in tensors] == [dist.get_world_size() * n for n in (1.0, 2.0)]
+        assert [tensor[-1].item() for tensor in tensors] == [
+            dist.get_world_size() * n for n in (1.0, 2.0)
+        ]
 
 
 def what_a_group_says(transport: str) -> None:
     size = dist.get_world_size()
     group = dist.new_group(list(range(size))[::-1], group_desc="mine")
-    assert (group.rank(), group.size(), group.name(), group.group_desc) == (dist.get_rank(), size, transport, "mine")
+    assert (group.rank(), group.size(), group.name(), group.group_desc) == (
+        dist.get_rank(),
+        size,
+        transport,
+        "mine",
+    )
     assert group.group_name not in ("", dist.group.WORLD.group_name)
     assert torch.device("cpu") in group._device_types
     assert dist.get_process_group_ranks(group) == list(range(size))
     assert dist.get_backend_config(group).startswith(f"cpu:{transport}")
     if transport == "shm":
-        # torch attaches its recorder to a group with devices while it makes the group; shm's has no backends of c10d's
+        # torch attaches its recorder to a group with devices while it makes the group; shm's has no
+        # backends of c10d's
         dist.destroy_process_group(group)
         assert group._device_types == []
 
@@ -163,7 +182,8 @@ def test_one_rank_alone(ranks: Ranks) -> None:
     ranks.run(alone, [name for name in kinds(ranks.transport) if name not in ("ring", "batch")])
 
 
-# --- threads --------------------------------------------------------------------------------------------------
+# --- threads
+# --------------------------------------------------------------------------------------------------
 
 
 def run_threads(*bodies: Callable[[], None]) -> None:
@@ -182,7 +202,12 @@ def a_thread_for_each_group(transport: str) -> None:
             for name in ("all_reduce", "all_gather", "broadcast", "ring", "barrier"):
                 perform(name, Case((501,), seed=100 * offset + seed, group=group))
 
-    run_threads(*(lambda group=group, offset=offset: work(group, offset) for offset, group in enumerate(groups)))
+    run_threads(
+        *(
+            lambda group=group, offset=offset: work(group, offset)
+            for offset, group in enumerate(groups)
+        )
+    )
 
 
 def messages_beside_collectives(transport: str) -> None:
@@ -213,12 +238,15 @@ def a_thread_for_each_tag(transport: str) -> None:
     run_threads(*(lambda tag=tag: talk(tag) for tag in range(4)))
 
 
-@pytest.mark.parametrize("body", [a_thread_for_each_group, messages_beside_collectives, a_thread_for_each_tag])
+@pytest.mark.parametrize(
+    "body", [a_thread_for_each_group, messages_beside_collectives, a_thread_for_each_tag]
+)
 def test_threads(ranks: Ranks, body: Body) -> None:
     ranks.run(body, ranks.transport)
 
 
-# --- jobs -----------------------------------------------------------------------------------------------------
+# --- jobs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_jobs_follow_each_other_in_the_same_processes(pool: Pool, transport: str) -> None:

@@ -1,4 +1,6 @@
-"""Ranks that call different collectives, or with sizes that do not fit: an error on whoever reads, and no garbage."""
+"""Ranks that call different collectives, or with sizes that do not fit: an error on whoever reads,
+and no garbage.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,21 @@ CALLS: dict[str, Call] = {
     "broadcast": lambda rank, count: dist.broadcast(tensor(count), 1),
     "all_gather": lambda rank, count: dist.all_gather(parts(count), tensor(count)),
     "all_gather_single": lambda rank, count: all_gather_single(tensor(2 * count), tensor(count)),
-    "gather": lambda rank, count: dist.gather(tensor(count), parts(count) if rank == 0 else None, 0),
-    "scatter": lambda rank, count: dist.scatter(tensor(count), parts(count) if rank == 1 else None, 1),
+    "gather": lambda rank, count: dist.gather(
+        tensor(count), parts(count) if rank == 0 else None, 0
+    ),
+    "scatter": lambda rank, count: dist.scatter(
+        tensor(count), parts(count) if rank == 1 else None, 1
+    ),
     "reduce_scatter": lambda rank, count: dist.reduce_scatter(tensor(count), parts(count)),
-    "reduce_scatter_single": lambda rank, count: reduce_scatter_single(tensor(count), tensor(2 * count)),
+    "reduce_scatter_single": lambda rank, count: reduce_scatter_single(
+        tensor(count), tensor(2 * count)
+    ),
     "reduce_scatter_average": reduce_scatter_average,
     "all_to_all": lambda rank, count: dist.all_to_all(parts(count), parts(count)),
-    "all_to_all_single": lambda rank, count: dist.all_to_all_single(tensor(2 * count), tensor(2 * count)),
+    "all_to_all_single": lambda rank, count: dist.all_to_all_single(
+        tensor(2 * count), tensor(2 * count)
+    ),
     "later": lambda rank, count: finish(dist.broadcast(tensor(count), 1, async_op=True)),
     "pieces of other sizes": lambda rank, count: dist.all_to_all(
         [tensor(4 if source == rank else 3) for source in range(2)],
@@ -88,7 +98,9 @@ def test_large_sizes_that_do_not_fit(ranks: Ranks) -> None:
 
 
 def other_dtypes(name: str, large: bool) -> Ended:
-    """As many bytes on both ranks, which rank 0 has as numbers in float32, and rank 1 as half as many in float64."""
+    """As many bytes on both ranks, which rank 0 has as numbers in float32, and rank 1 as half as
+    many in float64.
+    """
     rank = dist.get_rank()
     for _ in range(3):
         CALLS["all_reduce"](rank, 6)
@@ -136,7 +148,11 @@ def message_of_another_dtype(length: int) -> list[Ended]:
         return []
     into = torch.zeros(length, dtype=torch.int32)
     # one that waits for the message, one that finds it there, and one from anybody
-    ended = [attempt(lambda: dist.recv(into, 0)), attempt(lambda: dist.recv(into, 0)), attempt(lambda: dist.recv(into))]
+    ended = [
+        attempt(lambda: dist.recv(into, 0)),
+        attempt(lambda: dist.recv(into, 0)),
+        attempt(lambda: dist.recv(into)),
+    ]
     assert into.eq(0).all()
     return ended
 

@@ -1,4 +1,5 @@
-"""What is MPI's own in the backend "mpi4py": mpiexec, the end of a job, limits, and what MPI refuses.
+"""What is MPI's own in the backend "mpi4py": mpiexec, the end of a job, limits, and what MPI
+refuses.
 
 The cases that every transport has to pass are in the folder `transports`.
 """
@@ -38,13 +39,16 @@ def store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-# --- programs -------------------------------------------------------------------------------------------------
+# --- programs
+# -------------------------------------------------------------------------------------------------
 
 
 def mpiexec(program: str, start: str = START) -> tuple[int, list[str], str]:
     """Run a program as two ranks: exit code, sorted lines of output, and standard error."""
     command = [str(find_mpiexec()), "-n", "2", sys.executable, "-W", "error", "-c", start + program]
-    with subprocess.Popen(command, text=True, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1) as job:
+    with subprocess.Popen(
+        command, text=True, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1
+    ) as job:
         try:
             out, err = job.communicate(timeout=60)
         except BaseException:
@@ -79,7 +83,9 @@ if rank == 0:
 
 @needs_mpi
 def test_a_program_trains_with_ddp_under_mpiexec() -> None:
-    """Rank 0 leaves its groups, rank 1 just ends, each without having waited for all that the other waits for."""
+    """Rank 0 leaves its groups, rank 1 just ends, each without having waited for all that the other
+    waits for.
+    """
     assert mpiexec(TRAINS) == (0, ["0 of 2 trained", "1 of 2 trained"], "")
 
 
@@ -87,7 +93,8 @@ def test_a_program_trains_with_ddp_under_mpiexec() -> None:
 def test_an_exception_on_one_rank_ends_the_job() -> None:
     """While it has something under way, and the other waits for it."""
     code, out, err = mpiexec(
-        "if rank == 1:\n    work = dist.isend(torch.ones(10**7), 0)\n    raise ValueError('ouch')\ndist.barrier()"
+        "if rank == 1:\n    work = dist.isend(torch.ones(10**7), 0)\n    raise "
+        "ValueError('ouch')\ndist.barrier()"
     )
     assert code != 0 and out == []
     assert "[rank1]: ValueError: ouch" in err
@@ -136,7 +143,9 @@ def test_a_collective_that_takes_too_long_names_itself_and_ends_its_group() -> N
     stall = "mpi4py: all_reduce has not ended on rank 0 (of 2) within its time limit of 0.2 s"
     for later, lines in ((False, out[:2]), (True, out[2:])):
         assert lines[0].startswith(f"{later} {stall}")
-        assert lines[1].startswith(f"{later} mpi4py: this group cannot be used since an earlier error: {stall}")
+        assert lines[1].startswith(
+            f"{later} mpi4py: this group cannot be used since an earlier error: {stall}"
+        )
     assert code != 0
     assert "an operation was given up and has not ended: MPI aborts the job" in err
 
@@ -157,11 +166,14 @@ def test_the_error_of_ranks_that_mpiexec_has_not_started_names_mpiexec(tmp_path:
     (ended,) = run_programs([(ALONE, 2)], tmp_path)
     for rank in ended:
         assert (rank.code, rank.err) == (0, "")
-        assert rank.out.startswith("ConfigError mpi4py: expected the 2 ranks of the group in one MPI job, got ranks")
+        assert rank.out.startswith(
+            "ConfigError mpi4py: expected the 2 ranks of the group in one MPI job, got ranks"
+        )
         assert "Start the program with mpiexec -n 2" in rank.out
 
 
-# --- meeting --------------------------------------------------------------------------------------------------
+# --- meeting
+# --------------------------------------------------------------------------------------------------
 
 
 @needs_mpi
@@ -202,7 +214,8 @@ def test_every_rank_gets_an_error_if_there_is_no_store(pool: Pool) -> None:
     assert told == ["mpi4py: rank 0 cannot open a store for torch.distributed: no port left"] * 4
 
 
-# --- limits ---------------------------------------------------------------------------------------------------
+# --- limits
+# --------------------------------------------------------------------------------------------------
 
 
 @needs_mpi
@@ -223,12 +236,17 @@ def test_a_receive_that_was_given_up_takes_no_message(pool: Pool) -> None:
     pool.run(body, backend=BACKEND)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------
+# --- what is refused
+# ------------------------------------------------------------------------------------------
 
 
 @needs_mpi
-@pytest.mark.parametrize(("count", "text"), [(3, "mpi4py: "), (7, "rank 1 sent 20 bytes (tag 4), but rank 0 receives")])
-def test_a_message_of_another_size_is_an_error_and_harms_no_other(pool: Pool, count: int, text: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "text"), [(3, "mpi4py: "), (7, "rank 1 sent 20 bytes (tag 4), but rank 0 receives")]
+)
+def test_a_message_of_another_size_is_an_error_and_harms_no_other(
+    pool: Pool, count: int, text: str
+) -> None:
     def body() -> None:
         if dist.get_rank() == 0:
             ended = attempt(lambda: dist.recv(torch.zeros(count), 1, tag=4))

@@ -15,7 +15,12 @@ from support.conformance import Ranks
 
 def thing(rank: int) -> dict[str, Any]:
     """An object of another size on each rank."""
-    return {"rank": rank, "text": "x" * (1000 * rank), "tensor": torch.arange(rank), "deep": [(rank, None)]}
+    return {
+        "rank": rank,
+        "text": "x" * (1000 * rank),
+        "tensor": torch.arange(rank),
+        "deep": [(rank, None)],
+    }
 
 
 def same(got: Any, rank: int) -> None:
@@ -74,7 +79,8 @@ def test_objects(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks.run(body)
 
 
-# --- barriers -------------------------------------------------------------------------------------------------
+# --- barriers
+# -------------------------------------------------------------------------------------------------
 
 
 def barrier_waits_for_all() -> None:
@@ -94,7 +100,8 @@ def test_a_barrier_waits_for_all(ranks: Ranks) -> None:
     ranks.run(barrier_waits_for_all)
 
 
-# --- collectives with gradients -------------------------------------------------------------------------------
+# --- collectives with gradients
+# -------------------------------------------------------------------------------
 
 
 def gradients() -> None:
@@ -112,7 +119,9 @@ def gradients() -> None:
     assert [part[0].item() for part in parts] == [peer + 1.0 for peer in range(size)]
     assert mine.grad.tolist() == [size * (rank + 1)] * 3
     mine.grad = None
-    exchanged = with_gradients.all_to_all_single(torch.empty(size), mine[:1].expand(size).contiguous())
+    exchanged = with_gradients.all_to_all_single(
+        torch.empty(size), mine[:1].expand(size).contiguous()
+    )
     (exchanged * (rank + 1)).sum().backward()
     assert exchanged.tolist() == [peer + 1.0 for peer in range(size)]
     assert mine.grad.tolist() == [total, 0, 0]

@@ -1,4 +1,6 @@
-"""Messages between two ranks: each arrives whole, where it was sent to, matched by source and tag."""
+"""Messages between two ranks: each arrives whole, where it was sent to, matched by source and
+tag.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def swap(first: Callable[[], Any], second: Callable[[], Any]) -> None:
         (first, second)[rank]()
 
 
-# --- matching -------------------------------------------------------------------------------------------------
+# --- matching
+# -------------------------------------------------------------------------------------------------
 
 
 def send_and_receive() -> None:
@@ -47,7 +50,9 @@ def tags_in_another_order(count: int) -> None:
     tags = [3, 0, 7, 3, 0]
 
     def sends() -> None:
-        works = [dist.isend(message(0, 1, number, count), 1, tag=tag) for number, tag in enumerate(tags)]
+        works = [
+            dist.isend(message(0, 1, number, count), 1, tag=tag) for number, tag in enumerate(tags)
+        ]
         for work in works:
             work.wait()
 
@@ -120,7 +125,9 @@ def any_source_later() -> None:
     assert sorted(senders) == list(range(1, size))
 
 
-@pytest.mark.parametrize("body", [send_and_receive, receives_before_sends, any_source, any_source_later])
+@pytest.mark.parametrize(
+    "body", [send_and_receive, receives_before_sends, any_source, any_source_later]
+)
 def test_messages_are_matched_by_source_and_tag(ranks: Ranks, body: Body) -> None:
     ranks.run(body)
 
@@ -130,7 +137,8 @@ def test_messages_are_received_in_another_order_than_sent(ranks: Ranks, count: i
     ranks.run(tags_in_another_order, count)
 
 
-# --- sizes and numbers ----------------------------------------------------------------------------------------
+# --- sizes and numbers
+# ----------------------------------------------------------------------------------------
 
 
 def big_both_ways() -> None:
@@ -209,7 +217,8 @@ def test_messages_of_every_size_and_number(ranks: Ranks, body: Body) -> None:
     ranks.run(body)
 
 
-# --- batches, and beside collectives --------------------------------------------------------------------------
+# --- batches, and beside collectives
+# --------------------------------------------------------------------------
 
 
 def exchange_in_batch() -> None:
@@ -228,7 +237,9 @@ def exchange_in_batch() -> None:
 
 
 def pipeline() -> None:
-    """Stages pass a value on; collectives of the same group run while messages wait to be received."""
+    """Stages pass a value on; collectives of the same group run while messages wait to be
+    received.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(10):
         value = torch.tensor([float(step)])

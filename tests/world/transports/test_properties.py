@@ -1,4 +1,6 @@
-"""Any short program of operations gives what follows from its inputs: shapes, dtypes, groups and order at random."""
+"""Any short program of operations gives what follows from its inputs: shapes, dtypes, groups and
+order at random.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,20 @@ def calls(draw: st.DrawFn) -> Call:
         name = "broadcast"
     shape = draw(st.one_of(dimensions(), st.tuples(st.integers(0, 40_000))))
     case = Case(
-        shape, dtype, op, draw(st.integers(0, size - 1)), draw(st.integers(0, 99)), draw(st.sampled_from(LAYOUTS))
+        shape,
+        dtype,
+        op,
+        draw(st.integers(0, size - 1)),
+        draw(st.integers(0, 99)),
+        draw(st.sampled_from(LAYOUTS)),
     )
     return Call(name, case, members, draw(st.booleans()))
 
 
 def program(sequence: list[Call], waits: list[int]) -> None:
-    """Call all in order; after each, wait for as many of those under way as `waits` says, the oldest last."""
+    """Call all in order; after each, wait for as many of those under way as `waits` says, the
+    oldest last.
+    """
     groups = [dist.new_group(members) for members in MEMBERS]
     under_way: list[Any] = []
     for call, count in zip(sequence, waits, strict=True):
@@ -79,7 +88,11 @@ def finish(works: list[Any], check: Any) -> None:
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
 )
 @given(sequence=st.lists(calls(), min_size=1, max_size=8), data=st.data())
 def test_any_program(pool: Pool, transport: str, sequence: list[Call], data: st.DataObject) -> None:

@@ -1,4 +1,6 @@
-"""Sums are the left fold in rank order, to the bit; what cannot be reduced is refused before anything is sent."""
+"""Sums are the left fold in rank order, to the bit; what cannot be reduced is refused before
+anything is sent.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ in_order = pytest.mark.parametrize("transport", ["shm", PURE])
 not_gloo = pytest.mark.parametrize("transport", ["shm", PURE, "mpi4py"])
 
 
-# --- order and rounding ---------------------------------------------------------------------------------------
+# --- order and rounding
+# ---------------------------------------------------------------------------------------
 
 
 def every_reduction(tensor: Tensor, op: str = "SUM") -> list[Tensor]:
@@ -44,14 +47,18 @@ def sums_of_random_values(dtype: torch.dtype, counts: list[int]) -> None:
         parts = [random_values(peer, dtype, count) for peer in range(size)]
         expected = fold("SUM", parts)
         if count > 100 and size > 2 and dtype not in HALF:
-            assert not torch.equal(expected, fold("SUM", parts[::-1])), "the order does not show in these values"
+            assert not torch.equal(expected, fold("SUM", parts[::-1])), (
+                "the order does not show in these values"
+            )
         for got in every_reduction(parts[rank]):
             assert torch.equal(got, expected), (dtype, count)
 
 
 @in_order
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.half, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str
+)
 def test_sums_are_the_left_fold_in_rank_order(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(sums_of_random_values, dtype, [1, 7, 1000, 2**14 + 1, 2**18 + 3])
 
@@ -67,7 +74,9 @@ def round_once(dtype: torch.dtype, op: str) -> None:
     parts = [torch.full((5,), large if rank == 0 else 1.0).to(dtype) for rank in range(4)]
     stepwise = ((parts[0] + parts[1]) + parts[2]) + parts[3]
     expected = fold(op, parts)
-    assert op != "SUM" or not torch.equal(stepwise, expected), "rounding at each step does not show in these values"
+    assert op != "SUM" or not torch.equal(stepwise, expected), (
+        "rounding at each step does not show in these values"
+    )
     for got in every_reduction(parts[dist.get_rank()], op):
         assert torch.equal(got, expected), (dtype, op, got, expected)
 
@@ -83,7 +92,11 @@ def test_half_types_are_rounded_once(ranks: Ranks, dtype: torch.dtype, op: str) 
 def special_values(op: str) -> None:
     """Infinities and not-a-number come out as torch's own arithmetic has them, on all ranks."""
     inf, nan = float("inf"), float("nan")
-    rows = [[inf, -inf, nan, 1.0, inf, -0.0], [1.0, inf, 2.0, nan, inf, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, -0.0]]
+    rows = [
+        [inf, -inf, nan, 1.0, inf, -0.0],
+        [1.0, inf, 2.0, nan, inf, 0.0],
+        [1.0, 2.0, 3.0, 4.0, 5.0, -0.0],
+    ]
     for dtype in (torch.half, torch.bfloat16, torch.float32, torch.float64):
         parts = [torch.tensor(row, dtype=dtype) for row in rows]
         got = parts[dist.get_rank()].clone()
@@ -98,7 +111,8 @@ def test_infinities_and_not_a_number(ranks: Ranks, op: str) -> None:
     ranks.run(special_values, op)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------
+# --- what is refused
+# ------------------------------------------------------------------------------------------
 
 
 def refused(calls: list[Callable[[], object]]) -> list[str]:
@@ -113,8 +127,12 @@ def refused(calls: list[Callable[[], object]]) -> list[str]:
 
 
 def misfits(operation: str) -> list[tuple[str, torch.dtype]]:
-    """Pairs that fit no better; c10d passes complex tensors on as pairs of real numbers, except for all_reduce."""
-    pairs = [(op, dtype) for op, fitting in FITS.items() for dtype in REDUCIBLE if dtype not in fitting]
+    """Pairs that fit no better; c10d passes complex tensors on as pairs of real numbers, except for
+    all_reduce.
+    """
+    pairs = [
+        (op, dtype) for op, fitting in FITS.items() for dtype in REDUCIBLE if dtype not in fitting
+    ]
     return [(op, dtype) for op, dtype in pairs if operation == "all_reduce" or not dtype.is_complex]
 
 

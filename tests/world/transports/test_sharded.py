@@ -1,4 +1,6 @@
-"""Parameters, optimizer state and tensors that are spread over the ranks, and checkpoints of them."""
+"""Parameters, optimizer state and tensors that are spread over the ranks, and checkpoints of
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,26 @@ from support.conformance import Ranks
 
 # torch's caches keep device meshes; Gloo's files are open for as long as somebody holds its group
 KEPT = pytest.mark.leaks("a device mesh outlives its job, and its group with it")
-pytestmark = pytest.mark.parametrize("transport", [pytest.param("gloo", marks=KEPT), "shm", "mpi4py"])
+pytestmark = pytest.mark.parametrize(
+    "transport", [pytest.param("gloo", marks=KEPT), "shm", "mpi4py"]
+)
 
 FEATURES, CLASSES, BATCH = 20, 5, 12
 
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(FEATURES, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, CLASSES))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, CLASSES)
+    )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, share: tuple[int, int] = (0, 1), steps: int = 4) -> None:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    share: tuple[int, int] = (0, 1),
+    steps: int = 4,
+) -> None:
     """Train on part `share[0]` of `share[1]` of each batch."""
     for step in range(steps):
         source = torch.Generator().manual_seed(step)
@@ -49,7 +60,9 @@ def own_share() -> tuple[int, int]:
 
 
 def expect_equal(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
-    for (name, value), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for (name, value), expected in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
         full = value.full_tensor() if isinstance(value, DTensor) else value
         assert full.shape == expected.shape, name
         torch.testing.assert_close(
@@ -57,7 +70,8 @@ def expect_equal(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5
         )
 
 
-# --- FSDP2 ----------------------------------------------------------------------------------------------------
+# --- FSDP2
+# --------------------------------------------------------------------------------------------------
 
 
 def shard(model: nn.Sequential, **options: Any) -> nn.Module:
@@ -78,7 +92,11 @@ def fsdp(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"reshard_after_forward": False}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}],
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    ],
     ids=["plain", "kept after forward", "bfloat16"],
 )
 def test_fully_shard(ranks: Ranks, options: dict[str, Any]) -> None:
@@ -100,7 +118,8 @@ def test_fully_shard_on_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
     ranks.run(hybrid)
 
 
-# --- DTensor --------------------------------------------------------------------------------------------------
+# --- DTensor
+# --------------------------------------------------------------------------------------------------
 
 
 def redistributed() -> None:
@@ -113,7 +132,10 @@ def redistributed() -> None:
             tensor = tensor.redistribute(mesh, [goal])
             assert tensor.placements == (goal,)
             assert torch.equal(tensor.full_tensor(), full)
-    one, other = distribute_tensor(full, mesh, [Shard(0)]), distribute_tensor(full.T.contiguous(), mesh, [Shard(0)])
+    one, other = (
+        distribute_tensor(full, mesh, [Shard(0)]),
+        distribute_tensor(full.T.contiguous(), mesh, [Shard(0)]),
+    )
     assert torch.equal((one @ other).full_tensor(), full @ full.T)
     assert one.sum().full_tensor().item() == full.sum().item()
     assert one.max().full_tensor().item() == 69
@@ -128,7 +150,9 @@ def tensor_parallel() -> None:
         copy.deepcopy(reference),
         mesh,
         lambda _, module, mesh: [
-            module.register_parameter(name, nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])))
+            module.register_parameter(
+                name, nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
+            )
             for name, value in list(module.named_parameters(recurse=False))
         ],
     )
@@ -146,7 +170,8 @@ def test_dtensor(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks.run(body)
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------
+# --- checkpoints
+# ----------------------------------------------------------------------------------------------
 
 
 def save_and_load(folder: Path) -> None:
@@ -169,7 +194,8 @@ def test_distributed_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(save_and_load, tmp_path)
 
 
-# --- the optimizer's state ------------------------------------------------------------------------------------
+# --- the optimizer's state
+# ------------------------------------------------------------------------------------
 
 
 def zero_redundancy() -> None:
@@ -191,7 +217,8 @@ def test_zero_redundancy_optimizer(ranks: Ranks) -> None:
     ranks.run(zero_redundancy)
 
 
-# --- inputs of different lengths ------------------------------------------------------------------------------
+# --- inputs of different lengths
+# ------------------------------------------------------------------------------
 
 
 def uneven_inputs() -> None:
@@ -207,7 +234,9 @@ def uneven_inputs() -> None:
             optimizer.zero_grad()
             wrapped(torch.full((1, 3), rank + 1.0)).sum().backward()
             optimizer.step()
-    steps = [sum(peer + 1 for peer in range(size) if step < 2 + peer) / size for step in range(1 + size)]
+    steps = [
+        sum(peer + 1 for peer in range(size) if step < 2 + peer) / size for step in range(1 + size)
+    ]
     final = model.weight.detach()[0, 0].item()
     assert abs(final + sum(steps)) < 1e-5 * len(steps), (final, steps)
 

@@ -23,7 +23,10 @@ def meet():
 """
 INIT = 'dist.init_process_group("shm", init_method="file://" + path, rank=rank, world_size=size)\n'
 # each rank believes that it is on a host of its own, with Gloo between them
-APART = "from lockstep.transports.runtime import host_identity\nhost_identity.host_key = lambda: f'host {rank}'\n"
+APART = (
+    "from lockstep.transports.runtime import host_identity\nhost_identity.host_key = lambda: "
+    "f'host {rank}'\n"
+)
 
 # What comes last in a program; every rank is to end with code 0 and without a word.
 LAST_LINES = {
@@ -34,7 +37,8 @@ LAST_LINES = {
     "many under way": "works = [dist.all_reduce(torch.ones(300_000), async_op=True) for _ in range(9)]; meet()",
     "destroyed under way": "w = dist.all_reduce(torch.ones(3_000_000), async_op=True); dist.destroy_process_group()",
     "one rank under way": "rank or dist.all_reduce(torch.ones(3), async_op=True)",
-    "future": "f = dist.all_reduce(torch.ones(3_000_000), async_op=True).get_future().then(lambda f: f.value())",
+    "future": "f = dist.all_reduce(torch.ones(3_000_000), async_op=True).get_future().then(lambda f: "
+    "f.value())",
     "irecv without a message": "work = dist.irecv(torch.empty(3), 1 - rank)",
     "irecv from anyone": "work = dist.irecv(torch.empty(3)); dist.barrier()",
     "isend that nobody receives": "work = dist.isend(torch.ones(3_000_000), 1 - rank)",
@@ -56,20 +60,40 @@ LAST_LINES_APART = {
     "one rank over Gloo": "work = rank or dist.all_to_all_single(torch.ones(4), torch.ones(4), async_op=True)",
 }
 
-LONG_SUMS = "w = [dist.all_reduce(torch.ones(3_000_000, dtype=torch.half), async_op=True) for _ in range(3)]"
+LONG_SUMS = (
+    "w = [dist.all_reduce(torch.ones(3_000_000, dtype=torch.half), async_op=True) for _ in "
+    "range(3)]"
+)
 TIMES = 5  # what they are to show happens often, not always
 
 # Rank 1 ends while the others wait for it: its last line, its exit code, and what the others say.
 WAIT = "if rank != 1: dist.all_reduce(torch.ones(3))\n"
 LOST = {
     "returns": ("", 0, r"RankLostError: shm: .*the process of rank 1 \(\d+\) has ended"),
-    "exits": ("if rank == 1: sys.exit(3)", 3, r"RankLostError: shm: .*the process of rank 1 \(\d+\) has ended"),
-    "ends at once": ("import os; rank == 1 and os._exit(0)", 0, r"RankLostError: .* rank 1 \(\d+\) has ended"),
-    "raises": ("if rank == 1: raise ValueError('mine')", 1, r"RankLostError: .* rank 1 \(\d+\) has ended"),
-    "destroys": ("dist.destroy_process_group()", 0, r"RankLostError: shm: .*rank 1 has left the group"),
+    "exits": (
+        "if rank == 1: sys.exit(3)",
+        3,
+        r"RankLostError: shm: .*the process of rank 1 \(\d+\) has ended",
+    ),
+    "ends at once": (
+        "import os; rank == 1 and os._exit(0)",
+        0,
+        r"RankLostError: .* rank 1 \(\d+\) has ended",
+    ),
+    "raises": (
+        "if rank == 1: raise ValueError('mine')",
+        1,
+        r"RankLostError: .* rank 1 \(\d+\) has ended",
+    ),
+    "destroys": (
+        "dist.destroy_process_group()",
+        0,
+        r"RankLostError: shm: .*rank 1 has left the group",
+    ),
 }
 
-# Ctrl-C in rank 1 at the first nap of its wait; the first rank waits for a message, the last in the same all-reduce.
+# Ctrl-C in rank 1 at the first nap of its wait; the first rank waits for a message, the last in the
+# same all-reduce.
 INTERRUPTED = """
 import signal, time, types
 from lockstep.transports.runtime import backoff
@@ -87,9 +111,16 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Endings:
     """How each rank of each program ended; they are run in one go."""
     start = IMPORTS + INIT
     programs = {name: (start + line, 2) for name, line in LAST_LINES.items()}
-    programs |= {f"apart, {name}": (IMPORTS + APART + INIT + line, 2) for name, line in LAST_LINES_APART.items()}
+    programs |= {
+        f"apart, {name}": (IMPORTS + APART + INIT + line, 2)
+        for name, line in LAST_LINES_APART.items()
+    }
     programs |= {f"long sums {time}": (start + LONG_SUMS, 2) for time in range(TIMES)}
-    programs |= {f"{name}, {n}": (start + WAIT + line, n) for name, (line, *_) in LOST.items() for n in (2, 3)}
+    programs |= {
+        f"{name}, {n}": (start + WAIT + line, n)
+        for name, (line, *_) in LOST.items()
+        for n in (2, 3)
+    }
     programs["interrupted"] = (start + INTERRUPTED, 3)
     ended = run_programs(list(programs.values()), tmp_path_factory.mktemp("programs"), timeout=110)
     return dict(zip(programs, ended, strict=True))
@@ -101,14 +132,18 @@ def test_a_program_ends_well_whatever_its_last_line_is(endings: Endings, name: s
 
 
 def test_an_interpreter_exits_while_long_sums_are_in_flight(endings: Endings) -> None:
-    """A thread that comes back from C++ to an interpreter that is gone would take the process down."""
+    """A thread that comes back from C++ to an interpreter that is gone would take the process
+    down.
+    """
     for time in range(TIMES):
         assert [(rank.code, rank.err) for rank in endings[f"long sums {time}"]] == [(0, "")] * 2
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", LOST)
-def test_the_others_end_soon_with_an_error_that_names_it(endings: Endings, name: str, ranks: int) -> None:
+def test_the_others_end_soon_with_an_error_that_names_it(
+    endings: Endings, name: str, ranks: int
+) -> None:
     _, code, pattern = LOST[name]
     ended = endings[f"{name}, {ranks}"]
     assert ended[1].code == code, ended[1]

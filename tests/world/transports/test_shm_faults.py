@@ -1,4 +1,6 @@
-"""A rank that ends, leaves or hangs: operations over shared memory end soon, with an error that names it."""
+"""A rank that ends, leaves or hangs: operations over shared memory end soon, with an error that
+names it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from support.pool import Pool
 LARGE = 2_000_000  # elements; in float32 more than rings and slots hold
 
 
-# --- operations that cannot end well without rank `lost` --------------------------------------------------------
+# --- operations that cannot end well without rank `lost`
+# --------------------------------------------------------
 
 Operation = Callable[[int], object]
 OPERATIONS: dict[str, Operation] = {}
@@ -115,12 +118,16 @@ def long_send(lost: int) -> None:
 
 @operation
 def batch(lost: int) -> None:
-    asked = [dist.P2POp(dist.irecv, torch.empty(4), lost), dist.P2POp(dist.isend, torch.ones(LARGE), lost)]
+    asked = [
+        dist.P2POp(dist.irecv, torch.empty(4), lost),
+        dist.P2POp(dist.isend, torch.ones(LARGE), lost),
+    ]
     for work in dist.batch_isend_irecv(asked):
         work.wait()
 
 
-# --- a rank ends or leaves --------------------------------------------------------------------------------------
+# --- a rank ends or leaves
+# --------------------------------------------------------------------------------------
 
 
 def leave() -> None:
@@ -128,19 +135,25 @@ def leave() -> None:
 
 
 def lose(end: Callable[[], object], operation: Operation, lost: int) -> Ended | None:
-    """On the lost rank, its end; on the others the operation, and what happens afterwards to a whole-group one."""
+    """On the lost rank, its end; on the others the operation, and what happens afterwards to a
+    whole-group one.
+    """
     if dist.get_rank() == lost:
         end()
         return None
     return attempt(lambda: operation(lost))
 
 
-def lost_one(pool: Pool, end: Callable[[], object], operation: Operation, ranks: int) -> list[Ended]:
+def lost_one(
+    pool: Pool, end: Callable[[], object], operation: Operation, ranks: int
+) -> list[Ended]:
     """How the operation ended on the living ranks, where the last rank is lost."""
     lost = ranks - 1
     outcomes = pool.outcomes(lose, end, operation, lost, workers=ranks, backend="shm")
     values = [outcome.value for outcome in outcomes if outcome.rank != lost]
-    assert all(isinstance(value, Ended) for value in values), [outcome.line() for outcome in outcomes]
+    assert all(isinstance(value, Ended) for value in values), [
+        outcome.line() for outcome in outcomes
+    ]
     return values
 
 
@@ -159,7 +172,9 @@ def test_every_operation_ends_when_a_rank_is_killed(pool: Pool, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "asynchronous", "recv", "long_send"])
-@pytest.mark.parametrize("end", [kill, leave, lambda: os._exit(0)], ids=["killed", "leaves", "exits"])
+@pytest.mark.parametrize(
+    "end", [kill, leave, lambda: os._exit(0)], ids=["killed", "leaves", "exits"]
+)
 def test_the_only_other_rank_is_lost(pool: Pool, end: Callable[[], object], name: str) -> None:
     assert_names(lost_one(pool, end, OPERATIONS[name], ranks=2), 1)
 
@@ -184,7 +199,9 @@ def then(lost: int) -> Ended:
 
 
 def backward(lost: int) -> Ended:
-    """The lost rank is not in the first forward pass either; the reducer's all-reduce is what waits for it."""
+    """The lost rank is not in the first forward pass either; the reducer's all-reduce is what waits
+    for it.
+    """
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
     if dist.get_rank() == lost:
         kill()
@@ -192,7 +209,9 @@ def backward(lost: int) -> Ended:
 
 
 @pytest.mark.parametrize("body", [future, then, backward])
-def test_futures_and_a_backward_pass_raise_what_names_it(pool: Pool, body: Callable[[int], Ended]) -> None:
+def test_futures_and_a_backward_pass_raise_what_names_it(
+    pool: Pool, body: Callable[[int], Ended]
+) -> None:
     def run() -> Ended:
         if dist.get_rank() == 1 and body is not backward:
             kill()
@@ -207,7 +226,8 @@ def test_futures_and_a_backward_pass_raise_what_names_it(pool: Pool, body: Calla
         assert outcome.value.seconds < SOON_S
 
 
-# --- after an error ---------------------------------------------------------------------------------------------
+# --- after an error
+# ---------------------------------------------------------------------------------------------
 
 
 def survive() -> list[Any]:
@@ -230,7 +250,9 @@ def test_a_broken_group_refuses_everything_and_a_new_one_works(pool: Pool) -> No
         assert not outcome.failed, outcome.line() + outcome.trace
         kind, text, total = outcome.value
         assert (kind, total) == ("RankLostError", [2.0] * 3)
-        assert text.startswith("shm: this group cannot be used since an earlier error: RankLostError")
+        assert text.startswith(
+            "shm: this group cannot be used since an earlier error: RankLostError"
+        )
         assert "rank 1 (" in text
 
 
@@ -254,5 +276,7 @@ def test_a_message_of_another_size_is_its_receivers_error_alone(pool: Pool) -> N
     sender, receiver = pool.run(mistake, backend="shm")
     assert sender == ["", "", [7.0] * 3, [2.0] * 3]
     assert receiver[0] == "TransportError"
-    assert f"rank 0 sent {LARGE * 4} bytes (tag 0), but rank 1 receives into 12 bytes" in receiver[1]
+    assert (
+        f"rank 0 sent {LARGE * 4} bytes (tag 0), but rank 1 receives into 12 bytes" in receiver[1]
+    )
     assert receiver[2:] == [[7.0] * 3, [2.0] * 3]

@@ -1,4 +1,6 @@
-"""Ranks on several placement: shared memory inside each, Gloo between them, with the same results as on one."""
+"""Ranks on several placement: shared memory inside each, Gloo between them, with the same results
+as on one.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ from support.pool import Pool
 
 # the host of each rank: in order, by turns, and with one rank only on some
 PLACEMENTS = ("AB", "AABB", "ABAB", "ABBC")
-BETWEEN = ("all_reduce", "broadcast", "all_gather", "all_gather_tensor", "all_gather_rows", "barrier")
+BETWEEN = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_tensor",
+    "all_gather_rows",
+    "barrier",
+)
 
 Place = Callable[[], AbstractContextManager[None]]
 
@@ -58,7 +67,10 @@ def check_uneven() -> None:
         rows = [case.bits(rank, shape=(rank, 2)) for rank in range(case.size)]
         parts = [torch.ones_like(row) for row in rows]
         dist.all_gather(parts, rows[case.rank])
-        assert all(part.view(torch.uint8).equal(row.view(torch.uint8)) for part, row in zip(parts, rows, strict=True))
+        assert all(
+            part.view(torch.uint8).equal(row.view(torch.uint8))
+            for part, row in zip(parts, rows, strict=True)
+        )
 
 
 def check_the_rest() -> None:
@@ -131,7 +143,8 @@ def test_a_subgroup_may_be_on_one_host_or_on_several(pool: Pool, placement: str)
     assert kinds == [[first, third], [first, second], [second], [third]]
 
 
-# --- a rank is lost -----------------------------------------------------------------------------------------------
+# --- a rank is lost
+# -----------------------------------------------------------------------------------------------
 
 
 def wait_for_all() -> None:
@@ -215,7 +228,8 @@ def test_hosts_whose_leader_has_left(pool: Pool) -> None:
         assert ended.seconds < SOON_S
 
 
-# --- network namespaces -------------------------------------------------------------------------------------------
+# --- network namespaces
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +273,8 @@ def test_a_rank_that_is_killed_in_another_namespace(pool: Pool, hosts: Network) 
         assert outcome.value.seconds < SOON_S
 
 
-# --- large groups -------------------------------------------------------------------------------------------------
+# --- large groups
+# -------------------------------------------------------------------------------------------------
 
 
 def connected() -> int:
@@ -276,7 +291,9 @@ def connected() -> int:
 
 @contextmanager
 def large() -> Iterator[None]:
-    """Let every group on several hosts be one that is too large to connect every rank with each other."""
+    """Let every group on several hosts be one that is too large to connect every rank with each
+    other.
+    """
     before, creation.MAX_FULL_MESH = creation.MAX_FULL_MESH, 0
     try:
         yield
@@ -314,8 +331,12 @@ def test_only_the_leaders_of_a_large_group_are_connected(pool: Pool) -> None:
 
     first, second, third, fourth = pool.run(body, workers=4, init=False)
     assert first == third == [2, 2], "to the store, and to the other leader"
-    assert second[0] == fourth[0] == 1, "all-reduce, all-gather and barrier need no connection of theirs"
-    assert second[1] == fourth[1] == 3, "to the other rank, and one more to the store, where the two have met"
+    assert second[0] == fourth[0] == 1, (
+        "all-reduce, all-gather and barrier need no connection of theirs"
+    )
+    assert second[1] == fourth[1] == 3, (
+        "to the other rank, and one more to the store, where the two have met"
+    )
 
 
 def perform_message(source: int, dest: int) -> None:
@@ -329,7 +350,9 @@ def perform_message(source: int, dest: int) -> None:
 
 
 def test_messages_in_a_large_group_wait_for_no_third_rank(pool: Pool) -> None:
-    """Gloo's own way to connect late waits in `isend` for the other rank, which may wait for what comes after that."""
+    """Gloo's own way to connect late waits in `isend` for the other rank, which may wait for what
+    comes after that.
+    """
 
     def body() -> None:
         with large():

@@ -70,12 +70,17 @@ def exercise() -> None:
     dist.barrier(dist.new_group())
 
 
-# --- in one process -----------------------------------------------------------------------------------------------
+# --- in one process
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["memfd", "file"])
-def test_many_groups_one_after_the_other_leave_nothing(pool: Pool, tmp_path: Path, way: str) -> None:
-    """Without the garbage collector: memory is given back by the time the group is destroyed, not some time later."""
+def test_many_groups_one_after_the_other_leave_nothing(
+    pool: Pool, tmp_path: Path, way: str
+) -> None:
+    """Without the garbage collector: memory is given back by the time the group is destroyed, not
+    some time later.
+    """
 
     def rounds() -> list[dict[str, int]]:
         counts, patience = [], op_queue._IDLE_EXIT_S
@@ -88,7 +93,9 @@ def test_many_groups_one_after_the_other_leave_nothing(pool: Pool, tmp_path: Pat
             exercise()
             group = dist.group.WORLD  # as a model may keep it
             dist.destroy_process_group()
-            for thread in threading.enumerate():  # the one that carries on with operations ends with the last group
+            for thread in (
+                threading.enumerate()
+            ):  # the one that carries on with operations ends with the last group
                 if thread.name == "lockstep-shm":
                     thread.join(LINGER)
                     assert not thread.is_alive()
@@ -109,7 +116,9 @@ def test_many_groups_one_after_the_other_leave_nothing(pool: Pool, tmp_path: Pat
 
 
 def rest() -> int:
-    """Leave a group while the thread that carried on with its operations rests; what is mapped more a little later."""
+    """Leave a group while the thread that carried on with its operations rests; what is mapped more
+    a little later.
+    """
     before = held()["shared mappings"]
     patience, op_queue._IDLE_EXIT_S = op_queue._IDLE_EXIT_S, 60.0
     gc.disable()
@@ -137,7 +146,11 @@ def abandon() -> None:
     """Leave while operations of every kind are under way; the pool looks for what is left."""
     if dist.get_rank() == 0:
         works: list[Any] = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(3)]
-        works += [dist.irecv(torch.ones(4), 1), dist.irecv(torch.ones(4)), dist.isend(torch.ones(900_000), 1)]
+        works += [
+            dist.irecv(torch.ones(4), 1),
+            dist.irecv(torch.ones(4)),
+            dist.isend(torch.ones(900_000), 1),
+        ]
         works[0].get_future()
         dist.destroy_process_group()
         for work in works:
@@ -148,9 +161,11 @@ def test_what_is_in_flight_ends_with_the_group(pool: Pool) -> None:
     pool.run(abandon, backend="shm")
 
 
-# --- ranks that are killed ----------------------------------------------------------------------------------------
+# --- ranks that are killed
+# ----------------------------------------------------------------------------------------
 
-# Makes a segment again and again; the n-th time the process is killed at the n-th line of Lockstep that it comes to.
+# Makes a segment again and again; the n-th time the process is killed at the n-th line of Lockstep
+# that it comes to.
 KILLED_ANYWHERE = """
 import json, os, signal, sys
 from pathlib import Path
@@ -200,7 +215,9 @@ def test_no_file_is_left_by_a_kill_at_any_line(tmp_path: Path, way: str) -> None
 
 
 @pytest.mark.parametrize("way", ["memfd", "file"])
-def test_no_file_is_left_by_ranks_that_are_killed_in_their_work(pool: Pool, tmp_path: Path, way: str) -> None:
+def test_no_file_is_left_by_ranks_that_are_killed_in_their_work(
+    pool: Pool, tmp_path: Path, way: str
+) -> None:
     def body() -> None:
         with memory(way, tmp_path):
             dist.init_process_group("shm", **place())
@@ -214,7 +231,8 @@ def test_no_file_is_left_by_ranks_that_are_killed_in_their_work(pool: Pool, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-# --- memory that cannot be shared ---------------------------------------------------------------------------------
+# --- memory that cannot be shared
+# ---------------------------------------------------------------------------------
 
 
 def fail_to_map(*arguments: object) -> int:

@@ -1,4 +1,6 @@
-"""The memory of a group: nobody else's, as large as was asked for, and taken only where it is written to."""
+"""The memory of a group: nobody else's, as large as was asked for, and taken only where it is
+written to.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from support.pool import Pool
 from support.programs import run_programs
 
 NOBODY = 65534
-as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user, or mount a file system")
+as_root = pytest.mark.skipif(
+    os.getuid() != 0, reason="only root can become another user, or mount a file system"
+)
 
 
 def memory_files() -> list[int]:
@@ -48,7 +52,8 @@ def files_in(folder: Path) -> Iterator[None]:
         os.memfd_create, segment.SHM = first, usual
 
 
-# --- whose it is --------------------------------------------------------------------------------------------------
+# --- whose it is
+# --------------------------------------------------------------------------------------------------
 
 
 def can_open(path: str, user: int) -> bool:
@@ -80,7 +85,11 @@ def test_another_user_cannot_open_it(pool: Pool, tmp_path: Path, way: str) -> No
         dist.init_process_group("shm")
         (number,) = memory_files()
         status = os.fstat(number)
-        return [oct(status.st_mode & 0o777), status.st_nlink, can_open(f"/proc/{os.getpid()}/fd/{number}", NOBODY)]
+        return [
+            oct(status.st_mode & 0o777),
+            status.st_nlink,
+            can_open(f"/proc/{os.getpid()}/fd/{number}", NOBODY),
+        ]
 
     def body() -> list[Any]:
         if way == "memfd":
@@ -92,7 +101,8 @@ def test_another_user_cannot_open_it(pool: Pool, tmp_path: Path, way: str) -> No
         assert seen == ["0o600", 0, False]
 
 
-# --- how large it is ----------------------------------------------------------------------------------------------
+# --- how large it is
+# ----------------------------------------------------------------------------------------------
 
 
 def sizes(options: object = None) -> int:
@@ -110,9 +120,12 @@ def test_the_size_is_the_default_or_the_variable_or_the_option(pool: Pool) -> No
     for text, limit in (("3M", 3 << 20), ("700k", 700 << 10), ("2000000", 2_000_000)):
         size = pool.run(sizes, init=False, env={"LOCKSTEP_SHM_SIZE": text})[0]
         assert 0.8 * limit < size <= limit, text
-    option = pool.run(sizes, lockstep.transports.ShmOptions(size=1 << 20), init=False, env={"LOCKSTEP_SHM_SIZE": "3M"})[
-        0
-    ]
+    option = pool.run(
+        sizes,
+        lockstep.transports.ShmOptions(size=1 << 20),
+        init=False,
+        env={"LOCKSTEP_SHM_SIZE": "3M"},
+    )[0]
     assert 0.8 * (1 << 20) < option <= 1 << 20
 
 
@@ -129,16 +142,23 @@ def test_the_least_of_the_ranks_limits_holds_for_all(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("given", ["option", "variable"])
-def test_too_small_a_size_is_refused_on_every_rank_with_the_least_that_is_enough(pool: Pool, given: str) -> None:
+def test_too_small_a_size_is_refused_on_every_rank_with_the_least_that_is_enough(
+    pool: Pool, given: str
+) -> None:
     def body(size: int) -> tuple[str, str]:
         if given == "variable":
             os.environ["LOCKSTEP_SHM_SIZE"] = str(size)
-        ended = attempt_to_start(pg_options=lockstep.transports.ShmOptions(size=size) if given == "option" else None)
+        ended = attempt_to_start(
+            pg_options=lockstep.transports.ShmOptions(size=size) if given == "option" else None
+        )
         return ended.kind, ended.text
 
     outcomes = pool.run(body, 5000, workers=3, init=False)
     assert {kind for kind, _ in outcomes} == {"ConfigError"}
-    (least,) = {int(re.search(r"expected at least (\d+) bytes for 3 ranks", text)[1]) for _, text in outcomes}  # type: ignore[index]
+    (least,) = {
+        int(re.search(r"expected at least (\d+) bytes for 3 ranks", text)[1])
+        for _, text in outcomes
+    }  # type: ignore[index]
     assert pool.run(body, least, workers=3, init=False) == [("", "")] * 3
 
 
@@ -156,7 +176,12 @@ def test_too_small_a_size_on_one_host_is_refused_on_all(pool: Pool) -> None:
 
 @pytest.mark.parametrize("size", [0, -5, "1M"])
 def test_what_is_no_size_is_refused(pool: Pool, size: Any) -> None:
-    (ended,) = pool.run(attempt_to_start, pg_options=lockstep.transports.ShmOptions(size=size), workers=1, init=False)
+    (ended,) = pool.run(
+        attempt_to_start,
+        pg_options=lockstep.transports.ShmOptions(size=size),
+        workers=1,
+        init=False,
+    )
     assert ended.kind == "ConfigError"
 
 
@@ -172,18 +197,24 @@ def test_a_variable_that_is_no_size_is_refused(pool: Pool) -> None:
 
 @as_root
 def test_too_small_a_folder_is_an_error_and_never_a_bus_error(pool: Pool, tmp_path: Path) -> None:
-    """A folder of 1 MiB: what does not fit is refused at once, and what fits can be written to to the end."""
+    """A folder of 1 MiB: what does not fit is refused at once, and what fits can be written to to
+    the end.
+    """
 
     def body() -> list[Any]:
         with files_in(tmp_path):
             ended = attempt(lambda: dist.init_process_group("shm"))
-            dist.init_process_group("shm", pg_options=lockstep.transports.ShmOptions(size=900 << 10))
+            dist.init_process_group(
+                "shm", pg_options=lockstep.transports.ShmOptions(size=900 << 10)
+            )
         total = torch.ones(1_000_000)
         dist.all_reduce(total)
         dist.send(total, 1) if dist.get_rank() == 0 else dist.recv(total, 0)
         return [ended.kind, ended.text, total.eq(2).all().item()]
 
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path], check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path], check=False
+    ).returncode:
         pytest.skip("a file system cannot be mounted here")
     try:
         outcomes = pool.run(body, init=False)
@@ -206,7 +237,8 @@ def test_what_is_never_written_takes_no_memory(pool: Pool) -> None:
     assert all(kilobytes <= 64 for kilobytes in pool.run(body, backend="shm"))
 
 
-# --- more ranks than cores ----------------------------------------------------------------------------------------
+# --- more ranks than cores
+# ----------------------------------------------------------------------------------------
 
 CROWD = """
 import os, sys, time, torch, torch.distributed as dist, lockstep
@@ -240,5 +272,8 @@ def test_more_ranks_than_cores_work_and_hardly_use_them_while_they_wait(tmp_path
     assert [rank.code for rank in ended] == [0] * 6, ended
     for rank in ended:
         took, share = map(float, rank.out.split())
-        assert took < 20, "200 collectives take less than a second; a rank that burns its core lets the others wait"
+        assert took < 20, (
+            "200 collectives take less than a second; a rank that burns its core lets the others "
+            "wait"
+        )
         assert share < 0.1

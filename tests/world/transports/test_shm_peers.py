@@ -1,4 +1,6 @@
-"""Whether the processes of other ranks live: by pidfds, by the process table, from several threads."""
+"""Whether the processes of other ranks live: by pidfds, by the process table, from several
+threads.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_without_pidfds_the_process_table_is_read(monkeypatch: pytest.MonkeyPatc
 
 
 def test_two_threads_may_find_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main thread and the progress thread look at the same time, and both have seen the end before either acts."""
+    """The main thread and the progress thread look at the same time, and both have seen the end
+    before either acts.
+    """
     both = threading.Barrier(2)
     real = select.poll
 

@@ -1,4 +1,6 @@
-"""Ranks that do not come: StallError at the time limit that holds, with their names, and what can be done then."""
+"""Ranks that do not come: StallError at the time limit that holds, with their names, and what can
+be done then.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ Operation = Callable[[Any], object]
 def assert_stalled(ended: Ended, *late: int) -> None:
     """It has ended at the limit and not before, with the names of those who did not come."""
     assert (ended.kind, ended.names) == ("StallError", late), ended
-    assert f"rank{'s'[: len(late) != 1]} {', '.join(map(str, late))} did not arrive within" in ended.text
+    assert (
+        f"rank{'s'[: len(late) != 1]} {', '.join(map(str, late))} did not arrive within"
+        in ended.text
+    )
     assert LIMIT_S <= ended.seconds < LIMIT_S + SOON_S
 
 
@@ -41,7 +46,8 @@ def limited() -> Any:
     return dist.new_group(timeout=LIMIT, backend="shm")
 
 
-# --- limits of a group ----------------------------------------------------------------------------------------
+# --- limits of a group
+# ----------------------------------------------------------------------------------------
 
 
 def all_reduce(group: Any) -> None:
@@ -67,7 +73,9 @@ def long_send(group: Any) -> None:
 
 
 @pytest.mark.parametrize("operation", [all_reduce, large_all_reduce, asynchronous, recv, long_send])
-def test_a_rank_that_never_comes_is_named_at_the_groups_limit(pool: Pool, tmp_path: Path, operation: Operation) -> None:
+def test_a_rank_that_never_comes_is_named_at_the_groups_limit(
+    pool: Pool, tmp_path: Path, operation: Operation
+) -> None:
     def body() -> Ended | None:
         group = limited()
         if dist.get_rank() == 1:
@@ -112,7 +120,9 @@ def test_a_stopped_process_that_continues_gets_the_error_of_the_others(pool: Poo
     assert "rank 0 gave up: StallError" in stopped.text
 
 
-def test_a_group_that_is_not_made_on_every_rank_names_the_missing_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_a_group_that_is_not_made_on_every_rank_names_the_missing_ranks(
+    pool: Pool, tmp_path: Path
+) -> None:
     def body() -> Ended | None:
         if os.environ["RANK"] == "2":
             return loop_until(tmp_path / "0", tmp_path / "1")
@@ -126,7 +136,8 @@ def test_a_group_that_is_not_made_on_every_rank_names_the_missing_ranks(pool: Po
         assert "creating the group" in ended.text
 
 
-# --- limits of one wait ---------------------------------------------------------------------------------------
+# --- limits of one wait
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("begin", ["collective", "recv", "recv from anyone", "send"])
@@ -171,11 +182,14 @@ def test_a_receive_that_took_too_long_leaves_the_group_and_the_message_alone(
     assert values == [0.0, 5.0, 2.0]
 
 
-# --- what is behind an operation that has failed ------------------------------------------------------------------
+# --- what is behind an operation that has failed
+# ------------------------------------------------------------------
 
 
 def test_a_late_rank_never_takes_one_operation_for_another(pool: Pool, tmp_path: Path) -> None:
-    """Behind the operation that has failed on rank 0 there are others, whose ticks rank 1 must not take for its own."""
+    """Behind the operation that has failed on rank 0 there are others, whose ticks rank 1 must not
+    take for its own.
+    """
 
     def body() -> list[Any]:
         group = limited()
@@ -184,7 +198,9 @@ def test_a_late_rank_never_takes_one_operation_for_another(pool: Pool, tmp_path:
             tensor = torch.ones(SLICED)
             ended = attempt(lambda: dist.all_reduce(tensor, group=group))
             return [ended.kind, bool(tensor.eq(2).all())]
-        works: list[Any] = [dist.all_reduce(torch.ones(SLICED), group=group, async_op=True) for _ in range(4)]
+        works: list[Any] = [
+            dist.all_reduce(torch.ones(SLICED), group=group, async_op=True) for _ in range(4)
+        ]
         endings = [attempt(work.wait) for work in works]
         (tmp_path / "over").touch()
         return [ended.kind for ended in endings]
@@ -194,7 +210,8 @@ def test_a_late_rank_never_takes_one_operation_for_another(pool: Pool, tmp_path:
     assert late == ["StallError", False]
 
 
-# --- Ctrl-C -------------------------------------------------------------------------------------------------------
+# --- Ctrl-C
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_rank_ends_the_others_wait_too(pool: Pool) -> None:

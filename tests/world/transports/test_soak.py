@@ -1,7 +1,7 @@
 """Thousands of random operations in several groups, each with its result checked.
 
-``SOAK=600 pytest tests/world/transports/test_soak.py`` goes on for ten minutes, with other operations every time;
-``SOAK_SEED`` repeats those of the seed that a failure shows.
+``SOAK=600 pytest tests/world/transports/test_soak.py`` goes on for ten minutes, with other
+operations every time; ``SOAK_SEED`` repeats those of the seed that a failure shows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def choose(source: random.Random, transport: str, members: list[int]) -> tuple[s
     """An operation that the transport offers."""
     while True:
         name = source.choice(sorted(OPERATIONS))
-        op = source.choice(["SUM", "SUM", "MAX", "PRODUCT", "AVG", "BXOR"]) if name in REDUCING else "SUM"
+        op = (
+            source.choice(["SUM", "SUM", "MAX", "PRODUCT", "AVG", "BXOR"])
+            if name in REDUCING
+            else "SUM"
+        )
         dtype = source.choice([torch.float32, *(FITS[op] if name in REDUCING else MOVABLE)])
         count = min(int(2 ** source.uniform(-1, 17)), 10_000 if source.random() < 0.9 else 120_000)
         case = Case((count,), dtype, op, source.randrange(len(members)), source.randrange(1000))
@@ -41,18 +45,29 @@ def choose(source: random.Random, transport: str, members: list[int]) -> tuple[s
 
 
 def steps(seed: int, size: int, transport: str) -> Iterator[tuple[int, list[int], str, Case, bool]]:
-    """The same on every rank: group, its ranks, operation, case, whether it is waited for at once."""
+    """The same on every rank: group, its ranks, operation, case, whether it is waited for at
+    once.
+    """
     source = random.Random(seed)
-    members = [sorted(source.sample(range(size), source.randint(1, size))) for _ in range(GROUPS - 1)]
+    members = [
+        sorted(source.sample(range(size), source.randint(1, size))) for _ in range(GROUPS - 1)
+    ]
     members = [list(range(size)), *members]
     yield from ((-1, own, "", Case(), False) for own in members)
     while True:
         number = source.choice([0, *range(GROUPS)])
-        yield number, members[number], *choose(source, transport, members[number]), source.random() < 0.5
+        yield (
+            number,
+            members[number],
+            *choose(source, transport, members[number]),
+            source.random() < 0.5,
+        )
 
 
 def soak(transport: str, seed: int, rounds: int) -> int:
-    """Up to a dozen operations are under way at once, and each rank waits for them in an order of its own."""
+    """Up to a dozen operations are under way at once, and each rank waits for them in an order of
+    its own.
+    """
     rank, own = dist.get_rank(), random.Random(dist.get_rank())
     groups: list[Any] = []
     under_way: list[Any] = []
@@ -83,7 +98,9 @@ def finish(works: list[Any], check: Any) -> None:
 @pytest.mark.parametrize("transport", [*TRANSPORTS, PURE])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_soak(ranks: Ranks) -> None:
-    done = ranks.run(soak, ranks.transport, ranks.size, ROUNDS if ranks.transport != "gloo" else ROUNDS // 3)
+    done = ranks.run(
+        soak, ranks.transport, ranks.size, ROUNDS if ranks.transport != "gloo" else ROUNDS // 3
+    )
     assert min(done) > 100
 
 

@@ -34,7 +34,8 @@ def work_and_leave(seed: int = 0) -> None:
     assert not dist.is_initialized()
 
 
-# --- init methods ---------------------------------------------------------------------------------------------
+# --- init methods
+# ---------------------------------------------------------------------------------------------
 
 
 def by_environment(transport: str, folder: Path, port: int) -> None:
@@ -46,7 +47,9 @@ def by_environment(transport: str, folder: Path, port: int) -> None:
 def by_file(transport: str, folder: Path, port: int) -> None:
     rank, size = place()
     for turn in range(3):
-        dist.init_process_group(transport, init_method=f"file://{folder}/turn{turn}", rank=rank, world_size=size)
+        dist.init_process_group(
+            transport, init_method=f"file://{folder}/turn{turn}", rank=rank, world_size=size
+        )
         work_and_leave(turn)
 
 
@@ -63,7 +66,9 @@ def by_store(transport: str, folder: Path, port: int) -> None:
 def by_file_store(transport: str, folder: Path, port: int) -> None:
     rank, size = place()
     store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group(transport, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=50))
+    dist.init_process_group(
+        transport, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=50)
+    )
     work_and_leave()
 
 
@@ -79,19 +84,25 @@ def in_turns(transport: str, folder: Path, port: int) -> None:
     rank, size = place()
     for turn, backend in enumerate(("gloo", transport, "gloo", transport)):
         url = f"file://{folder}/turn{turn}"
-        dist.init_process_group(backend, init_method=url, rank=(rank + turn) % size, world_size=size)
+        dist.init_process_group(
+            backend, init_method=url, rank=(rank + turn) % size, world_size=size
+        )
         assert dist.get_rank() == (rank + turn) % size
         work_and_leave(turn)
 
 
-@pytest.mark.parametrize("body", [by_environment, by_file, by_store, by_file_store, by_device, in_turns])
+@pytest.mark.parametrize(
+    "body", [by_environment, by_file, by_store, by_file_store, by_device, in_turns]
+)
 def test_every_way_to_start(ranks: Ranks, tmp_path: Path, body: Body) -> None:
     store = fresh_store()
     ranks.run(body, ranks.transport, tmp_path, store.port, init=False)
 
 
 def again_in_one_store(transport: str) -> None:
-    """As under torchrun, whose store lives on: what an earlier group has left there does no harm."""
+    """As under torchrun, whose store lives on: what an earlier group has left there does no
+    harm.
+    """
     for turn in range(3):
         dist.init_process_group(transport)
         work_and_leave(turn)
@@ -105,7 +116,9 @@ def test_again_in_one_store(ranks: Ranks) -> None:
 def leave_early(transport: str, folder: Path, port: int) -> None:
     """Ranks leave at other moments; the last result that each has asked for is whole."""
     rank, size = place()
-    dist.init_process_group(transport, init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    dist.init_process_group(
+        transport, init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
     tensor = torch.full((500_000,), float(rank))
     dist.broadcast(tensor, 0)
     if rank == 0:
@@ -140,7 +153,8 @@ def test_processes_forked_from_a_rank(ranks: Ranks) -> None:
     ranks.run(forked)
 
 
-# --- plain programs -------------------------------------------------------------------------------------------
+# --- plain programs
+# -------------------------------------------------------------------------------------------
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist
@@ -157,12 +171,18 @@ if rank == 0:
 """
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])  # those of MPI are started by mpiexec: see test_mpi.py
+@pytest.mark.parametrize(
+    "transport", ["gloo", "shm"]
+)  # those of MPI are started by mpiexec: see test_mpi.py
 def test_a_plain_program(transport: str, tmp_path: Path) -> None:
-    """In processes of its own, with nothing but `import lockstep`; rank 0 leaves its group, rank 1 just ends."""
+    """In processes of its own, with nothing but `import lockstep`; rank 0 leaves its group, rank 1
+    just ends.
+    """
     arguments = [sys.executable, "-W", "error", "-c", PROGRAM, transport, str(tmp_path / "store")]
     programs = [
-        subprocess.Popen([*arguments, str(rank)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*arguments, str(rank)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     try:

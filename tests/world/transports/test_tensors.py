@@ -1,4 +1,6 @@
-"""Tensors of every kind: views, gaps between elements, memory that inputs and outputs share, and autograd's."""
+"""Tensors of every kind: views, gaps between elements, memory that inputs and outputs share, and
+autograd's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from support.operations import all_gather_single, perform, reduce_scatter_single
 only_shm = pytest.mark.parametrize("transport", ["shm"])
 
 
-# --- gaps -----------------------------------------------------------------------------------------------------
+# --- gaps
+# --------------------------------------------------------------------------------------------------
 
 
 def write_into(out: Tensor) -> list[Callable[[], object]]:
@@ -28,16 +31,22 @@ def write_into(out: Tensor) -> list[Callable[[], object]]:
         lambda: dist.all_reduce(out),
         lambda: dist.reduce(out, 1),
         lambda: dist.broadcast(out, 0),
-        lambda: dist.all_gather([out if rank == 1 else dense.clone() for rank in range(size)], dense),
+        lambda: dist.all_gather(
+            [out if rank == 1 else dense.clone() for rank in range(size)], dense
+        ),
         lambda: dist.scatter(out, [dense] * size if dist.get_rank() == 1 else None, 1),
         lambda: dist.reduce_scatter(out, [dense] * size),
         lambda: reduce_scatter_single(out, whole),
-        lambda: dist.all_to_all([out if rank == 1 else dense.clone() for rank in range(size)], [dense] * size),
+        lambda: dist.all_to_all(
+            [out if rank == 1 else dense.clone() for rank in range(size)], [dense] * size
+        ),
     ]
 
 
 def gaps(layout: str) -> None:
-    """After each call the memory around and between the tensor's elements holds what it held before."""
+    """After each call the memory around and between the tensor's elements holds what it held
+    before.
+    """
     for number, call in enumerate(write_into(torch.zeros(4, 3))):
         out = lay_out(torch.full((4, 3), 5.0), layout)
         call = write_into(out)[number]
@@ -72,7 +81,8 @@ def test_results_arrive_in_the_tensor_given(ranks: Ranks, layout: str) -> None:
     ranks.run(stay_in_place, layout)
 
 
-# --- views that share memory ----------------------------------------------------------------------------------
+# --- views that share memory
+# ----------------------------------------------------------------------------------
 
 
 def gather_in_place() -> None:
@@ -101,7 +111,9 @@ def scatter_in_place() -> None:
 
 
 def one_tensor_in_many_places() -> None:
-    """An input may stand in a list as often as one likes, and outputs may be parts of one tensor."""
+    """An input may stand in a list as often as one likes, and outputs may be parts of one
+    tensor.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, out = torch.full((3,), float(rank)), torch.zeros(size, 3)
     dist.all_to_all(list(out), [mine] * size)
@@ -139,7 +151,8 @@ def test_an_expanded_input(ranks: Ranks) -> None:
     ranks.run(expanded)
 
 
-# --- lazy views -----------------------------------------------------------------------------------------------
+# --- lazy views
+# -----------------------------------------------------------------------------------------------
 
 
 def lazy_views() -> None:
@@ -153,7 +166,9 @@ def lazy_views() -> None:
     parts = [torch.zeros_like(values) for _ in range(size)]
     dist.gather(mine, parts if rank == 1 else None, 1)
     if rank == 1:
-        assert torch.equal(torch.stack(parts), torch.stack([values.conj() * (peer + 1) for peer in range(size)]))
+        assert torch.equal(
+            torch.stack(parts), torch.stack([values.conj() * (peer + 1) for peer in range(size)])
+        )
     negated = mine.imag
     assert mine.is_conj() and negated.is_neg()
     dist.all_reduce(negated)
@@ -166,7 +181,8 @@ def test_conjugated_and_negated_views(ranks: Ranks) -> None:
     ranks.run(lazy_views)
 
 
-# --- sparse tensors -------------------------------------------------------------------------------------------
+# --- sparse tensors
+# -------------------------------------------------------------------------------------------
 
 
 def sparse_sums() -> None:
@@ -187,7 +203,8 @@ def test_sparse_sums(ranks: Ranks) -> None:
     ranks.run(sparse_sums)
 
 
-# --- autograd -------------------------------------------------------------------------------------------------
+# --- autograd
+# -------------------------------------------------------------------------------------------------
 
 
 class Rows(Tensor):
@@ -221,7 +238,9 @@ def test_tensors_of_autograd(ranks: Ranks) -> None:
 
 
 def with_gradients_on() -> None:
-    """Collectives are no part of the graph: results do not require gradients, and leaves may be written to."""
+    """Collectives are no part of the graph: results do not require gradients, and leaves may be
+    written to.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     total = float(sum(range(1, size + 1)))
     weight = torch.full((3,), rank + 1.0, requires_grad=True)
@@ -242,12 +261,17 @@ def with_gradients_on() -> None:
 
 
 def in_inference_mode() -> None:
-    """Operations under way do not depend on the modes of the thread that carries them out, or waits for them."""
+    """Operations under way do not depend on the modes of the thread that carries them out, or waits
+    for them.
+    """
     size = dist.get_world_size()
     with torch.inference_mode():
         tensor, other = torch.ones(1000), torch.ones(1000)
         parts = [torch.zeros(1000) for _ in range(size)]
-        works = [dist.all_reduce(tensor, async_op=True), dist.all_gather(parts, other, async_op=True)]
+        works = [
+            dist.all_reduce(tensor, async_op=True),
+            dist.all_gather(parts, other, async_op=True),
+        ]
         finish(dist.broadcast(torch.ones(1000), 0, async_op=True))
         dist.barrier()
     for work in works:
@@ -278,6 +302,8 @@ def finish(work: Any) -> None:
         work.wait()
 
 
-@pytest.mark.parametrize("body", [with_gradients_on, in_inference_mode, with_another_default_device])
+@pytest.mark.parametrize(
+    "body", [with_gradients_on, in_inference_mode, with_another_default_device]
+)
 def test_modes_of_autograd(ranks: Ranks, body: Callable[[], None]) -> None:
     ranks.run(body)

@@ -18,24 +18,35 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from support.conformance import Ranks
 
-STEPS, FEATURES, CLASSES, BATCH = 4, 20, 5, 12  # a batch of 12 is dealt out evenly to 2, 3 and 4 ranks
+STEPS, FEATURES, CLASSES, BATCH = (
+    4,
+    20,
+    5,
+    12,
+)  # a batch of 12 is dealt out evenly to 2, 3 and 4 ranks
 
 
 def make_model() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, CLASSES))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, CLASSES)
+    )
 
 
 def make_batch(step: int) -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, FEATURES, generator=source), torch.randint(CLASSES, (BATCH,), generator=source)
+    return torch.randn(BATCH, FEATURES, generator=source), torch.randint(
+        CLASSES, (BATCH,), generator=source
+    )
 
 
 def own_part(tensor: Tensor) -> Tensor:
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def train(model: nn.Module, part: Callable[[Tensor], Tensor] = own_part, steps: int = STEPS) -> None:
+def train(
+    model: nn.Module, part: Callable[[Tensor], Tensor] = own_part, steps: int = STEPS
+) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for step in range(steps):
         inputs, targets = make_batch(step)
@@ -46,21 +57,26 @@ def train(model: nn.Module, part: Callable[[Tensor], Tensor] = own_part, steps: 
 
 def expect_equal(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
     """The model is the reference but for rounding, and the same bits on all ranks."""
-    for (name, value), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for (name, value), expected in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
         torch.testing.assert_close(
             value, expected, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
         everywhere = [torch.empty_like(value) for _ in range(dist.get_world_size())]
         with torch.no_grad():
             dist.all_gather(everywhere, value)
-        assert all(torch.equal(one, value) for one in everywhere), f"{name} is not the same on all ranks"
+        assert all(torch.equal(one, value) for one in everywhere), (
+            f"{name} is not the same on all ranks"
+        )
 
 
 def whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# --- ways to set up DDP ---------------------------------------------------------------------------------------
+# --- ways to set up DDP
+# ---------------------------------------------------------------------------------------
 
 
 def bfloat16_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
@@ -109,12 +125,16 @@ def test_ddp(ranks: Ranks, options: dict[str, Any]) -> None:
     ],
     ids=["allreduce", "fp16", "bf16", "fp16 around allreduce"],
 )
-def test_ddp_with_a_communication_hook(ranks: Ranks, hook: Callable[..., Any], tolerance: float) -> None:
+def test_ddp_with_a_communication_hook(
+    ranks: Ranks, hook: Callable[..., Any], tolerance: float
+) -> None:
     ranks.run(plain, {}, hook, tolerance)
 
 
 def low_rank() -> None:
-    """PowerSGD is an approximation; with as much rank as the gradients have it is exact but for rounding."""
+    """PowerSGD is an approximation; with as much rank as the gradients have it is exact but for
+    rounding.
+    """
     reference, model = make_model(), make_model()
     wrapped = DistributedDataParallel(model)
     state = powerSGD_hook.PowerSGDState(
@@ -131,7 +151,8 @@ def test_ddp_with_power_sgd(ranks: Ranks) -> None:
     ranks.run(low_rank)
 
 
-# --- what DDP has to cope with --------------------------------------------------------------------------------
+# --- what DDP has to cope with
+# --------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -269,7 +290,9 @@ def sampled() -> None:
             optimizer.step()
             dist.all_reduce(loss.detach(), dist.ReduceOp.AVG)
             seen.append(features)
-    everyones = [torch.empty(36 * 3 // dist.get_world_size(), FEATURES) for _ in range(dist.get_world_size())]
+    everyones = [
+        torch.empty(36 * 3 // dist.get_world_size(), FEATURES) for _ in range(dist.get_world_size())
+    ]
     dist.all_gather(everyones, torch.cat(seen))
     assert torch.equal(torch.cat(everyones).sort(0).values, inputs.repeat(3, 1).sort(0).values)
 

@@ -1,4 +1,6 @@
-"""The first difference after many equal turns, when collectives go on beside their pre-flight checks."""
+"""The first difference after many equal turns, when collectives go on beside their pre-flight
+checks.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ OPERATIONS = {
     "barrier": "dist.barrier()",
     "named": "from lockstep.flight_recorder import named\n  with named('mine'): dist.all_reduce(x)",
 }
-GONE = {"exits": "sys.exit(0)", "raises": "raise ValueError('mine')", "killed": "os.kill(os.getpid(), 9)"}
+GONE = {
+    "exits": "sys.exit(0)",
+    "raises": "raise ValueError('mine')",
+    "killed": "os.kill(os.getpid(), 9)",
+}
 DIFFERS = r"DesyncError: Desync at collective #\d+ of the default group: rank 0 called all_reduce\(float32\[4\], sum\)"
 
 
@@ -56,7 +62,9 @@ def equal_turns(how: str = "False", turns: int = 50) -> str:
 
 
 def deviating(what: str, how: str = "False", last_how: str = "") -> str:
-    """A program whose ranks call the same for long, asynchronously or not, and then an all-reduce of `what`."""
+    """A program whose ranks call the same for long, asynchronously or not, and then an all-reduce
+    of `what`.
+    """
     text = equal_turns(how) + f"work = turn({what}, {last_how or how} if last else {how})\n"
     return text + "if work: work.wait()\nprint('wrong')"
 
@@ -74,12 +82,18 @@ def check(ended: Sequence[Ending], expected: str = DIFFERS) -> None:
         assert "wrong" not in ending.out
 
 
-@pytest.mark.parametrize(("backend", "hosts"), [("gloo", "AB"), ("shm", "AB"), ("gloo", "AABB"), ("shm", "AABB")])
+@pytest.mark.parametrize(
+    ("backend", "hosts"), [("gloo", "AB"), ("shm", "AB"), ("gloo", "AABB"), ("shm", "AABB")]
+)
 def test_the_first_difference_after_equal_turns(run: Run, backend: str, hosts: str) -> None:
-    """Nobody is ended by what arrives, no value is returned, and the error names both calls on all ranks."""
+    """Nobody is ended by what arrives, no value is returned, and the error names both calls on all
+    ranks.
+    """
     texts = [deviating(what) for what in DEVIATIONS.values()]
     texts[0] = texts[0].replace("range(50)", "range(3000)")
-    ends = [f"if last:\n  {call}\nelse: turn(x, False)\nprint('wrong')" for call in OPERATIONS.values()]
+    ends = [
+        f"if last:\n  {call}\nelse: turn(x, False)\nprint('wrong')" for call in OPERATIONS.values()
+    ]
     texts += [equal_turns() + end for end in ends]
     if hosts == "AABB":  # both ranks of the second host
         texts = [f"last = rank in (2, 3)\n{text}" for text in texts[1::4]]
@@ -90,9 +104,16 @@ def test_the_first_difference_after_equal_turns(run: Run, backend: str, hosts: s
 
 
 def test_one_rank_of_a_host_that_differs(run: Run) -> None:
-    """Its neighbour finds it in shared memory, and the leader of the other host is within the call."""
-    programs = [(program(deviating(DEVIATIONS[name]), "shm", "AABB"), 4) for name in ("smaller", "other dtype")]
-    programs.append((program("last = rank in (0, 1)\n" + deviating(DEVIATIONS["smaller"]), "shm", "AABB"), 4))
+    """Its neighbour finds it in shared memory, and the leader of the other host is within the
+    call.
+    """
+    programs = [
+        (program(deviating(DEVIATIONS[name]), "shm", "AABB"), 4)
+        for name in ("smaller", "other dtype")
+    ]
+    programs.append(
+        (program("last = rank in (0, 1)\n" + deviating(DEVIATIONS["smaller"]), "shm", "AABB"), 4)
+    )
     for ended in run(programs):
         check(ended, r"DesyncError: Desync at collective #\d+ .*all_reduce\(float32\[4\], sum\)")
 
@@ -100,22 +121,39 @@ def test_one_rank_of_a_host_that_differs(run: Run) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_the_first_difference_of_asynchronous_calls(run: Run, backend: str) -> None:
     """Also where one rank waits at once and another one later."""
-    larger, smaller, other = (DEVIATIONS[name] for name in ("larger", "smaller", "other dtype of the same size"))
-    ways = [(larger, "True"), (other, "True"), (larger, "False", "True"), (larger, "True", "False"), (smaller, "True")]
+    larger, smaller, other = (
+        DEVIATIONS[name] for name in ("larger", "smaller", "other dtype of the same size")
+    )
+    ways = [
+        (larger, "True"),
+        (other, "True"),
+        (larger, "False", "True"),
+        (larger, "True", "False"),
+        (smaller, "True"),
+    ]
     for ended in run([(program(deviating(*way), backend, "AB"), 2) for way in ways]):
         check(ended)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_rank_that_is_gone_after_equal_turns(run: Run, backend: str) -> None:
-    expected = {"exits": "exited while other ranks waited", "raises": "raised ValueError: mine", "killed": "died while"}
-    texts = [equal_turns() + f"if last: {how}\nturn(x, False)\nprint('wrong')" for how in GONE.values()]
-    for how, ended in zip(GONE, run([(program(text, backend, "AB"), 2) for text in texts]), strict=True):
+    expected = {
+        "exits": "exited while other ranks waited",
+        "raises": "raised ValueError: mine",
+        "killed": "died while",
+    }
+    texts = [
+        equal_turns() + f"if last: {how}\nturn(x, False)\nprint('wrong')" for how in GONE.values()
+    ]
+    for how, ended in zip(
+        GONE, run([(program(text, backend, "AB"), 2) for text in texts]), strict=True
+    ):
         check(ended[:1], expected[how])
         assert "wrong" not in ended[1].out
 
 
-# DistributedDataParallel, whose buckets are asynchronous; one rank has a smaller last batch of gradients to send
+# DistributedDataParallel, whose buckets are asynchronous; one rank has a smaller last batch of
+# gradients to send
 BUCKETS = """
 model = DDP(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), bucket_cap_mb=0.05)
 for number in range(20): model(torch.ones(2, 64)).sum().backward()
@@ -131,7 +169,8 @@ def test_buckets_of_gradients_go_on_beside_their_checks(run: Run) -> None:
         check(ended, "DesyncError: Desync at collective #")
 
 
-# A rank starts an asynchronous collective, and another one does so when it has had a message from that rank.
+# A rank starts an asynchronous collective, and another one does so when it has had a message from
+# that rank.
 AFTER_A_MESSAGE = """
 for size_ in (3, 5):
     if rank == 0:
@@ -148,4 +187,6 @@ print("done")
 def test_an_asynchronous_call_waits_for_nobody(run: Run) -> None:
     programs = [(program(AFTER_A_MESSAGE, backend, "AB"), 2) for backend in ("gloo", "shm")]
     for ended in run(programs):
-        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 2, ended
+        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [
+            (0, True)
+        ] * 2, ended

@@ -1,4 +1,6 @@
-"""No silent hang: however ranks diverge, every living one ends soon with an error that names the culprit."""
+"""No silent hang: however ranks diverge, every living one ends soon with an error that names the
+culprit.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import pytest
 from support.desyncs import CASES, GLOO_CASES, program
 from support.programs import Ending, ProgramServer
 
-SOON_S = 30.0  # load must not make a test fail; how soon it is on a quiet host is in docs/watchdog.md
+SOON_S = (
+    30.0  # load must not make a test fail; how soon it is on a quiet host is in docs/watchdog.md
+)
 DEAD = ("killed", "stopped")  # the last rank says nothing
 QUIET = (
     "one rank alone, the others end",
@@ -50,7 +54,10 @@ GLOO = (
     "group on one rank, the others end",
     "groups in another order",
 )
-ALONE = ("one rank alone, the others end", "group on one rank, the others end")  # the last rank gets the error
+ALONE = (
+    "one rank alone, the others end",
+    "group on one rank, the others end",
+)  # the last rank gets the error
 PRELOAD = ("lockstep.watchdog.patches", "torch._dynamo", "torch.utils.data")
 
 Run = Callable[[Sequence[tuple[str, int]]], list[list[Ending]]]
@@ -73,7 +80,9 @@ def check(name: str, ended: Sequence[Ending]) -> None:
         assert ending.code not in (0, -6, -11), (rank, ending)
         began = float(re.findall(r"began ([\d.]+)", ending.out)[0])
         assert ending.at - began < SOON_S, (rank, ending)
-        text = " ".join(re.sub(r"^\[rank\d+\]:", "", ending.err, flags=re.MULTILINE).split())  # without torch's prefix
+        text = " ".join(
+            re.sub(r"^\[rank\d+\]:", "", ending.err, flags=re.MULTILINE).split()
+        )  # without torch's prefix
         if last and name in OWN:
             assert OWN[name] in text, (rank, ending.err)
         else:
@@ -93,7 +102,9 @@ PARTS = [NAMES[start::3] for start in range(3)]  # so that no test takes too lon
 
 @pytest.mark.parametrize(("part", "size"), [(0, 3), (1, 3), (2, 3), (0, 2)])
 def test_every_kind_of_desync_over_shared_memory(run: Run, part: int, size: int) -> None:
-    """On three ranks, where one differs from the others; some kinds on two as well, where no majority is right."""
+    """On three ranks, where one differs from the others; some kinds on two as well, where no
+    majority is right.
+    """
     names = PARTS[part]
     for name, ended in zip(names, run(cases(names, "shm", size)), strict=True):
         check(name, ended)
@@ -116,9 +127,21 @@ LAST_PARTS = "dist.all_reduce(x.int() if last else x)"  # and the program is ove
 
 
 def test_between_hosts(run: Run) -> None:
-    names = ("other shape", "exception", "killed", "stopped", "exits early", "recv without send", "skipped batch")
+    names = (
+        "other shape",
+        "exception",
+        "killed",
+        "stopped",
+        "exits early",
+        "recv without send",
+        "skipped batch",
+    )
     programs = [(program(CASES[name][0], "shm", "AABB"), 4) for name in names]
-    pairs = ("other dtype of the same size", "uneven batches, then a like metric", "layers in another order")
+    pairs = (
+        "other dtype of the same size",
+        "uneven batches, then a like metric",
+        "layers in another order",
+    )
     programs += [(program(CASES[name][0], "gloo", "AB"), 2) for name in pairs]
     names = (*names, *pairs)
     for text in (CASES["killed"][0], FIRST_EXITS, LAST_PARTS):
@@ -127,9 +150,12 @@ def test_between_hosts(run: Run) -> None:
     for name, endings in zip(names, ended, strict=True):
         check(name, endings)
     assert re.search(
-        r"RankLostError: Rank 1 (on \S+ )?died while other ranks waited", " ".join(alone[0].err.split())
+        r"RankLostError: Rank 1 (on \S+ )?died while other ranks waited",
+        " ".join(alone[0].err.split()),
     ), alone
-    assert re.search(r"Rank 0 (on \S+ )?exited while other ranks waited", " ".join(first[1].err.split())), first
+    assert re.search(
+        r"Rank 0 (on \S+ )?exited while other ranks waited", " ".join(first[1].err.split())
+    ), first
     for ending in at_end:
         assert ending.code == 1, at_end
         assert "all_reduce(int32[4], sum)" in " ".join(ending.err.split()), at_end
@@ -144,7 +170,9 @@ def test_deadlocks_between_hosts(run: Run) -> None:
         text = " ".join(re.sub(r"^\[rank\d+\]:", "", ending.err, flags=re.MULTILINE).split())
         assert re.search(CASES["group on one rank"][1], text), ending
     assert "DesyncError: " in groups[0].err
-    assert groups[1].code == 86, "Gloo connects the ranks in C++, where no error gets one that waits for another host"
+    assert groups[1].code == 86, (
+        "Gloo connects the ranks in C++, where no error gets one that waits for another host"
+    )
 
 
 SWAPPED = """
@@ -154,7 +182,8 @@ def second(): dist.all_reduce(b)
 for call in (second, first) if last else (first, second): call()
 print("values", a.item(), b.item())
 """
-# the same in the metrics of a program, and asynchronously: which is the first to come differs from run to run
+# the same in the metrics of a program, and asynchronously: which is the first to come differs from
+# run to run
 METRICS = """
 class Loss:
     value = torch.tensor([1.])
@@ -211,7 +240,9 @@ print("wrong")
 
 
 def test_like_collectives_on_other_lines(run: Run) -> None:
-    """A warning with both lines, or in strict mode, or with names, an error before any value is returned."""
+    """A warning with both lines, or in strict mode, or with names, an error before any value is
+    returned.
+    """
     programs = [
         (program(SWAPPED, "shm", LOCKSTEP_WATCHDOG="strict"), 2),
         (program(BRANCHES, "shm"), 2),
@@ -234,7 +265,9 @@ def test_like_collectives_on_other_lines(run: Run) -> None:
 
 
 def test_swapped_collectives_end_before_the_second_value_is_returned(run: Run) -> None:
-    pairs = [(program(text, *where), 2) for text in (SWAPPED, METRICS) for where in (("shm",), ("gloo",))]
+    pairs = [
+        (program(text, *where), 2) for text in (SWAPPED, METRICS) for where in (("shm",), ("gloo",))
+    ]
     endings = run([*pairs, (program(SWAPPED, "shm", "AB"), 2), (program(METRICS, "shm"), 3)])
     for ending in (ending for ended in endings for ending in ended):
         assert ending.code == 1, ending
@@ -243,9 +276,13 @@ def test_swapped_collectives_end_before_the_second_value_is_returned(run: Run) -
 
 
 def test_ranks_that_take_turns_have_swapped_nothing(run: Run) -> None:
-    endings = run([(program(TURNS, "shm"), 2), (program(TURNS, "gloo"), 2), (program(TURNS, "shm", "AAB"), 3)])
+    endings = run(
+        [(program(TURNS, "shm"), 2), (program(TURNS, "gloo"), 2), (program(TURNS, "shm", "AAB"), 3)]
+    )
     for ended in endings:
-        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * len(ended), ended
+        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [
+            (0, True)
+        ] * len(ended), ended
 
 
 ENDLESS = """
@@ -269,13 +306,17 @@ def test_a_batch_that_one_rank_skips_is_a_warning_or_in_strict_mode_an_error(run
     programs = [(program(ENDLESS, "shm"), 2), (program(ENDLESS, "gloo", "AB"), 2)]
     *fitting, strict = run([*programs, (program(ENDLESS, "shm", LOCKSTEP_WATCHDOG="strict"), 2)])
     for ended in fitting:
-        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 2, ended
+        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [
+            (0, True)
+        ] * 2, ended
         text = "".join(ending.err for ending in ended)
         assert text.count("warning: ") == 1, text
         assert re.search(r"on batch 3.*on batch 4|on batch 4.*on batch 3", text), text
     for ending in strict:
         assert ending.code == 1, ending
-        assert re.search(r"(?s)DesyncError: .*(on batch 3.*on batch 4|on batch 4.*on batch 3)", ending.err), ending
+        assert re.search(
+            r"(?s)DesyncError: .*(on batch 3.*on batch 4|on batch 4.*on batch 3)", ending.err
+        ), ending
 
 
 SLOW = """
@@ -287,12 +328,16 @@ class Data:
 for batch in DataLoader(Data()): dist.all_reduce(batch)
 print("done")
 """
-HOLDS_THE_INTERPRETER = "import ctypes; ctypes.PyDLL(None).usleep(900_000); ctypes.PyDLL(None).usleep(900_000)"
+HOLDS_THE_INTERPRETER = (
+    "import ctypes; ctypes.PyDLL(None).usleep(900_000); ctypes.PyDLL(None).usleep(900_000)"
+)
 FOR_EVER = "if last:\n  while True: pass\ndist.all_reduce(x)"
 
 
 def test_slow_is_not_stuck(run: Run) -> None:
-    """A warning names the late rank and where it is, also inside a loader and C code; an error comes at the limit."""
+    """A warning names the late rank and where it is, also inside a loader and C code; an error
+    comes at the limit.
+    """
     soon = {"LOCKSTEP_STALL_WARNING": "0.6"}
     programs = [
         (program(SLOW.format(wait="time.sleep(2)"), "shm", **soon), 2),
@@ -304,7 +349,9 @@ def test_slow_is_not_stuck(run: Run) -> None:
     assert [ending.code for ending in (*slow, *held, *debugged)] == [0] * 6
     for ended in (slow, held):
         said = " ".join(ended[0].err.split())
-        assert re.search(r"straggler: rank 1 has not reached all_reduce\(float32\[1, 4\], sum\)", said), said
+        assert re.search(
+            r"straggler: rank 1 has not reached all_reduce\(float32\[1, 4\], sum\)", said
+        ), said
         assert re.search(r"Rank 1 is at program:\d+ in __getitem__", said), said
     for ending in stuck:
         assert ending.code == 1
@@ -324,7 +371,9 @@ print("done")
 
 
 def test_two_jobs_at_once_are_not_confused(run: Run) -> None:
-    text = program(JOB, "shm").replace("last, me =", "job, rank, size = rank // 2, rank % 2, 2\nlast, me =")
+    text = program(JOB, "shm").replace(
+        "last, me =", "job, rank, size = rank // 2, rank % 2, 2\nlast, me ="
+    )
     (ended,) = run([(text.replace('"file://" + path', '"file://" + path + str(job)'), 4)])
     assert [ending.code for ending in ended] == [0, 0, 1, 1]
     assert [ending.out.endswith("done\n") for ending in ended] == [True, True, False, False]
@@ -400,7 +449,9 @@ sys.stdout.flush()
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_messages_and_groups_that_belong_together(run: Run, backend: str) -> None:
     (ended,) = run([(program(MESSAGES, backend, LOCKSTEP_STALL_WARNING="60"), 3)])
-    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 3, ended
+    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 3, (
+        ended
+    )
     assert not any("lockstep: " in ending.err for ending in ended), ended
 
 
@@ -424,12 +475,17 @@ def test_what_keeps_the_last_rank_is_shown_and_not_ended(run: Run) -> None:
     endings = run([(program(text, "shm", LOCKSTEP_STALL_WARNING="0.5"), 2) for text in texts])
     for (way, expected), ended in zip(LATE_ENDS.items(), endings, strict=True):
         assert [ending.code for ending in ended] == [0, 4 * ("sys.exit" in way)], ended
-        assert re.search(r"note: rank 1 still runs, \d+ s after all other ranks have ended", ended[1].err), ended
+        assert re.search(
+            r"note: rank 1 still runs, \d+ s after all other ranks have ended", ended[1].err
+        ), ended
         assert re.search(expected, ended[1].err), ended
         assert "note: " not in ended[0].err, ended
 
 
-OFF = "import threading\nprint([thread.name for thread in threading.enumerate()], type(dist.group.WORLD))"
+OFF = (
+    "import threading\nprint([thread.name for thread in threading.enumerate()], "
+    "type(dist.group.WORLD))"
+)
 
 
 def test_it_can_be_turned_off(run: Run) -> None:
@@ -469,7 +525,9 @@ def test_no_false_alarm(run: Run, backend: str) -> None:
     """More ranks than cores; LOCKSTEP_SOAK_ROUNDS makes it a long run."""
     rounds = int(os.environ.get("LOCKSTEP_SOAK_ROUNDS", "600"))
     (ended,) = run([(program(SOAK.format(rounds=rounds), backend), 4)])
-    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 4, ended
+    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 4, (
+        ended
+    )
     assert all(
         "warning: Call site mismatch at" in line and ": broadcast" in line
         for ending in ended
@@ -485,7 +543,12 @@ def test_nothing_is_left_behind(run: Run) -> None:
         return set(layout.parent().glob(f"lockstep-{os.getuid()}/*-0"))
 
     before = here()
-    run([(program("dist.all_reduce(x)\ndist.destroy_process_group()", "shm"), 2), (program("", "gloo"), 2)])
+    run(
+        [
+            (program("dist.all_reduce(x)\ndist.destroy_process_group()", "shm"), 2),
+            (program("", "gloo"), 2),
+        ]
+    )
     left = {path for path in here() - before if _is_of_no_living_rank(path)}
     assert left == set()
 

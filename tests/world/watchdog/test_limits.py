@@ -1,4 +1,6 @@
-"""No healthy job is ended: the user's own time limits count, and rank 0 may take its time in what it does for all."""
+"""No healthy job is ended: the user's own time limits count, and rank 0 may take its time in what
+it does for all.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from support.hosts import Network, inside, network, or_skip
 from support.pool import Pool
 from support.programs import Ending, ProgramServer
 
-PRELOAD = ("lockstep.watchdog.patches", "torch._dynamo", "torch.utils.data", "lockstep.training.trainer")
+PRELOAD = (
+    "lockstep.watchdog.patches",
+    "torch._dynamo",
+    "torch.utils.data",
+    "lockstep.training.trainer",
+)
 SHORT = {"LOCKSTEP_STALL_WARNING": "0.3", "LOCKSTEP_STALL_TIMEOUT": "0.8"}
 
 Run = Callable[[Sequence[tuple[str, int]]], list[list[Ending]]]
@@ -34,7 +41,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 def limited(text: str, seconds: float | None, backend: str, hosts: str = "") -> str:
-    """A program whose group has a time limit of `seconds`, which is more or less than the short one of the watch."""
+    """A program whose group has a time limit of `seconds`, which is more or less than the short one
+    of the watch.
+    """
     whole = program(text, backend, hosts, **SHORT)
     if seconds is None:
         return whole
@@ -66,7 +75,9 @@ def test_a_time_limit_of_the_users_is_not_cut_short(run: Run) -> None:
     ]
     *patient, near, far = run(programs)
     for ended in patient:
-        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 2, ended
+        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [
+            (0, True)
+        ] * 2, ended
         assert "straggler: rank 1 has not reached" in "".join(ending.err for ending in ended)
     for ended in (near, far):
         assert "StallError: Rank 1 did not reach" in " ".join(ended[0].err.split()), ended
@@ -113,10 +124,18 @@ DONE = "dist.all_reduce(x)\nprint('done')\n"
 
 @pytest.mark.parametrize("backend, hosts", [("shm", ""), ("gloo", ""), ("shm", "AB")])
 def test_what_rank_0_does_for_all_may_take_its_time(run: Run, backend: str, hosts: str) -> None:
-    """Longer than the watch's limit and than that of the group, which the transport itself keeps."""
-    bodies = [(FIRST, 1.2)] if backend == "gloo" else [(VERBS, 1.2), (SAVES, None)][: 1 if hosts else 2]
-    for ended in run([(limited(START + body + DONE, limit, backend, hosts), 2) for body, limit in bodies]):
-        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 2, ended
+    """Longer than the watch's limit and than that of the group, which the transport itself
+    keeps.
+    """
+    bodies = (
+        [(FIRST, 1.2)] if backend == "gloo" else [(VERBS, 1.2), (SAVES, None)][: 1 if hosts else 2]
+    )
+    for ended in run(
+        [(limited(START + body + DONE, limit, backend, hosts), 2) for body, limit in bodies]
+    ):
+        assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [
+            (0, True)
+        ] * 2, ended
         assert "straggler: rank 0 has not reached" in "".join(ending.err for ending in ended)
 
 
@@ -133,17 +152,24 @@ print("done")
 """
 
 
-def test_a_group_that_is_destroyed_before_its_model_waits_for_no_thread_that_waits_for_it(run: Run) -> None:
-    """Without the watchdog one of the first ten rounds hangs: torch waits for Gloo's threads with Python's lock."""
+def test_a_group_that_is_destroyed_before_its_model_waits_for_no_thread_that_waits_for_it(
+    run: Run,
+) -> None:
+    """Without the watchdog one of the first ten rounds hangs: torch waits for Gloo's threads with
+    Python's lock.
+    """
     (ended,) = run([(program(FREED_BY_DDP, "gloo"), 2)])
-    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 2, ended
+    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 2, (
+        ended
+    )
 
 
 def test_its_failure_and_its_death_end_the_wait(run: Run) -> None:
     raises = "time.sleep(1.5)\n    raise ValueError('on rank 0')"
     dies = "time.sleep(1.5)\n    os.kill(os.getpid(), 9)"
     bodies = [
-        START + FIRST.replace("work()", "fail()").replace("with", f"def fail():\n    {how}\nwith", 1)
+        START
+        + FIRST.replace("work()", "fail()").replace("with", f"def fail():\n    {how}\nwith", 1)
         for how in (raises, dies)
     ]
     raised, died, apart = run(
@@ -173,10 +199,14 @@ print("done")
 
 
 def test_a_host_whose_ranks_all_hold_the_interpreter_is_not_lost(run: Run) -> None:
-    """Nobody on it can say anything for longer than the limit, as when all of them parse a large file."""
+    """Nobody on it can say anything for longer than the limit, as when all of them parse a large
+    file.
+    """
     soon = {"LOCKSTEP_STALL_WARNING": "1", "LOCKSTEP_HEARTBEAT_TIMEOUT": "1.5"}
     (ended,) = run([(program(HOLDS, "shm", "AABB", **soon), 4)])
-    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 4, ended
+    assert [(ending.code, ending.out.endswith("done\n")) for ending in ended] == [(0, True)] * 4, (
+        ended
+    )
     assert "straggler: ranks 2 and 3 have not reached" in ended[0].err
 
 
@@ -211,10 +241,18 @@ def wait_while_the_network_fails(names: Sequence[str]) -> Ended:
             watchdog.uninstall()
 
 
-def test_a_network_that_comes_back_is_no_loss_and_one_that_does_not_is(pool: Pool, hosts: Network) -> None:
-    env = {"MASTER_ADDR": hosts.address, "GLOO_SOCKET_IFNAME": "eth0", "LOCKSTEP_HEARTBEAT_TIMEOUT": "10"}
+def test_a_network_that_comes_back_is_no_loss_and_one_that_does_not_is(
+    pool: Pool, hosts: Network
+) -> None:
+    env = {
+        "MASTER_ADDR": hosts.address,
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "LOCKSTEP_HEARTBEAT_TIMEOUT": "10",
+    }
     try:
-        outcomes = pool.outcomes(wait_while_the_network_fails, hosts.names, workers=2, init=False, env=env)
+        outcomes = pool.outcomes(
+            wait_while_the_network_fails, hosts.names, workers=2, init=False, env=env
+        )
     finally:
         link(hosts.names[1], "up")
     for outcome in outcomes:

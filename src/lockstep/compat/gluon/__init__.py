@@ -1,7 +1,9 @@
-"""Gluon's interface for training on a list of devices: programs for MXNet run after a change of their imports.
+"""Gluon's interface for training on a list of devices: programs for MXNet run after a change of
+their imports.
 
-``from lockstep.compat import gluon`` and ``from lockstep.compat.gluon import autograd, init, loss as gloss, nd, nn,
-utils as gutils, cpu, gpu``. Arrays are torch tensors. docs/replicas.md lists the supported names.
+``from lockstep.compat import gluon`` and ``from lockstep.compat.gluon import autograd, init, loss
+as gloss, nd, nn, utils as gutils, cpu, gpu``. Arrays are torch tensors. docs/replicas.md lists the
+supported names.
 """
 
 from __future__ import annotations

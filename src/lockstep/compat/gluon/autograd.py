@@ -1,4 +1,6 @@
-"""`autograd`: the contexts that control whether gradients are recorded and layers are in training mode."""
+"""`autograd`: the contexts that control whether gradients are recorded and layers are in training
+mode.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from torch.nn.parameter import is_lazy
 
 from lockstep import arguments
 
-__all__ = ["backward", "is_recording", "is_training", "pause", "predict_mode", "record", "set_grad_req", "train_mode"]
+__all__ = [
+    "backward",
+    "is_recording",
+    "is_training",
+    "pause",
+    "predict_mode",
+    "record",
+    "set_grad_req",
+    "train_mode",
+]
 
 
 class _State(threading.local):
@@ -35,7 +46,9 @@ def _set(recording: bool, training: bool) -> Iterator[None]:
 
 
 def record(train_mode: bool = True) -> AbstractContextManager[None]:
-    """Return a context that records gradients; layers are in training mode, unless `train_mode` is False."""
+    """Return a context that records gradients; layers are in training mode, unless `train_mode` is
+    False.
+    """
     return _set(True, train_mode)
 
 
@@ -45,12 +58,16 @@ def pause(train_mode: bool = False) -> AbstractContextManager[None]:
 
 
 def train_mode() -> AbstractContextManager[None]:
-    """Return a context in which layers are in training mode, whether or not gradients are recorded."""
+    """Return a context in which layers are in training mode, whether or not gradients are
+    recorded.
+    """
     return _set(_STATE.recording, True)
 
 
 def predict_mode() -> AbstractContextManager[None]:
-    """Return a context in which layers are in evaluation mode, whether or not gradients are recorded."""
+    """Return a context in which layers are in evaluation mode, whether or not gradients are
+    recorded.
+    """
     return _set(_STATE.recording, False)
 
 
@@ -65,7 +82,9 @@ def is_training() -> bool:
 
 
 def backward(heads: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Compute the gradients of the sum of all elements of `heads`, in one pass: they replace earlier ones once."""
+    """Compute the gradients of the sum of all elements of `heads`, in one pass: they replace
+    earlier ones once.
+    """
     of_all = [heads] if isinstance(heads, torch.Tensor) else list(heads)
     torch.autograd.backward(of_all, [torch.ones_like(head) for head in of_all])
 
@@ -85,9 +104,13 @@ def set_grad_req(leaf: torch.Tensor, grad_req: str = "write") -> None:
     leaf._lockstep_grad_req = grad_req  # type: ignore[attr-defined]
     if grad_req == "null" or hasattr(leaf, "_lockstep_hook") or is_lazy(leaf):
         return
-    reference = weakref.ref(leaf)  # the tensor holds the hook: a strong reference would keep both alive
+    reference = weakref.ref(
+        leaf
+    )  # the tensor holds the hook: a strong reference would keep both alive
 
-    def clear_gradient(_: torch.Tensor) -> None:  # called once, with the sum of the new gradients, before torch adds it
+    def clear_gradient(
+        _: torch.Tensor,
+    ) -> None:  # called once, with the sum of the new gradients, before torch adds it
         tensor = reference()
         if tensor is not None and tensor.grad is not None and tensor._lockstep_grad_req == "write":  # type: ignore[attr-defined]
             tensor.grad.zero_()

@@ -1,4 +1,6 @@
-"""`Block` and `HybridBlock`: models on a list of devices, each computing on the device of its input."""
+"""`Block` and `HybridBlock`: models on a list of devices, each computing on the device of its
+input.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ __all__ = ["Block", "HybridBlock"]
 
 
 class _CallState(threading.local):
-    """Whether a model is being called; the blocks that it calls are its layers, and compute on the same device."""
+    """Whether a model is being called; the blocks that it calls are its layers, and compute on the
+    same device.
+    """
 
     in_model = False
 
@@ -48,15 +52,16 @@ def _layer_calls() -> Iterator[None]:
 class Block(nn.Module):
     """A layer or model; subclasses define `forward`.
 
-    After `initialize(ctx=[...])` it has a copy on each of these devices, and a call computes on the device of its
-    input. Within `autograd.record()` it is in training mode and gradients are recorded. Input sizes that are not given
-    are inferred from the first batch.
+    After `initialize(ctx=[...])` it has a copy on each of these devices, and a call computes on the
+    device of its input. Within `autograd.record()` it is in training mode and gradients are
+    recorded. Input sizes that are not given are inferred from the first batch.
     """
 
     def __init__(self, prefix: str | None = None, params: Any = None) -> None:
         super().__init__()
         self._placement: Placement | None = None
-        self._is_copy = False  # on one device: it computes there at once; torch 2.9 compiles no `_CALL.in_model`
+        # on one device: it computes there at once; torch 2.9 compiles no `_CALL.in_model`
+        self._is_copy = False
         self._initializer: Initializer | None = None
         self._compiled = False
         self._example: tuple[Any, ...] = ()
@@ -71,28 +76,34 @@ class Block(nn.Module):
         return ParameterDict.of(self)
 
     def initialize(
-        self, init: Initializer | None = None, ctx: Any = None, verbose: bool = False, force_reinit: bool = False
+        self,
+        init: Initializer | None = None,
+        ctx: Any = None,
+        verbose: bool = False,
+        force_reinit: bool = False,
     ) -> None:
         """Initialise the parameters, to the same values on all devices of `ctx`.
 
         Args:
-            init: the initializer of weights; None for `Uniform`. Biases are initialised to zero, scales of
-                normalisation layers to one.
+            init: the initializer of weights; None for `Uniform`. Biases are initialised to zero,
+                scales of normalisation layers to one.
             ctx: a context, or a list of them; None for the CPU.
             verbose: accepted and ignored.
-            force_reinit: initialise an initialised model again; otherwise it is not changed, and a warning is issued.
+            force_reinit: initialise an initialised model again; otherwise it is not changed, and a
+                warning is issued.
 
         Raises:
             ConfigError: a device does not exist.
         """
         if self._placement is not None and not force_reinit:
             warnings.warn(
-                f"initialize: already initialised on {self._placement.contexts}; nothing was changed. Pass "
-                "force_reinit=True for new values or devices.",
+                f"initialize: already initialised on {self._placement.contexts}; nothing was "
+                "changed. Pass force_reinit=True for new values or devices.",
                 stacklevel=2,
             )
             return
-        # one copy for each device: its parts of a batch, if it is listed several times, add to the same gradient
+        # one copy for each device: its parts of a batch, if it is listed several times, add to the
+        # same gradient
         contexts = list(dict.fromkeys(as_contexts(cpu() if ctx is None else ctx)))
         for layer in self.modules():
             vars(layer)["_placement"] = Placement(contexts)
@@ -117,7 +128,9 @@ class Block(nn.Module):
             for original, parameter in zip(self.parameters(), copy.parameters(), strict=True):
                 default = "write" if original.requires_grad else "null"
                 autograd.set_grad_req(parameter, getattr(original, "_lockstep_grad_req", default))
-        for layer, *layer_copies in zip(self.modules(), *(copy.modules() for copy in copies), strict=True):
+        for layer, *layer_copies in zip(
+            self.modules(), *(copy.modules() for copy in copies), strict=True
+        ):
             by_context = dict(zip(placement.contexts, layer_copies, strict=True))
             vars(layer)["_placement"] = Placement(placement.contexts, by_context)
             for layer_copy in layer_copies:
@@ -145,11 +158,15 @@ class Block(nn.Module):
         if any(isinstance(arg, Symbol) for arg in args):
             return self._export_symbol(placement, name)
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        torch_args = tuple(arg.as_subclass(torch.Tensor) if isinstance(arg, torch.Tensor) else arg for arg in args)
+        torch_args = tuple(
+            arg.as_subclass(torch.Tensor) if isinstance(arg, torch.Tensor) else arg for arg in args
+        )
         if not placement.copies:
             self._infer_shapes(torch_args)
             placement = placement_of(self, name)
-        self._example = tuple(_two_samples(arg) if isinstance(arg, torch.Tensor) else arg for arg in torch_args)
+        self._example = tuple(
+            _two_samples(arg) if isinstance(arg, torch.Tensor) else arg for arg in torch_args
+        )
         context = context_of(tensors[0]) if tensors else placement.contexts[0]
         return _compute(placement.copy(context, name), torch_args, context)
 
@@ -157,7 +174,9 @@ class Block(nn.Module):
         """Return the model as a program for inputs like those of the last call."""
         with _layer_calls(), torch.no_grad():
             model = replicate(placement.copy(placement.contexts[0], name), ["cpu"])[0].eval()
-            args = tuple(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in self._example)
+            args = tuple(
+                arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in self._example
+            )
             return Symbol(f"{name.lower()}_fwd", torch.export.export(model, args))
 
     def _infer_shapes(self, args: tuple[Any, ...]) -> None:
@@ -169,15 +188,17 @@ class Block(nn.Module):
 
 
 class HybridBlock(Block):
-    """A block that can be compiled and exported; subclasses define `hybrid_forward(F, x)` or `forward(x)`."""
+    """A block that can be compiled and exported; subclasses define `hybrid_forward(F, x)` or
+    `forward(x)`.
+    """
 
     def hybridize(self, active: bool = True, **options: Any) -> None:
         """Run the block compiled from its next call on, or uncompiled.
 
         Args:
             active: whether to run it compiled.
-            options: options of `lockstep.compilation.compile_or_fallback`; `static_alloc` and `static_shape` are
-                accepted and ignored.
+            options: options of `lockstep.compilation.compile_or_fallback`; `static_alloc` and
+                `static_shape` are accepted and ignored.
         """
         for name in ("static_alloc", "static_shape"):
             options.pop(name, None)
@@ -194,17 +215,21 @@ class HybridBlock(Block):
 
     def hybrid_forward(self, F: Any, *args: Any) -> Any:  # noqa: N803 - Gluon's name for it
         """Compute the output; subclasses override this or `forward`."""
-        raise NotImplementedError(f"{type(self).__name__} needs a method hybrid_forward(F, x) or forward(x)")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a method hybrid_forward(F, x) or forward(x)"
+        )
 
     def export(self, path: str, epoch: int = 0) -> list[Any]:
-        """Save the model as ``path.pt2`` and, with the extra "onnx", as ``path.onnx``; see `lockstep.export`.
+        """Save the model as ``path.pt2`` and, with the extra "onnx", as ``path.onnx``; see
+        `lockstep.export`.
 
         Args:
             path: the path of the files, without a suffix.
             epoch: accepted and ignored.
 
         Raises:
-            ContextError: the model has not been called yet, so that the shapes of its input are not known.
+            ContextError: the model has not been called yet, so that the shapes of its input are not
+                known.
         """
         placement = placement_of(self, type(self).__name__)
         model = placement.copy(placement.contexts[0], type(self).__name__)
@@ -213,7 +238,9 @@ class HybridBlock(Block):
 
 
 def _two_samples(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two samples of `tensor`: from an example of one, `torch.export` infers a fixed number of samples."""
+    """Return two samples of `tensor`: from an example of one, `torch.export` infers a fixed number
+    of samples.
+    """
     return tensor.detach()[[0, -1]] if tensor.dim() and len(tensor) else tensor.detach()
 
 
@@ -222,7 +249,11 @@ def _compute(model: nn.Module, args: tuple[Any, ...], context: Context) -> Any:
         model.train(autograd.is_training())
     with _layer_calls(), torch.set_grad_enabled(autograd.is_recording()):
         output = model(*args)
-    return set_context(output.as_subclass(nd.NDArray), context) if isinstance(output, torch.Tensor) else output
+    return (
+        set_context(output.as_subclass(nd.NDArray), context)
+        if isinstance(output, torch.Tensor)
+        else output
+    )
 
 
 def _initialize_parameter(name: str, parameter: torch.Tensor, initializer: Initializer) -> None:

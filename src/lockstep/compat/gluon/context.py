@@ -15,7 +15,8 @@ __all__ = ["Context", "as_contexts", "context_of", "cpu", "gpu", "set_context"]
 
 @dataclass(frozen=True)
 class Context:
-    """A device. `cpu(0)` and `cpu(1)` are different contexts on the same CPU, each with its own copy of a model.
+    """A device. `cpu(0)` and `cpu(1)` are different contexts on the same CPU, each with its own
+    copy of a model.
 
     Attributes:
         device_type: "cpu" or "gpu".
@@ -75,7 +76,9 @@ def as_contexts(ctx: Any) -> list[Context]:
 
 
 def set_context(tensor: torch.Tensor, context: Context) -> torch.Tensor:
-    """Record the context of `tensor`, which torch's device does not determine on the CPU, and return `tensor`."""
+    """Record the context of `tensor`, which torch's device does not determine on the CPU, and
+    return `tensor`.
+    """
     tensor._lockstep_context = context  # type: ignore[attr-defined]
     return tensor
 

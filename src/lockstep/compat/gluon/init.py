@@ -1,4 +1,6 @@
-"""Initializers of weights; biases are initialised to zero, scales of normalisation layers to one."""
+"""Initializers of weights; biases are initialised to zero, scales of normalisation layers to
+one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ Initializer = Callable[[torch.Tensor], object]
 class Normal:
     """The normal distribution with mean 0 and standard deviation `sigma`.
 
-    With Gluon's default of 0.01 small networks of several layers learn nothing for some epochs; `Xavier` avoids this.
+    With Gluon's default of 0.01 small networks of several layers learn nothing for some epochs;
+    `Xavier` avoids this.
     """
 
     def __init__(self, sigma: float = 0.01) -> None:
@@ -66,7 +69,8 @@ class One(Constant):
 class Xavier:
     """Uniform initialisation.
 
-    Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks", 2010.
+    Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks",
+    2010.
     """
 
     def __call__(self, weight: torch.Tensor) -> None:

@@ -49,13 +49,17 @@ class _Size(int):
 class NDArray(torch.Tensor):
     """A tensor that behaves like MXNet's, with MXNet's names for some of torch's methods.
 
-    `backward` computes the gradients of the sum of its elements, operations are recorded only within
-    `autograd.record()`, and the results of operations have its context.
+    `backward` computes the gradients of the sum of its elements, operations are recorded only
+    within `autograd.record()`, and the results of operations have its context.
     """
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch.set_grad_enabled(autograd.is_recording()):
             result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -84,11 +88,14 @@ class NDArray(torch.Tensor):
 
     def astype(self, dtype: Any) -> NDArray:
         """Return the array in another dtype: one of torch or NumPy, or its name."""
-        torch_dtype = dtype if isinstance(dtype, torch.dtype) else torch.as_tensor(np.empty(0, dtype)).dtype
+        torch_dtype = (
+            dtype if isinstance(dtype, torch.dtype) else torch.as_tensor(np.empty(0, dtype)).dtype
+        )
         return self.to(torch_dtype)  # type: ignore[return-value]
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients as `torch.Tensor.backward` does; the default gradient is one for every element.
+        """Compute gradients as `torch.Tensor.backward` does; the default gradient is one for every
+        element.
 
         Raises:
             ConfigError: the array was not computed within `autograd.record()`.
@@ -113,7 +120,9 @@ class NDArray(torch.Tensor):
             return other.copy_(self)  # type: ignore[return-value]
 
     def attach_grad(self, grad_req: str = "write") -> None:
-        """Compute gradients of the array from now on; see `autograd.set_grad_req`. The gradient is initially zero."""
+        """Compute gradients of the array from now on; see `autograd.set_grad_req`. The gradient is
+        initially zero.
+        """
         autograd.set_grad_req(self, grad_req)
         self.grad = torch.zeros_like(self)
 
@@ -142,7 +151,11 @@ def _arrays(value: Any) -> Iterator[NDArray]:
 
 def _contexts(value: Any) -> Iterator[Context]:
     """Yield the contexts that are recorded for the arrays in `value`."""
-    return (vars(array)["_lockstep_context"] for array in _arrays(value) if "_lockstep_context" in vars(array))
+    return (
+        vars(array)["_lockstep_context"]
+        for array in _arrays(value)
+        if "_lockstep_context" in vars(array)
+    )
 
 
 def _to_context(tensor: torch.Tensor, ctx: Any) -> NDArray:
@@ -151,9 +164,13 @@ def _to_context(tensor: torch.Tensor, ctx: Any) -> NDArray:
 
 
 def array(source: Any, ctx: Any = None) -> NDArray:
-    """Return an array of the given values; float32, unless `source` is a tensor or a NumPy array."""
+    """Return an array of the given values; float32, unless `source` is a tensor or a NumPy
+    array.
+    """
     has_dtype = isinstance(source, (torch.Tensor, np.ndarray))
-    return _to_context(torch.as_tensor(source) if has_dtype else torch.tensor(source, dtype=torch.float32), ctx)
+    return _to_context(
+        torch.as_tensor(source) if has_dtype else torch.tensor(source, dtype=torch.float32), ctx
+    )
 
 
 def zeros(shape: Any, ctx: Any = None) -> NDArray:
@@ -167,7 +184,9 @@ def ones(shape: Any, ctx: Any = None) -> NDArray:
 
 
 def arange(*args: float, ctx: Any = None) -> NDArray:
-    """Return a range of numbers; the arguments are those of `torch.arange`, the dtype is float32."""
+    """Return a range of numbers; the arguments are those of `torch.arange`, the dtype is
+    float32.
+    """
     return _to_context(torch.arange(*args, dtype=torch.float32), ctx)
 
 
@@ -196,7 +215,9 @@ def Convolution(  # noqa: N802 - MXNet's name for it
     pad: Any = 0,
     no_bias: bool = False,
 ) -> torch.Tensor:
-    """Convolve (N, C, H, W) to (N, F, H', W'); `kernel` and `num_filter` are ignored: `weight` has them."""
+    """Convolve (N, C, H, W) to (N, F, H', W'); `kernel` and `num_filter` are ignored: `weight` has
+    them.
+    """
     return F.conv2d(data, weight, None if no_bias else bias, stride, pad)
 
 

@@ -1,4 +1,6 @@
-"""Layers with Gluon's names and arguments; input sizes that are not given are inferred from the first batch."""
+"""Layers with Gluon's names and arguments; input sizes that are not given are inferred from the
+first batch.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def _activation(name: str | None) -> torch_nn.Module:
 class _TorchLayer(HybridBlock):
     """A layer that wraps one of torch, followed by an activation."""
 
-    def __init__(self, layer: torch_nn.Module, activation: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, layer: torch_nn.Module, activation: str | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.layer = layer
         self.act = _activation(activation)
@@ -90,7 +94,9 @@ class _WeightedLayer(_TorchLayer):
 
 
 class Dense(_WeightedLayer):
-    """A fully connected layer: (N, …) to (N, units); the input is flattened, unless `flatten` is False."""
+    """A fully connected layer: (N, …) to (N, units); the input is flattened, unless `flatten` is
+    False.
+    """
 
     def __init__(
         self,
@@ -129,9 +135,16 @@ class Conv2D(_WeightedLayer):
         in_channels: int = 0,
         **kwargs: Any,
     ) -> None:
-        options: dict[str, Any] = {"padding": padding, "dilation": dilation, "groups": groups, "bias": use_bias}
+        options: dict[str, Any] = {
+            "padding": padding,
+            "dilation": dilation,
+            "groups": groups,
+            "bias": use_bias,
+        }
         if in_channels:
-            layer: torch_nn.Module = torch_nn.Conv2d(in_channels, channels, kernel_size, strides, **options)
+            layer: torch_nn.Module = torch_nn.Conv2d(
+                in_channels, channels, kernel_size, strides, **options
+            )
         else:
             layer = _lazy(torch_nn.LazyConv2d, channels, kernel_size, strides, **options)
         super().__init__(layer, activation, **kwargs)
@@ -140,11 +153,16 @@ class Conv2D(_WeightedLayer):
 class BatchNorm(_TorchLayer):
     """Batch normalisation over all dimensions but the second."""
 
-    def __init__(self, axis: int = 1, momentum: float = 0.9, epsilon: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(
+        self, axis: int = 1, momentum: float = 0.9, epsilon: float = 1e-5, **kwargs: Any
+    ) -> None:
         if axis != 1:
             raise ConfigError("axis", "1", axis, "Channels are in the second dimension.")
-        # Gluon's momentum is the weight of the old running statistics, torch's is that of the new ones.
-        super().__init__(_lazy(torch_nn.LazyBatchNorm2d, eps=epsilon, momentum=1 - momentum), **kwargs)
+        # Gluon's momentum is the weight of the old running statistics, torch's is that of the new
+        # ones.
+        super().__init__(
+            _lazy(torch_nn.LazyBatchNorm2d, eps=epsilon, momentum=1 - momentum), **kwargs
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `x`; the shape stays the same."""
@@ -175,14 +193,18 @@ class Flatten(_TorchLayer):
 class MaxPool2D(_TorchLayer):
     """The maximum of each window."""
 
-    def __init__(self, pool_size: Any = (2, 2), strides: Any = None, padding: Any = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, pool_size: Any = (2, 2), strides: Any = None, padding: Any = 0, **kwargs: Any
+    ) -> None:
         super().__init__(torch_nn.MaxPool2d(pool_size, strides, padding), **kwargs)
 
 
 class AvgPool2D(_TorchLayer):
     """The mean of each window."""
 
-    def __init__(self, pool_size: Any = (2, 2), strides: Any = None, padding: Any = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, pool_size: Any = (2, 2), strides: Any = None, padding: Any = 0, **kwargs: Any
+    ) -> None:
         super().__init__(torch_nn.AvgPool2d(pool_size, strides, padding), **kwargs)
 
 

@@ -46,10 +46,14 @@ class Placement:
             ContextError: there is no copy in this context, or the shapes are not known yet.
         """
         if context not in self.contexts:
-            raise ContextError("ctx", f"a device that {what} was initialised on, one of {self.contexts}", context)
+            raise ContextError(
+                "ctx", f"a device that {what} was initialised on, one of {self.contexts}", context
+            )
         if not self.copies:
             hint = "Call the model once on a batch, from which the shapes are inferred."
-            raise ContextError(what, "parameters with known shapes", found="unknown shapes", hint=hint)
+            raise ContextError(
+                what, "parameters with known shapes", found="unknown shapes", hint=hint
+            )
         return self.copies[context]
 
 
@@ -82,9 +86,13 @@ class Parameter:
 
     @property
     def grad_req(self) -> str:
-        """What a backward pass does with the gradient: 'write', 'add' or 'null'; see `autograd.set_grad_req`."""
+        """What a backward pass does with the gradient: 'write', 'add' or 'null'; see
+        `autograd.set_grad_req`.
+        """
         parameter = getattr(self._layer, self._attribute)
-        return getattr(parameter, "_lockstep_grad_req", "write") if parameter.requires_grad else "null"
+        return (
+            getattr(parameter, "_lockstep_grad_req", "write") if parameter.requires_grad else "null"
+        )
 
     @grad_req.setter
     def grad_req(self, value: str) -> None:
@@ -112,7 +120,9 @@ class Parameter:
         return parameter
 
     def _context(self, ctx: Any) -> Context:
-        """Return `ctx` as a context; for None the only context of the parameter, or else `cpu(0)`."""
+        """Return `ctx` as a context; for None the only context of the parameter, or else
+        `cpu(0)`.
+        """
         if ctx is not None:
             return as_contexts(ctx)[0]
         contexts = self.list_ctx()
@@ -135,11 +145,19 @@ class Parameter:
         return [self.data(context) for context in self.list_ctx()]
 
     def grad(self, ctx: Any = None) -> NDArray:
-        """Return the gradient in a context; without a new one that of the last step, before the first step zeros."""
+        """Return the gradient in a context; without a new one that of the last step, before the
+        first step zeros.
+        """
         context = self._context(ctx)
         parameter = self._copy(context)
-        gradient = getattr(parameter, "_lockstep_last_grad", None) if parameter.grad is None else parameter.grad
-        return _array(torch.zeros_like(parameter).detach() if gradient is None else gradient, context)
+        gradient = (
+            getattr(parameter, "_lockstep_last_grad", None)
+            if parameter.grad is None
+            else parameter.grad
+        )
+        return _array(
+            torch.zeros_like(parameter).detach() if gradient is None else gradient, context
+        )
 
     def list_grad(self) -> list[torch.Tensor]:
         """Return the gradient in every context."""
@@ -176,7 +194,10 @@ class ParameterDict(dict[str, Parameter]):
     @classmethod
     def of(cls, module: nn.Module) -> ParameterDict:
         """Return all parameters of a module and its submodules."""
-        return cls((name, Parameter(layer, attribute, name)) for name, layer, attribute in _named_parameters(module))
+        return cls(
+            (name, Parameter(layer, attribute, name))
+            for name, layer, attribute in _named_parameters(module)
+        )
 
 
 def _array(tensor: torch.Tensor, context: Context) -> NDArray:

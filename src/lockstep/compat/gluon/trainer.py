@@ -25,7 +25,13 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
-_TORCH_NAMES = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps", "gamma1": "alpha", "rho": "rho"}
+_TORCH_NAMES = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "epsilon": "eps",
+    "gamma1": "alpha",
+    "rho": "rho",
+}
 
 
 class Trainer:
@@ -34,7 +40,8 @@ class Trainer:
     Args:
         params: the parameters, from `collect_params()`.
         optimizer: adadelta, adagrad, adam, adamw, nag, rmsprop or sgd.
-        optimizer_params: its options, with the names of Gluon or torch, e.g. ``{'learning_rate': 0.1, 'wd': 1e-4}``.
+        optimizer_params: its options, with the names of Gluon or torch, e.g. ``{'learning_rate':
+            0.1, 'wd': 1e-4}``.
         kvstore: accepted and ignored: gradients are copied directly between devices.
 
     Raises:
@@ -55,7 +62,9 @@ class Trainer:
         except (TypeError, ValueError) as error:
             expected = f"options of {optimizer}"
             hint = f"{error}."
-            raise ConfigError("optimizer_params", expected, found=str(self._options), hint=hint) from None
+            raise ConfigError(
+                "optimizer_params", expected, found=str(self._options), hint=hint
+            ) from None
         self._parameters = list(params.values()) if isinstance(params, Mapping) else list(params)
         self._optimizers: dict[Context, torch.optim.Optimizer] = {}
 
@@ -76,12 +85,12 @@ class Trainer:
 
         Args:
             batch_size: the number of samples of the batch, on all devices together.
-            ignore_stale_grad: skip parameters that have no new gradient on any device, and count a gradient that is
-                missing on some devices as zero there.
+            ignore_stale_grad: skip parameters that have no new gradient on any device, and count a
+                gradient that is missing on some devices as zero there.
 
         Raises:
-            ConfigError: a parameter has no new gradient on a device (the message names both), or `batch_size` is less
-                than 1. No copy is changed then.
+            ConfigError: a parameter has no new gradient on a device (the message names both), or
+                `batch_size` is less than 1. No copy is changed then.
         """
         if batch_size < 1:
             raise ConfigError("batch_size", "at least one sample", batch_size)
@@ -104,17 +113,22 @@ class Trainer:
         for parameter in trained:
             for context, copy in parameter.copies().items():
                 by_context.setdefault(context, []).append(copy)
-        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        groups = [
+            group for optimizer in self._optimizers.values() for group in optimizer.param_groups
+        ]
         optimized = {id(copy) for group in groups for copy in group["params"]}
         if optimized != {id(copy) for copies in by_context.values() for copy in copies}:
             self._optimizers = {
-                context: self._optimizer_class(copies, **self._options) for context, copies in by_context.items()
+                context: self._optimizer_class(copies, **self._options)
+                for context, copies in by_context.items()
             }
         return self._optimizers
 
 
 def _reduce_gradients(copies: list[torch.nn.Parameter], batch_size: int) -> None:
-    """Set the gradient of each copy to the sum over all copies, divided by `batch_size`; do nothing without any."""
+    """Set the gradient of each copy to the sum over all copies, divided by `batch_size`; do nothing
+    without any.
+    """
     if all(copy.grad is None for copy in copies):
         return
     gradients = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
@@ -124,7 +138,9 @@ def _reduce_gradients(copies: list[torch.nn.Parameter], batch_size: int) -> None
 
 
 def _mark_gradient_used(copy: torch.nn.Parameter) -> None:
-    """Move the gradient to where `Parameter.grad` finds it, and the next step does not take it for a new one."""
+    """Move the gradient to where `Parameter.grad` finds it, and the next step does not take it for
+    a new one.
+    """
     if copy.grad is not None:
         copy._lockstep_last_grad = copy.grad  # type: ignore[attr-defined]
         copy.grad = None
@@ -142,7 +158,8 @@ def _stale_gradient_error(parameters: list[Parameter]) -> ConfigError:
         "step",
         "a new gradient of every parameter on every device since the last step",
         found=f"none of {first.name} on {', '.join(_contexts_without_gradient(first))}{others}",
-        hint="Call backward() for the loss of every device, or pass ignore_stale_grad=True if some are not used.",
+        hint="Call backward() for the loss of every device, or pass ignore_stale_grad=True if some "
+        "are not used.",
     )
 
 

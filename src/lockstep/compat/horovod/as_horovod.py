@@ -24,7 +24,9 @@ _PACKAGE = __package__ or ""
 
 
 def install() -> None:
-    """Make `horovod` and its modules other names of this package and its modules in this process."""
+    """Make `horovod` and its modules other names of this package and its modules in this
+    process.
+    """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     package = importlib.import_module(_PACKAGE)
@@ -35,7 +37,8 @@ def install() -> None:
 
 
 def enter() -> None:
-    """Make this process a worker of `horovodrun`: call `install`, and set the variables that `horovodrun` sets.
+    """Make this process a worker of `horovodrun`: call `install`, and set the variables that
+    `horovodrun` sets.
 
     The processes that it starts inherit both.
     """
@@ -49,7 +52,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of Horovod; None for other modules, and for those that this package lacks."""
+        """Return the spec of a module of Horovod; None for other modules, and for those that this
+        package lacks.
+        """
         if fullname != _HOROVOD and not fullname.startswith(f"{_HOROVOD}."):
             return None
         name = _PACKAGE + fullname.removeprefix(_HOROVOD)
@@ -72,5 +77,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the spec, which Python has replaced; the module has been executed by `create_module`."""
+        """Restore the spec, which Python has replaced; the module has been executed by
+        `create_module`.
+        """
         module.__spec__ = self._spec

@@ -1,1 +1,3 @@
-"""Formats of files with samples, a file each: what a block of it is, and how its samples are read."""
+"""Formats of files with samples, a file each: what a block of it is, and how its samples are
+read.
+"""

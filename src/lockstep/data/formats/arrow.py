@@ -13,7 +13,8 @@ __all__ = ["Arrow", "check_columns", "rows_of"]
 
 
 class Arrow:
-    """Reads ``.arrow`` files with pyarrow, of Arrow's file and of its stream format (as written by `datasets`).
+    """Reads ``.arrow`` files with pyarrow, of Arrow's file and of its stream format (as written by
+    `datasets`).
 
     A sample is a row, as of `Parquet`. A block is a record batch.
 
@@ -39,7 +40,9 @@ class Arrow:
                 file = pyarrow.ipc.open_file(source)
                 check_columns(self._columns, file.schema.names)
                 batches = range(file.num_record_batches)
-                return [file.get_batch(number).num_rows for number in batches], [(number, -1) for number in batches]
+                return [file.get_batch(number).num_rows for number in batches], [
+                    (number, -1) for number in batches
+                ]
             return self._stream_blocks(source)
 
     def _stream_blocks(self, source: Any) -> Blocks:
@@ -49,7 +52,10 @@ class Arrow:
         schema = pyarrow.ipc.read_schema(source)
         check_columns(self._columns, schema.names)
         if any(pyarrow.types.is_dictionary(field.type) for field in schema):
-            raise ValueError("dictionary columns in Arrow's stream format are not read; write Arrow's file format")
+            raise ValueError(
+                "dictionary columns in Arrow's stream format are not read; write Arrow's file "
+                "format"
+            )
         sizes: list[int] = []
         places: list[tuple[int, int]] = []
         start = source.tell()
@@ -99,10 +105,15 @@ def rows_of(table: Any) -> Sequence[Any]:
     columns = {}
     for name in table.column_names:
         column = table.column(name)
-        chunk = column.chunk(0) if column.num_chunks == 1 else pyarrow.concat_arrays(column.chunks or [])
+        chunk = (
+            column.chunk(0)
+            if column.num_chunks == 1
+            else pyarrow.concat_arrays(column.chunks or [])
+        )
         columns[name] = chunk, _value_reader(chunk.type)
     return Decoded(
-        range(table.num_rows), lambda row: {name: take(chunk[row]) for name, (chunk, take) in columns.items()}
+        range(table.num_rows),
+        lambda row: {name: take(chunk[row]) for name, (chunk, take) in columns.items()},
     )
 
 
@@ -121,7 +132,9 @@ def _array(scalar: Any) -> Any:
         return None
     if scalar.values.null_count:
         return scalar.as_py()
-    return scalar.values.to_numpy(zero_copy_only=False).copy()  # torch takes only arrays that can be written to
+    return scalar.values.to_numpy(
+        zero_copy_only=False
+    ).copy()  # torch takes only arrays that can be written to
 
 
 def _python(scalar: Any) -> Any:

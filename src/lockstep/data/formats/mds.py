@@ -1,8 +1,10 @@
-"""Reads MDS folders, the format of MosaicML Streaming: an ``index.json`` and the shards that it names.
+"""Reads MDS folders, the format of MosaicML Streaming: an ``index.json`` and the shards that it
+names.
 
-The format is that of `MDSWriter` in https://github.com/mosaicml/streaming (streaming/base/format/mds). A shard has the
-number of samples (uint32), the offsets of the samples and of the end (uint32), a description as JSON, and the samples:
-the sizes (uint32) of the columns of variable size, and then the columns.
+The format is that of `MDSWriter` in https://github.com/mosaicml/streaming
+(streaming/base/format/mds). A shard has the number of samples (uint32), the offsets of the samples
+and of the end (uint32), a description as JSON, and the samples: the sizes (uint32) of the columns
+of variable size, and then the columns.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ class _Shard(NamedTuple):
 
 
 class Mds:
-    """Reads MDS folders, by the path of their ``index.json``: a sample is a dict of values by column.
+    """Reads MDS folders, by the path of their ``index.json``: a sample is a dict of values by
+    column.
 
-    A block is a run of 1000 samples of a shard, or a compressed shard. Compression with gzip, bzip2 and zstd is read.
-    Columns of the encodings ``pkl`` (pickle, which can run any program) and ``list[...]`` are not.
+    A block is a run of 1000 samples of a shard, or a compressed shard. Compression with gzip, bzip2
+    and zstd is read. Columns of the encodings ``pkl`` (pickle, which can run any program) and
+    ``list[...]`` are not.
     """
 
     def blocks(self, path: Path) -> Blocks:
@@ -93,7 +97,9 @@ def _shard(entry: dict[str, Any]) -> _Shard:
     name = PurePosixPath(stored["basename"])
     if name.is_absolute() or ".." in name.parts:
         raise ValueError(f"a shard outside of the folder: {name}")
-    columns = zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True)
+    columns = zip(
+        entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True
+    )
     return _Shard(
         str(name),
         int(stored["bytes"]),
@@ -104,8 +110,12 @@ def _shard(entry: dict[str, Any]) -> _Shard:
     )
 
 
-def _read_samples(path: Path, shard: _Shard, first: int, count: int) -> tuple[bytes, NDArray[np.int64]]:
-    """Return the bytes of some samples of a shard, and where each of them begins, and the last ends."""
+def _read_samples(
+    path: Path, shard: _Shard, first: int, count: int
+) -> tuple[bytes, NDArray[np.int64]]:
+    """Return the bytes of some samples of a shard, and where each of them begins, and the last
+    ends.
+    """
     if path.stat().st_size != shard.size:
         raise ValueError(f"{path.stat().st_size} bytes, in the index {shard.size}")
     with path.open("rb") as stored:
@@ -115,7 +125,11 @@ def _read_samples(path: Path, shard: _Shard, first: int, count: int) -> tuple[by
             raise ValueError(f"{found} samples, in the index {shard.samples}")
         file.seek(4 + 4 * first)
         offsets = np.frombuffer(file.read(4 * (count + 1)), np.uint32).astype(np.int64)
-        if len(offsets) != count + 1 or (np.diff(offsets) < 0).any() or offsets[-1] > shard.raw_size:
+        if (
+            len(offsets) != count + 1
+            or (np.diff(offsets) < 0).any()
+            or offsets[-1] > shard.raw_size
+        ):
             raise ValueError("the offsets of its samples are damaged")
         file.seek(int(offsets[0]))
         data = file.read(int(offsets[-1] - offsets[0]))
@@ -136,7 +150,11 @@ def _decompress(data: bytes, shard: _Shard) -> bytes:
 
         raw = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(limit)
     else:
-        raise ConfigError("read", "MDS shards compressed with gz, bz2 or zstd, or not", found=f"{kind} ({shard.name})")
+        raise ConfigError(
+            "read",
+            "MDS shards compressed with gz, bz2 or zstd, or not",
+            found=f"{kind} ({shard.name})",
+        )
     if len(raw) != shard.raw_size:
         raise ValueError(f"it does not have {shard.raw_size} bytes when it is decompressed")
     return raw
@@ -149,7 +167,9 @@ class _Samples(Sequence[Any]):
         self._shard = shard
         self._data = data
         self._offsets = offsets
-        self._columns = [(name, _decoder(name, encoding), size) for name, encoding, size in shard.columns]
+        self._columns = [
+            (name, _decoder(name, encoding), size) for name, encoding, size in shard.columns
+        ]
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -172,9 +192,22 @@ class _Samples(Sequence[Any]):
         return sample
 
 
-# --- Encodings of columns ---------------------------------------------------------------------------------------------
+# --- Encodings of columns
+# ---------------------------------------------------------------------------------------------
 
-_SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_SCALARS = (
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
 
 _ARRAY_TYPES = dict(
     zip(
@@ -194,14 +227,18 @@ def _decoder(column: str, encoding: str) -> Callable[[bytes], Any]:
     kind, _, options = encoding.partition(":")
     dtype, _, shape = options.partition(":")
     if kind == "ndarray" and dtype in ("", *_SCALARS):
-        return partial(_array, dtype=dtype, shape=tuple(map(int, shape.split(","))) if shape else ())
+        return partial(
+            _array, dtype=dtype, shape=tuple(map(int, shape.split(","))) if shape else ()
+        )
     if kind in _SCALARS:
         return lambda data: np.frombuffer(data, kind)[0]
     if kind in _DECODERS:
         return _DECODERS[kind]
     hint = "Pickle can run any program." if kind == "pkl" else ""
     known = ", ".join(["ndarray", *_SCALARS, *_DECODERS])
-    raise ConfigError("read", f"MDS columns of {known}", found=f"{encoding} of column {column}", hint=hint)
+    raise ConfigError(
+        "read", f"MDS columns of {known}", found=f"{encoding} of column {column}", hint=hint
+    )
 
 
 def _array(data: bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -1,4 +1,6 @@
-"""Tar files as of WebDataset: files that follow each other and have one name up to the first dot are a sample."""
+"""Tar files as of WebDataset: files that follow each other and have one name up to the first dot
+are a sample.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ _TAR_UNIT = 512
 
 
 class Tar:
-    """Reads ``.tar`` files: consecutive files with the same name up to the first dot are one sample, as in WebDataset.
+    """Reads ``.tar`` files: consecutive files with the same name up to the first dot are one
+    sample, as in WebDataset.
 
-    A sample is a dict: ``"__key__"`` is that name with its folder, and each ending, such as ``"jpg"`` or ``"seg.png"``,
-    has the bytes of its file.
+    A sample is a dict: ``"__key__"`` is that name with its folder, and each ending, such as
+    ``"jpg"`` or ``"seg.png"``, has the bytes of its file.
     """
 
     index_name = "tar 100"
@@ -38,7 +41,9 @@ class Tar:
                 end = _end_of(member)
             # A damaged header in the middle looks to `tarfile` like the end of the archive.
             if file.read(_TAR_UNIT) != bytes(_TAR_UNIT):
-                raise ValueError(f"cut off or damaged after byte {end}: it has no mark of its end there")
+                raise ValueError(
+                    f"cut off or damaged after byte {end}: it has no mark of its end there"
+                )
         if key is not None:
             runs.add(end)
         runs.end(end)
@@ -59,7 +64,9 @@ class Tar:
 
 
 def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Iterate over the files in a tar file, without folders and links; leave `file` behind the last entry."""
+    """Iterate over the files in a tar file, without folders and links; leave `file` behind the last
+    entry.
+    """
     try:
         archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 - the caller closes the file
     except tarfile.ReadError as error:

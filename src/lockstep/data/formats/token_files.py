@@ -1,4 +1,6 @@
-"""Token files: tokens as numbers of one type, of which so many that follow each other are a sample."""
+"""Token files: tokens as numbers of one type, of which so many that follow each other are a
+sample.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ __all__ = ["Tokens"]
 class Tokens:
     """Reads ``.bin`` files: tokens as numbers of one type, without a header.
 
-    Sample i of a file is ``(tokens[i * n : (i + 1) * n], tokens[i * n + 1 : (i + 1) * n + 1])`` for n = `block_size`:
-    inputs and targets, two int64 tensors of shape (n,). Tokens at the end that fill no sample are left out.
+    Sample i of a file is ``(tokens[i * n : (i + 1) * n], tokens[i * n + 1 : (i + 1) * n + 1])`` for
+    n = `block_size`: inputs and targets, two int64 tensors of shape (n,). Tokens at the end that
+    fill no sample are left out.
 
     Args:
         block_size: tokens in a sample.
@@ -43,7 +46,10 @@ class Tokens:
         """Return the blocks: runs of samples of 256 KiB."""
         size = path.stat().st_size
         if size % self._dtype.itemsize:
-            raise ValueError(f"its size of {size} bytes is no multiple of the {self._dtype.itemsize} of {self._dtype}")
+            raise ValueError(
+                f"its size of {size} bytes is no multiple of the {self._dtype.itemsize} of "
+                f"{self._dtype}"
+            )
         samples = max(0, size // self._dtype.itemsize - 1) // self.block_size
         starts = np.arange(0, samples, self._samples, dtype=np.int64)
         sizes = np.minimum(starts + self._samples, samples) - starts
@@ -52,13 +58,16 @@ class Tokens:
     def read(self, path: Path, place: tuple[int, ...]) -> Sequence[Any]:
         """Return the samples of the block."""
         start, samples = place
-        # A memory-mapped file that another program cuts would end this process with a signal; reading raises an error.
+        # A memory-mapped file that another program cuts would end this process with a signal;
+        # reading raises an error.
         count = samples * self.block_size + 1
         offset = start * self.block_size * self._dtype.itemsize
         tokens = np.fromfile(path, self._dtype, count, offset=offset)
         if len(tokens) != count:
             raise ValueError(f"{len(tokens)} tokens, expected {count}")
-        return Decoded(range(0, count - 1, self.block_size), lambda begin: self._sample(tokens, begin))
+        return Decoded(
+            range(0, count - 1, self.block_size), lambda begin: self._sample(tokens, begin)
+        )
 
     def _sample(self, tokens: NDArray[Any], begin: int) -> tuple[torch.Tensor, torch.Tensor]:
         block = torch.from_numpy(tokens[begin : begin + self.block_size + 1].astype(np.int64))

@@ -1,4 +1,6 @@
-"""Collectives over the devices of one process, and an autograd function that joins the graphs of several replicas."""
+"""Collectives over the devices of one process, and an autograd function that joins the graphs of
+several replicas.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,19 @@ from .scatter import concatenate
 __all__ = ["Column", "ForwardPass", "Inputs", "Join", "allreduce_", "broadcast_", "reduce_"]
 
 
-# --- Collectives over devices of one process --------------------------------------------------------------------------
+# --- Collectives over devices of one process
+# --------------------------------------------------------------------------
 
 
 def allreduce_(tensors: Sequence[torch.Tensor]) -> None:
-    """Replace each tensor, one for each device, by the sum of all: the same bits everywhere, in the order of the list.
+    """Replace each tensor, one for each device, by the sum of all: the same bits everywhere, in the
+    order of the list.
 
-    Each device sums one part of the tensor and sends the result to the others: with k devices each sends and receives
-    2 (k - 1) / k of the size, while a single summing device would receive and send k - 1 times the size
-    (reduce-scatter and all-gather: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", 2009). Copies go directly from device to device; each sum is in the order of the list.
+    Each device sums one part of the tensor and sends the result to the others: with k devices each
+    sends and receives 2 (k - 1) / k of the size, while a single summing device would receive and
+    send k - 1 times the size (reduce-scatter and all-gather: Patarasu and Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations", 2009). Copies go directly from device to
+    device; each sum is in the order of the list.
 
     Args:
         tensors: dense tensors of one shape and dtype that do not share memory.
@@ -42,7 +47,9 @@ def allreduce_(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def reduce_(tensors: Sequence[torch.Tensor]) -> None:
-    """Replace the first tensor by the sum of all, see `allreduce_`; the others are undefined afterwards."""
+    """Replace the first tensor by the sum of all, see `allreduce_`; the others are undefined
+    afterwards.
+    """
     _exchange(tensors, receivers=range(1))
 
 
@@ -63,7 +70,9 @@ def _exchange(tensors: Sequence[torch.Tensor], receivers: range) -> None:
     addresses = [(tensor.device, tensor.data_ptr()) for tensor in tensors if tensor.numel()]
     if len(set(addresses)) < len(addresses):
         hint = "Two replicas on one device need separate tensors as well."
-        raise ConfigError("tensors", "tensors with separate memory", found="the same tensor twice", hint=hint)
+        raise ConfigError(
+            "tensors", "tensors with separate memory", found="the same tensor twice", hint=hint
+        )
     with torch.no_grad():
         flat = [_flat(tensor) for tensor in tensors]
         for part in range(len(flat)):
@@ -79,7 +88,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_part(flat: Sequence[torch.Tensor], part: int, receivers: range) -> None:
-    """Sum part `part` on the device of that number, in the order of the list, and copy it to the receivers."""
+    """Sum part `part` on the device of that number, in the order of the list, and copy it to the
+    receivers.
+    """
     start, stop = bounds(flat[0].numel(), len(flat), part)
     if start == stop:
         return
@@ -94,19 +105,28 @@ def _sum_part(flat: Sequence[torch.Tensor], part: int, receivers: range) -> None
 
 
 def _check(tensors: Sequence[torch.Tensor]) -> None:
-    if not isinstance(tensors, Sequence) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        raise ConfigError("tensors", "a list with a tensor for each device", found=type(tensors).__name__)
+    if not isinstance(tensors, Sequence) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in tensors
+    ):
+        raise ConfigError(
+            "tensors", "a list with a tensor for each device", found=type(tensors).__name__
+        )
     if not tensors:
         raise ConfigError("tensors", "a tensor for each device", found="none")
     kinds = {(tuple(tensor.shape), tensor.dtype, tensor.layout) for tensor in tensors}
     if len(kinds) > 1:
-        got = ", ".join(f"{list(shape)} {dtype} {layout}" for shape, dtype, layout in sorted(kinds, key=str))
+        got = ", ".join(
+            f"{list(shape)} {dtype} {layout}" for shape, dtype, layout in sorted(kinds, key=str)
+        )
         raise ConfigError("tensors", "one shape, dtype and layout on all devices", found=got)
     if tensors[0].layout != torch.strided:
-        raise ConfigError("tensors", "dense tensors", found=str(tensors[0].layout), hint="Use to_dense().")
+        raise ConfigError(
+            "tensors", "dense tensors", found=str(tensors[0].layout), hint="Use to_dense()."
+        )
 
 
-# --- Joined autograd graph --------------------------------------------------------------------------------------------
+# --- Joined autograd graph
+# --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -131,10 +151,16 @@ class Column:
     def joined(self) -> torch.Tensor:
         """Return the joined tensor."""
         parts = [tensor.to(self.device, non_blocking=True) for tensor in self.tensors]
-        return sum(parts[1:], parts[0]) if self.dim is None else concatenate(parts, self.device, self.dim)
+        return (
+            sum(parts[1:], parts[0])
+            if self.dim is None
+            else concatenate(parts, self.device, self.dim)
+        )
 
     def gradients(self, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """Split the gradient of the joined tensor into the gradients of the replicas' tensors, on their devices."""
+        """Split the gradient of the joined tensor into the gradients of the replicas' tensors, on
+        their devices.
+        """
         if self.dim is None:
             parts: Sequence[torch.Tensor] = [gradient] * len(self.tensors)
         elif all(tensor.dim() == 0 for tensor in self.tensors):
@@ -146,7 +172,8 @@ class Column:
 
 @dataclass
 class Inputs:
-    """The inputs that require a gradient, and the parts of each on the replicas, detached from the inputs' graphs.
+    """The inputs that require a gradient, and the parts of each on the replicas, detached from the
+    inputs' graphs.
 
     Attributes:
         tensors: the inputs.
@@ -159,8 +186,13 @@ class Inputs:
     dim: int = 0
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Join the gradients of the parts into those of the inputs, and remove them from the parts."""
-        return [self._gradient(tensor, parts) for tensor, parts in zip(self.tensors, self.parts, strict=True)]
+        """Join the gradients of the parts into those of the inputs, and remove them from the
+        parts.
+        """
+        return [
+            self._gradient(tensor, parts)
+            for tensor, parts in zip(self.tensors, self.parts, strict=True)
+        ]
 
     def _gradient(self, tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         gradients = _take_gradients(parts)
@@ -168,7 +200,9 @@ class Inputs:
             return None
         if tensor.dim() == 0:
             return _sum([gradient for gradient in gradients if gradient is not None], tensor.device)
-        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parts, gradients, strict=True)]
+        filled = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(parts, gradients, strict=True)
+        ]
         return concatenate(filled, tensor.device, self.dim)
 
 
@@ -185,7 +219,8 @@ class ForwardPass:
         inputs: the inputs that require a gradient.
         parameters: the model's parameters.
         replicas: the parameters of each replica, in the same order.
-        threads: a thread for each replica if all are on the CPU; otherwise autograd has a thread for each device.
+        threads: a thread for each replica if all are on the CPU; otherwise autograd has a thread
+            for each device.
         shapes: the shapes of each replica's inputs, for errors.
     """
 
@@ -196,8 +231,12 @@ class ForwardPass:
     threads: Threads | None
     shapes: list[str]
 
-    def backward(self, gradients: Sequence[torch.Tensor | None], keep_graph: bool) -> list[torch.Tensor | None]:
-        """Compute the gradients of the parameters and the inputs from those of the joined outputs."""
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], keep_graph: bool
+    ) -> list[torch.Tensor | None]:
+        """Compute the gradients of the parameters and the inputs from those of the joined
+        outputs.
+        """
         roots = self._roots(gradients)
         try:
             self._run(roots, keep_graph)
@@ -219,20 +258,29 @@ class ForwardPass:
 
     def _run(self, roots: Sequence[Sequence[OutputGradient]], keep_graph: bool) -> None:
         if self.threads is not None:
-            self.threads.run([partial(self._run_one, number, pairs, keep_graph) for number, pairs in enumerate(roots)])
+            self.threads.run(
+                [
+                    partial(self._run_one, number, pairs, keep_graph)
+                    for number, pairs in enumerate(roots)
+                ]
+            )
         else:
-            # One call from this thread, which may be autograd's own for one of the devices: it then continues with that
-            # device's work itself. Calls from other threads would wait for it.
+            # One call from this thread, which may be autograd's own for one of the devices: it then
+            # continues with that device's work itself. Calls from other threads would wait for it.
             _backward([pair for pairs in roots for pair in pairs], keep_graph)
 
     def _run_one(self, number: int, pairs: Sequence[OutputGradient], keep_graph: bool) -> None:
         try:
             _backward(pairs, keep_graph)
         except Exception as error:
-            raise replica_error(error, number, len(self.replicas), pairs[0][0].device, self.shapes[number]) from error
+            raise replica_error(
+                error, number, len(self.replicas), pairs[0][0].device, self.shapes[number]
+            ) from error
 
     def _parameter_gradients(self) -> list[torch.Tensor | None]:
-        """Return each parameter's gradient, summed over the replicas in order; None if no replica used it."""
+        """Return each parameter's gradient, summed over the replicas in order; None if no replica
+        used it.
+        """
         summed: list[torch.Tensor | None] = []
         for parameter, *leaves in zip(self.parameters, *self.replicas, strict=True):
             gradients = [gradient for gradient in _take_gradients(leaves) if gradient is not None]
@@ -246,7 +294,9 @@ def _backward(pairs: Sequence[OutputGradient], keep_graph: bool) -> None:
     tensors, gradients = zip(*pairs, strict=True)
     with NoDraws():
         # torch.autograd.backward() would disable the mode for the functions called inside of it.
-        _engine_run_backward(tensors, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+        _engine_run_backward(
+            tensors, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 def _take_gradients(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -258,9 +308,15 @@ def _take_gradients(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]
 
 
 def _sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum `gradients` in the order of the replicas, and return the sum on `device`; the first may be overwritten."""
+    """Sum `gradients` in the order of the replicas, and return the sum on `device`; the first may
+    be overwritten.
+    """
     first = gradients[0]
-    if len(gradients) > 2 and len({g.device for g in gradients}) > 1 and all(not g.is_sparse for g in gradients):
+    if (
+        len(gradients) > 2
+        and len({g.device for g in gradients}) > 1
+        and all(not g.is_sparse for g in gradients)
+    ):
         reduce_(gradients)
     else:
         for gradient in gradients[1:]:
@@ -269,17 +325,26 @@ def _sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 class Join(torch.autograd.Function):
-    """(forward pass, parameters, inputs) → the joined outputs; the backward pass runs those of all replicas."""
+    """(forward pass, parameters, inputs) → the joined outputs; the backward pass runs those of all
+    replicas.
+    """
 
     @staticmethod
-    def forward(ctx: Any, forward_pass: ForwardPass, *anchors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the joined outputs; `anchors` are the model's parameters and the inputs, which get the gradients."""
+    def forward(
+        ctx: Any, forward_pass: ForwardPass, *anchors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the joined outputs; `anchors` are the model's parameters and the inputs, which get
+        the gradients.
+        """
         ctx.forward_pass = forward_pass
         ctx.set_materialize_grads(False)
-        # detach() gives a new tensor object for this function's graph; it is no view, so it can be changed in place.
+        # detach() gives a new tensor object for this function's graph; it is no view, so it can be
+        # changed in place.
         joined = [column.joined().detach() for column in forward_pass.columns]
         columns = zip(joined, forward_pass.columns, strict=True)
-        ctx.mark_non_differentiable(*(tensor for tensor, column in columns if not column.requires_grad))
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, column in columns if not column.requires_grad)
+        )
         return tuple(joined)
 
     @staticmethod

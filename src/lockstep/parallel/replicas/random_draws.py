@@ -19,25 +19,57 @@ __all__ = ["NoDraws", "Seed", "SeparateDraws"]
 _LOCK = threading.RLock()
 
 _ALWAYS = {
-    *("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "gumbel_softmax", "log_normal_"),
-    *("fractional_max_pool2d", "fractional_max_pool3d", "multinomial", "normal", "normal_", "poisson", "random_"),
+    *(
+        "bernoulli",
+        "bernoulli_",
+        "binomial",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "gumbel_softmax",
+        "log_normal_",
+    ),
+    *(
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+        "multinomial",
+        "normal",
+        "normal_",
+        "poisson",
+        "random_",
+    ),
     *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
     *("_sample_dirichlet", "_standard_gamma"),
-    *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "uniform_"),
+    *(
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "randperm",
+        "uniform_",
+    ),
 }
 # Function → position of its argument `training`.
 _IN_TRAINING = {
     **dict.fromkeys(("alpha_dropout", "dropout", "feature_alpha_dropout", "feature_dropout"), 2),
-    **dict.fromkeys(("alpha_dropout_", "dropout_", "feature_alpha_dropout_", "feature_dropout_"), 2),
+    **dict.fromkeys(
+        ("alpha_dropout_", "dropout_", "feature_alpha_dropout_", "feature_dropout_"), 2
+    ),
     **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d"), 2),
     **dict.fromkeys(("rrelu", "rrelu_"), 3),
 }
 # Functions that apply dropout inside, with the probability among their arguments.
-_WITH_PROBABILITY = frozenset(("gru", "lstm", "multi_head_attention_forward", "rnn_relu", "rnn_tanh"))
+_WITH_PROBABILITY = frozenset(
+    ("gru", "lstm", "multi_head_attention_forward", "rnn_relu", "rnn_tanh")
+)
 
 
 class Seed:
-    """One seed for all replicas of a forward pass, drawn from the CPU's generator when first needed."""
+    """One seed for all replicas of a forward pass, drawn from the CPU's generator when first
+    needed.
+    """
 
     def __init__(self) -> None:
         self._value: int | None = None
@@ -51,9 +83,11 @@ class Seed:
 
 
 class SeparateDraws(TorchFunctionMode):
-    """A mode of the calling thread in which each random function draws from (seed, replica, number of the call).
+    """A mode of the calling thread in which each random function draws from (seed, replica, number
+    of the call).
 
-    The states of the generators are restored. Functions called with an explicit generator use that one.
+    The states of the generators are restored. Functions called with an explicit generator use that
+    one.
 
     Args:
         seed: the seed that the replicas share.
@@ -94,7 +128,9 @@ class SeparateDraws(TorchFunctionMode):
 
 
 class NoDraws(TorchFunctionMode):
-    """A mode for backward passes that refuses random functions: they cannot repeat the draws of the forward pass."""
+    """A mode for backward passes that refuses random functions: they cannot repeat the draws of the
+    forward pass.
+    """
 
     def __torch_function__(
         self,
@@ -111,8 +147,9 @@ class NoDraws(TorchFunctionMode):
         keywords = kwargs or {}
         if is_random(func, args, keywords):
             raise LockstepError(
-                f"{func.__name__}: random numbers are drawn again in a backward pass, and would differ from those of "
-                "the forward pass. On several replicas, use torch.utils.checkpoint for parts without dropout only."
+                f"{func.__name__}: random numbers are drawn again in a backward pass, and would "
+                "differ from those of the forward pass. On several replicas, use "
+                "torch.utils.checkpoint for parts without dropout only."
             )
         return func(*args, **keywords)
 

@@ -1,4 +1,6 @@
-"""Persistent threads, one for each replica, parallel calls in them, and the error of a failed replica."""
+"""Persistent threads, one for each replica, parallel calls in them, and the error of a failed
+replica.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ from .scatter import Device, as_devices, leaves
 __all__ = ["ReplicaError", "Settings", "Threads", "parallel_apply", "replica_error", "shapes_of"]
 
 
-# --- Errors of a replica ----------------------------------------------------------------------------------------------
+# --- Errors of a replica
+# ----------------------------------------------------------------------------------------------
 
 
 class ReplicaError(LockstepError, RuntimeError):
-    """The computation on one of several replicas failed; ``__cause__`` is the exception that it raised.
+    """The computation on one of several replicas failed; ``__cause__`` is the exception that it
+    raised.
 
     Attributes:
         replica: the number of the replica, from 0.
@@ -39,10 +43,18 @@ class ReplicaError(LockstepError, RuntimeError):
         return self.message
 
 
-def replica_error(error: BaseException, replica: int, replicas: int, device: object, shapes: str) -> ReplicaError:
-    """Return the error of replica `replica` of `replicas`, which was given tensors of `shapes`, see `shapes_of`."""
+def replica_error(
+    error: BaseException, replica: int, replicas: int, device: object, shapes: str
+) -> ReplicaError:
+    """Return the error of replica `replica` of `replicas`, which was given tensors of `shapes`, see
+    `shapes_of`.
+    """
     reason = f"{type(error).__name__}: {error}"
-    return ReplicaError(f"replica {replica} of {replicas} on {device}, given {shapes}: {reason}", replica, str(device))
+    return ReplicaError(
+        f"replica {replica} of {replicas} on {device}, given {shapes}: {reason}",
+        replica,
+        str(device),
+    )
 
 
 def shapes_of(inputs: Any) -> str:
@@ -54,7 +66,8 @@ def _shape(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-# --- Threads ----------------------------------------------------------------------------------------------------------
+# --- Threads
+# --------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -62,13 +75,15 @@ T = TypeVar("T")
 class Threads:
     """Persistent threads that wait for work, and end when the object is garbage-collected.
 
-    Operators release the interpreter lock, and a backward pass on the CPU runs in the calling thread, so replicas on
-    the CPU compute in parallel if each has its own thread. The threads share the cores evenly: torch's number of
-    threads within an operator is a setting of the calling thread (OpenMP).
+    Operators release the interpreter lock, and a backward pass on the CPU runs in the calling
+    thread, so replicas on the CPU compute in parallel if each has its own thread. The threads share
+    the cores evenly: torch's number of threads within an operator is a setting of the calling
+    thread (OpenMP).
 
     Args:
         count: number of threads.
-        cores: threads within an operator for each of them; the caller's setting divided by `count` when None.
+        cores: threads within an operator for each of them; the caller's setting divided by `count`
+            when None.
     """
 
     def __init__(self, count: int, cores: int | None = None) -> None:
@@ -88,9 +103,11 @@ class Threads:
         return len(self._pools)
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Call each task in the thread of its number, all in parallel; returns their results in order.
+        """Call each task in the thread of its number, all in parallel; returns their results in
+        order.
 
-        All tasks have ended when this returns or raises. If several fail, the error of the lowest number is raised.
+        All tasks have ended when this returns or raises. If several fail, the error of the lowest
+        number is raised.
         """
         if os.getpid() != self._process:
             self._start(len(self._pools))  # a forked process has none of its parent's threads
@@ -122,8 +139,14 @@ class Settings:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         kinds = sorted({"cpu", *(device.type for device in used)} - {"meta"})
-        self._casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        self._streams = {each: devices.current_stream(each) for each in used if devices.has_streams(each)}
+        self._casts = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in kinds
+            if torch.is_autocast_enabled(kind)
+        ]
+        self._streams = {
+            each: devices.current_stream(each) for each in used if devices.has_streams(each)
+        }
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -148,12 +171,14 @@ def parallel_apply(
 ) -> list[Any]:
     """Call functions or modules in parallel, each on its own inputs.
 
-    They run under the caller's settings: gradient and inference mode, autocast, streams. A backward pass runs in the
-    thread that calls it, so the functions themselves must call it for parallel backward passes.
+    They run under the caller's settings: gradient and inference mode, autocast, streams. A backward
+    pass runs in the thread that calls it, so the functions themselves must call it for parallel
+    backward passes.
 
     Args:
         functions: one function for each device.
-        inputs: a tuple of arguments for each function; a value that is not a tuple is the only argument.
+        inputs: a tuple of arguments for each function; a value that is not a tuple is the only
+            argument.
         kwargs: the keyword arguments of each function.
         devices: the device of each function; that of the first tensor among its inputs when None.
         threads: persistent threads; when None, threads are started for this call only.
@@ -163,16 +188,23 @@ def parallel_apply(
 
     Raises:
         ConfigError: for lists of different lengths.
-        ReplicaError: for the first function that fails, with its device and the shapes of its inputs.
+        ReplicaError: for the first function that fails, with its device and the shapes of its
+            inputs.
     """
     keywords = [{} for _ in functions] if kwargs is None else kwargs
     lengths = {"functions": len(functions), "inputs": len(inputs), "kwargs": len(keywords)}
-    chosen = [_device_of((i, k)) for i, k in zip(inputs, keywords, strict=False)] if devices is None else devices
+    chosen = (
+        [_device_of((i, k)) for i, k in zip(inputs, keywords, strict=False)]
+        if devices is None
+        else devices
+    )
     lengths["devices"] = len(chosen)
     if len(set(lengths.values())) > 1:
         raise ConfigError("inputs", "as many inputs as functions", found=str(lengths))
     if threads is not None and len(threads) < len(functions):
-        raise ConfigError("threads", f"a thread for each of {len(functions)} functions", len(threads))
+        raise ConfigError(
+            "threads", f"a thread for each of {len(functions)} functions", len(threads)
+        )
     targets = as_devices(chosen)
     settings = Settings(targets)
 

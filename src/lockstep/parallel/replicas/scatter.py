@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 
-# --- Lists of devices -------------------------------------------------------------------------------------------------
+# --- Lists of devices
+# -------------------------------------------------------------------------------------------------
 
 Device = torch.device | str | int
 """A device, its name, or the number of an accelerator."""
@@ -39,7 +40,8 @@ def as_devices(devices: Iterable[Device], argument: str = "devices") -> list[tor
     """Convert each of `devices` to a torch.device with an index; "cpu:1" and the like are the CPU.
 
     Args:
-        devices: at least one device; a device may be listed several times, e.g. ``["cpu", "cpu"]``, ``[0, 1]``.
+        devices: at least one device; a device may be listed several times, e.g. ``["cpu", "cpu"]``,
+            ``[0, 1]``.
         argument: the name of the list in errors.
 
     Raises:
@@ -62,7 +64,9 @@ def as_device(device: Device, argument: str = "device") -> torch.device:
     kind = devices.accelerator()
     if isinstance(device, int) and not isinstance(device, bool):
         if kind is None:
-            raise ConfigError(argument, 'devices by name, e.g. ["cpu", "cpu"]', device, "There is no accelerator.")
+            raise ConfigError(
+                argument, 'devices by name, e.g. ["cpu", "cpu"]', device, "There is no accelerator."
+            )
         device = torch.device(kind, device)
     try:
         converted = torch.device(device)
@@ -72,7 +76,11 @@ def as_device(device: Device, argument: str = "device") -> torch.device:
     if converted.type in ("cpu", "meta"):
         return torch.device(converted.type)
     count = torch.accelerator.device_count() if converted.type == kind else 0
-    index = torch.accelerator.current_device_index() if converted.index is None and count else converted.index or 0
+    index = (
+        torch.accelerator.current_device_index()
+        if converted.index is None and count
+        else converted.index or 0
+    )
     if index >= count:
         available = ", ".join(["cpu", *(f"{kind}:{number}" for number in range(count))])
         raise ConfigError(argument, f"available devices ({available})", got=str(converted))
@@ -87,28 +95,33 @@ def all_devices() -> list[torch.device]:
     return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
 
 
-# --- Scatter and gather -----------------------------------------------------------------------------------------------
+# --- Scatter and gather
+# -----------------------------------------------------------------------------------------------
 
 
 def scatter(batch: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
     """Split `batch` into one part for each of `devices`, on that device.
 
-    Tensors may be nested in tuples (including named tuples), lists, mappings and dataclasses, whose types are kept.
-    Each tensor is split along `dim` separately: parts are contiguous, in order, and differ by at most one sample, the
-    first parts being larger: 17 samples on two devices are 9 + 8. With fewer samples than devices the last parts are
-    empty. A 0-dim tensor is copied to every device. Lists and arrays that have an item for each sample, see
-    `lockstep.parallel.nested.per_sample`, are split as tensors are; other values are passed on unchanged.
+    Tensors may be nested in tuples (including named tuples), lists, mappings and dataclasses, whose
+    types are kept. Each tensor is split along `dim` separately: parts are contiguous, in order, and
+    differ by at most one sample, the first parts being larger: 17 samples on two devices are 9 + 8.
+    With fewer samples than devices the last parts are empty. A 0-dim tensor is copied to every
+    device. Lists and arrays that have an item for each sample, see
+    `lockstep.parallel.nested.per_sample`, are split as tensors are; other values are passed on
+    unchanged.
 
     Parts on the batch's own device are views of it.
 
     Raises:
-        ConfigError: for a list of devices that cannot be used, a tensor without dimension `dim`, or one that cannot be
-            split by samples: packed sequences, sparse and nested tensors.
+        ConfigError: for a list of devices that cannot be used, a tensor without dimension `dim`, or
+            one that cannot be split by samples: packed sequences, sparse and nested tensors.
     """
     targets = as_devices(devices)
     dim = arguments.whole("dim", dim)
     check_can_be_cut(batch)
-    return [_part(batch, number, len(targets), target, dim) for number, target in enumerate(targets)]
+    return [
+        _part(batch, number, len(targets), target, dim) for number, target in enumerate(targets)
+    ]
 
 
 def _part(batch: Any, number: int, parts: int, device: torch.device, dim: int) -> Any:
@@ -117,8 +130,12 @@ def _part(batch: Any, number: int, parts: int, device: torch.device, dim: int) -
 
 
 def with_lists_cut(batch: Any, number: int, parts: int, dim: int) -> Any:
-    """Return a batch with part `number` of `parts` of the lists and arrays that have an item for each sample."""
-    sizes = {tensor.shape[dim] for _, tensor in leaves(batch) if -tensor.dim() <= dim < tensor.dim()}
+    """Return a batch with part `number` of `parts` of the lists and arrays that have an item for
+    each sample.
+    """
+    sizes = {
+        tensor.shape[dim] for _, tensor in leaves(batch) if -tensor.dim() <= dim < tensor.dim()
+    }
     samples = sizes.pop() if len(sizes) == 1 else None
     return cut_lists(batch, samples, *bounds(samples or 0, parts, number))
 
@@ -133,15 +150,24 @@ def check_can_be_cut(batch: Any) -> None:
     for path, tensor in leaves(batch):
         if tensor.is_nested or tensor.layout != torch.strided:
             kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
-            raise ConfigError("batch", "tensors that can be cut", found=f"{kind} at {path or 'its top'}", hint=hint)
+            raise ConfigError(
+                "batch",
+                "tensors that can be cut",
+                found=f"{kind} at {path or 'its top'}",
+                hint=hint,
+            )
 
 
 def cut(tensor: torch.Tensor, number: int, parts: int, dim: int) -> torch.Tensor:
-    """Return part `number` of `parts` of a tensor along `dim`, as a view; a 0-dim tensor is returned unchanged."""
+    """Return part `number` of `parts` of a tensor along `dim`, as a view; a 0-dim tensor is
+    returned unchanged.
+    """
     if tensor.dim() == 0:
         return tensor
     if not -tensor.dim() <= dim < tensor.dim():
-        raise ConfigError("dim", f"a dimension of every tensor, such as that of shape {list(tensor.shape)}", dim)
+        raise ConfigError(
+            "dim", f"a dimension of every tensor, such as that of shape {list(tensor.shape)}", dim
+        )
     start, stop = bounds(tensor.shape[dim], parts, number)
     return tensor.narrow(dim, start, stop - start)
 
@@ -149,8 +175,8 @@ def cut(tensor: torch.Tensor, number: int, parts: int, dim: int) -> torch.Tensor
 def gather(parts: Sequence[Any], device: Device | None = None, dim: int = 0) -> Any:
     """Concatenate the tensors of all parts along `dim`: the inverse of `scatter`.
 
-    0-dim tensors, such as a loss of each part, become one tensor of shape (parts,). Other values are those of the first
-    part. Gradients flow back to the parts.
+    0-dim tensors, such as a loss of each part, become one tensor of shape (parts,). Other values
+    are those of the first part. Gradients flow back to the parts.
 
     Args:
         parts: trees of the same structure.
@@ -180,7 +206,8 @@ def concatenate(column: Sequence[torch.Tensor], device: torch.device, dim: int) 
 
 
 def join(parts: Sequence[Any], fn: Callable[[str, list[torch.Tensor]], Any]) -> Any:
-    """Return a tree like the first of `parts`, with `fn(path, the parts' tensors at path)` instead of each tensor.
+    """Return a tree like the first of `parts`, with `fn(path, the parts' tensors at path)` instead
+    of each tensor.
 
     Raises:
         ConfigError: for parts of different structures.
@@ -190,7 +217,9 @@ def join(parts: Sequence[Any], fn: Callable[[str, list[torch.Tensor]], Any]) -> 
     named = [dict(leaves(part)) for part in parts]
     for number, other in enumerate(named):
         if other.keys() != named[0].keys():
-            got = f"part {number} with {_list_paths(other)} where part 0 has {_list_paths(named[0])}"
+            got = (
+                f"part {number} with {_list_paths(other)} where part 0 has {_list_paths(named[0])}"
+            )
             raise ConfigError("parts", "tensors at the same paths of every part", found=got)
     paths = iter(named[0])
 
@@ -205,8 +234,11 @@ def _list_paths(named: Mapping[str, torch.Tensor]) -> str:
     return ", ".join(path or "a tensor" for path in named) or "no tensor"
 
 
-def leaves(tree: Any, path: str = "", samples: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a tree with its path, such as ``[0]['mask']``, in the order of `map_tensors`.
+def leaves(
+    tree: Any, path: str = "", samples: int | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a tree with its path, such as ``[0]['mask']``, in the order of
+    `map_tensors`.
 
     With `samples`, tensors in lists of an item for each sample are left out.
     """
@@ -218,7 +250,10 @@ def leaves(tree: Any, path: str = "", samples: int | None = None) -> Iterator[tu
         # A tuple of tensors that cannot be split by samples.
         hint = "Pack it inside of the model, from a padded tensor and its lengths."
         raise ConfigError(
-            "batch", "tensors that can be cut", found=f"a packed sequence at {path or 'its top'}", hint=hint
+            "batch",
+            "tensors that can be cut",
+            found=f"a packed sequence at {path or 'its top'}",
+            hint=hint,
         )
     elif isinstance(tree, (tuple, list)):
         for number, item in enumerate(tree):

@@ -40,7 +40,8 @@ __all__ = [
 
 
 def defaults(with_folder: bool, pretrained: bool = False) -> list[Callback]:
-    """Return a progress display and, for a run with a run directory, a CSV log, a plot and checkpoints by epoch.
+    """Return a progress display and, for a run with a run directory, a CSV log, a plot and
+    checkpoints by epoch.
 
     Args:
         with_folder: whether the run has a run directory.

@@ -32,7 +32,9 @@ class TrainingContext(Protocol):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer. A callback that changes it must run on every rank, see `Callback.every_rank`."""
+        """The optimizer. A callback that changes it must run on every rank, see
+        `Callback.every_rank`.
+        """
 
     @property
     def comm(self) -> Communicator:
@@ -60,11 +62,15 @@ class TrainingContext(Protocol):
 
     @property
     def epochs(self) -> int | None:
-        """Epochs of the whole run; None if it ends after a number of steps, with an iterable data set."""
+        """Epochs of the whole run; None if it ends after a number of steps, with an iterable data
+        set.
+        """
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of a whole epoch; None for an iterable data set before the end of its first epoch."""
+        """Steps of a whole epoch; None for an iterable data set before the end of its first
+        epoch.
+        """
 
     @property
     def epoch_ended(self) -> bool:
@@ -76,7 +82,9 @@ class TrainingContext(Protocol):
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None if it ends after a number of epochs of an iterable data set."""
+        """Steps of the whole run; None if it ends after a number of epochs of an iterable data
+        set.
+        """
 
     @property
     def totals(self) -> EpochTotals:
@@ -84,7 +92,9 @@ class TrainingContext(Protocol):
 
     @property
     def history(self) -> list[Row]:
-        """One row for each completed epoch and for each validation within one, equal on all workers."""
+        """One row for each completed epoch and for each validation within one, equal on all
+        workers.
+        """
 
     @property
     def stop_reason(self) -> str:
@@ -98,23 +108,29 @@ class TrainingContext(Protocol):
         """Write a checkpoint, which is kept if it is the `best` one; called by every worker."""
 
     def stop(self, reason: str) -> None:
-        """End the run after this epoch, or after the validation in progress; any worker may call it."""
+        """End the run after this epoch, or after the validation in progress; any worker may call
+        it.
+        """
 
     def evaluate(self, dataset: Any, model: nn.Module | None = None) -> dict[str, float]:
-        """Return loss and metrics of the model, or of another one, over a data set; called by every worker."""
+        """Return loss and metrics of the model, or of another one, over a data set; called by every
+        worker.
+        """
 
 
 class Callback:
     """A callback that does nothing; override the hooks that are needed.
 
     Attributes:
-        every_rank: whether it runs on all workers. If not (the default), it runs on rank 0 only, and must not
-            communicate, nor change the model, the loss, the data or the optimizer: `fit` refuses that with an error. A
-            callback on every rank must call the same collectives and make the same changes on each.
-        needs_columns: columns of the history that it reads, such as "val_loss"; `fit` checks before the first step that
-            the rows will have them.
+        every_rank: whether it runs on all workers. If not (the default), it runs on rank 0 only,
+            and must not communicate, nor change the model, the loss, the data or the optimizer:
+            `fit` refuses that with an error. A callback on every rank must call the same
+            collectives and make the same changes on each.
+        needs_columns: columns of the history that it reads, such as "val_loss"; `fit` checks before
+            the first step that the rows will have them.
         adds_columns: columns that it adds itself to the rows, or to the results of a validation.
-        needs_run_dir: whether it writes to the run directory; `fit` checks before the first step that there is one.
+        needs_run_dir: whether it writes to the run directory; `fit` checks before the first step
+            that there is one.
     """
 
     every_rank: bool = False
@@ -122,59 +138,75 @@ class Callback:
     adds_columns: Sequence[str] = ()
     needs_run_dir: bool = False
 
-    # --- state for checkpoints ---------------------------------------------------------------------------------------
+    # --- state for checkpoints
+    # ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume in another process: plain values and tensors, by name; empty by default.
+        """Return the state to resume in another process: plain values and tensors, by name; empty
+        by default.
 
-        Called on rank 0 for each checkpoint. It is stored under the name of the class, with the suffix ``-2`` for a
-        second callback of that class, and so on.
+        Called on rank 0 for each checkpoint. It is stored under the name of the class, with the
+        suffix ``-2`` for a second callback of that class, and so on.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; called on each rank on which the callback runs, before `on_train_start`.
+        """Load what `state_dict` returned; called on each rank on which the callback runs, before
+        `on_train_start`.
 
         An exception here fails the whole job: the run does not resume from that checkpoint.
         """
 
-    # --- hooks, in the order in which they are called ----------------------------------------------------------------
+    # --- hooks, in the order in which they are called
+    # ----------------------------------------------------------------
 
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Called before the first step, after a checkpoint was loaded."""
 
     def on_train_epoch_start(self, trainer: TrainingContext) -> None:
-        """Called before the first step of each epoch, and before the next step of one that a run resumes in."""
+        """Called before the first step of each epoch, and before the next step of one that a run
+        resumes in.
+        """
 
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
         """Called before each step; `batch` is this worker's part of the global batch."""
 
     def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
-        """Called after each step. Reading `result.loss` waits for the device: do so rarely, or use `on_loss`."""
+        """Called after each step. Reading `result.loss` waits for the device: do so rarely, or use
+        `on_loss`.
+        """
 
     def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
-        """Called when the loss of a step is on the host, and finite; it does not wait for the device.
+        """Called when the loss of a step is on the host, and finite; it does not wait for the
+        device.
 
-        `result.grad_norm` is on the host then, too; it is None if the trainer has no `max_grad_norm`.
+        `result.grad_norm` is on the host then, too; it is None if the trainer has no
+        `max_grad_norm`.
 
         Called once for every step, in order, after its `on_train_step_end`: on an accelerator up to
-        ``trainer.max_steps_in_flight - 1`` steps later, and for all steps before a checkpoint or `on_row`.
+        ``trainer.max_steps_in_flight - 1`` steps later, and for all steps before a checkpoint or
+        `on_row`.
         """
 
     def on_validation_start(self, trainer: TrainingContext) -> None:
         """Called before each evaluation on the validation data."""
 
     def on_validation_end(self, trainer: TrainingContext, results: dict[str, float]) -> None:
-        """Called after each evaluation on the validation data: the loss and the metrics, by name."""
+        """Called after each evaluation on the validation data: the loss and the metrics, by
+        name.
+        """
 
     def on_row(self, trainer: TrainingContext, row: Row) -> None:
-        """Called when a row was added to `trainer.history`: at the end of an epoch, and at a validation within one.
+        """Called when a row was added to `trainer.history`: at the end of an epoch, and at a
+        validation within one.
 
         A run that ends within an epoch, after `max_steps`, adds a row too.
         """
 
     def on_train_epoch_end(self, trainer: TrainingContext, row: Row) -> None:
-        """Called after each epoch and its validation, after `on_row`; `row` is also the last of `trainer.history`."""
+        """Called after each epoch and its validation, after `on_row`; `row` is also the last of
+        `trainer.history`.
+        """
 
     def on_checkpoint_start(self, trainer: TrainingContext) -> None:
         """Called before a checkpoint is written."""
@@ -183,4 +215,6 @@ class Callback:
         """Called after a checkpoint was written; with `async_save`, when its state was copied."""
 
     def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
-        """Called after the last step, or after the error that ended the run; always called if `on_train_start` was."""
+        """Called after the last step, or after the error that ended the run; always called if
+        `on_train_start` was.
+        """

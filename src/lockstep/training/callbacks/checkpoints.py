@@ -18,7 +18,8 @@ __all__ = ["Checkpoints", "parse_interval"]
 
 
 def parse_interval(text: str, argument: str = "checkpoint_every") -> tuple[int, str]:
-    """Parse an interval: "2epochs" → (2, "epochs"), "500steps" → (500, "steps"); "3" means epochs, "0" never.
+    """Parse an interval: "2epochs" → (2, "epochs"), "500steps" → (500, "steps"); "3" means epochs,
+    "0" never.
 
     Args:
         text: the interval.
@@ -27,7 +28,9 @@ def parse_interval(text: str, argument: str = "checkpoint_every") -> tuple[int, 
     Raises:
         ConfigError: for anything else.
     """
-    match = re.fullmatch(r"(\d+)\s*(epochs?|steps?)?", text.strip()) if isinstance(text, str) else None
+    match = (
+        re.fullmatch(r"(\d+)\s*(epochs?|steps?)?", text.strip()) if isinstance(text, str) else None
+    )
     if match is None:
         hint = ""
         if isinstance(text, int) and not isinstance(text, bool):
@@ -38,28 +41,36 @@ def parse_interval(text: str, argument: str = "checkpoint_every") -> tuple[int, 
 
 
 class Checkpoints(Callback):
-    """Saves a checkpoint at each interval of epochs or steps, and at the end, in the trainer's `run_dir`.
+    """Saves a checkpoint at each interval of epochs or steps, and at the end, in the trainer's
+    `run_dir`.
 
     It is called after all other callbacks, so that checkpoints include their changes.
 
     Args:
         every: "1epoch", "500steps", …; "0" saves only when the run is interrupted.
-        best: a column of the history, e.g. "val_accuracy"; the checkpoint of the row with the best value is saved and
-            kept besides the newest ones, and the link ``checkpoints/best`` leads to it. None keeps the newest only.
-        higher_is_better: whether higher values of `best` are better; when None, by the name, see `is_higher_better`.
+        best: a column of the history, e.g. "val_accuracy"; the checkpoint of the row with the best
+            value is saved and kept besides the newest ones, and the link ``checkpoints/best`` leads
+            to it. None keeps the newest only.
+        higher_is_better: whether higher values of `best` are better; when None, by the name, see
+            `is_higher_better`.
 
     Raises:
-        ConfigError: for an interval of another form, or a name that does not say which values are better; when `fit`
-            starts, for a column that the history will not have, or without a run directory.
+        ConfigError: for an interval of another form, or a name that does not say which values are
+            better; when `fit` starts, for a column that the history will not have, or without a run
+            directory.
     """
 
     every_rank = True
 
-    def __init__(self, every: str = "1epoch", best: str | None = None, higher_is_better: bool | None = None) -> None:
+    def __init__(
+        self, every: str = "1epoch", best: str | None = None, higher_is_better: bool | None = None
+    ) -> None:
         self._count, self._unit = parse_interval(every, "every")
         if best is not None:
             arguments.text("best", best, 'the name of a column of the history, such as "val_loss"')
-        arguments.flag("higher_is_better", higher_is_better, none="what the name of the column says")
+        arguments.flag(
+            "higher_is_better", higher_is_better, none="what the name of the column says"
+        )
         self._best = best
         self._higher = best is not None and is_higher_better(best, higher_is_better)
         self.needs_columns = () if best is None else (best,)
@@ -83,16 +94,24 @@ class Checkpoints(Callback):
     def on_train_epoch_end(self, trainer: TrainingContext, row: Row) -> None:
         """Save at each interval of epochs, and after the best epoch so far."""
         best = self._is_best(trainer.history)
-        if best or (self._count and self._unit == "epochs" and (trainer.epoch + 1) % self._count == 0):
+        if best or (
+            self._count and self._unit == "epochs" and (trainer.epoch + 1) % self._count == 0
+        ):
             trainer.save(best=best)
 
     def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
         """Save if the run ended without an error and this step has no checkpoint yet."""
-        if self._count and error is None and trainer.newest_checkpoint_step != trainer.step.steps_done:
+        if (
+            self._count
+            and error is None
+            and trainer.newest_checkpoint_step != trainer.step.steps_done
+        ):
             trainer.save()
 
     def _is_best(self, history: list[Row]) -> bool:
-        """Return whether the last row is better than all earlier ones; NaN is worse than any value."""
+        """Return whether the last row is better than all earlier ones; NaN is worse than any
+        value.
+        """
         if self._best is None:
             return False
         check_column("Checkpoints", self._best, history[-1])

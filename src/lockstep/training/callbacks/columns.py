@@ -1,4 +1,6 @@
-"""Columns of the history that callbacks read: which there are, and which of two values is the better one."""
+"""Columns of the history that callbacks read: which there are, and which of two values is the
+better one.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ def is_higher_better(column: str, given: bool | None) -> bool:
     """Return whether higher values of a column are better.
 
     Args:
-        column: its name. Lower values are better if it ends in "loss" or "error", higher ones if it ends in "accuracy",
-            "acc", "f1" or "auc".
+        column: its name. Lower values are better if it ends in "loss" or "error", higher ones if it
+            ends in "accuracy", "acc", "f1" or "auc".
         given: what the user says, which counts more than the name; None if nothing.
 
     Raises:
@@ -35,17 +37,26 @@ def is_higher_better(column: str, given: bool | None) -> bool:
 
 
 class RowColumns:
-    """The columns that rows of the history will have, as far as they are known before the first row.
+    """The columns that rows of the history will have, as far as they are known before the first
+    row.
 
     Args:
         metrics: the names of results of a validation; None for a run without validation.
-        several: the names of those metrics which may give several results, each in a column NAME_KEY.
+        several: the names of those metrics which may give several results, each in a column
+            NAME_KEY.
         callbacks: the callbacks of the run, on all ranks.
     """
 
-    def __init__(self, metrics: Iterable[str] | None, several: Iterable[str], callbacks: Iterable[Callback]) -> None:
+    def __init__(
+        self, metrics: Iterable[str] | None, several: Iterable[str], callbacks: Iterable[Callback]
+    ) -> None:
         self.names = [*COLUMNS, *(f"val_{name}" for name in metrics or ())]
-        self.names += [name for callback in callbacks for name in callback.adds_columns if name not in self.names]
+        self.names += [
+            name
+            for callback in callbacks
+            for name in callback.adds_columns
+            if name not in self.names
+        ]
         self._validated = metrics is not None
         self._several = tuple(f"val_{name}_" for name in several) if self._validated else ()
 
@@ -59,7 +70,9 @@ class RowColumns:
             check_column(callback, column, self.names, self._validated)
 
 
-def check_column(callback: str, column: str, columns: Iterable[str], validated: bool = True) -> None:
+def check_column(
+    callback: str, column: str, columns: Iterable[str], validated: bool = True
+) -> None:
     """Check that `columns` has the one that a callback of the name `callback` reads.
 
     Args:
@@ -74,7 +87,9 @@ def check_column(callback: str, column: str, columns: Iterable[str], validated: 
     names = list(columns)
     if column in names:
         return
-    error = unknown_name(f"callbacks.{callback}", column, names, expected=f"one of {', '.join(names)}")
+    error = unknown_name(
+        f"callbacks.{callback}", column, names, expected=f"one of {', '.join(names)}"
+    )
     hint = error.hint or "A callback that adds a column to the rows names it in adds_columns."
     if not validated:
         hint = "Pass validate= to fit() for those of a validation."

@@ -15,8 +15,8 @@ __all__ = ["CSVLog"]
 class CSVLog(Callback):
     """Writes one line for each row of the history to `metrics.csv` in the run directory.
 
-    The whole file is replaced atomically each time, so that a resumed run leaves no duplicate line. If it cannot be
-    written, a warning is logged once and the training continues.
+    The whole file is replaced atomically each time, so that a resumed run leaves no duplicate line.
+    If it cannot be written, a warning is logged once and the training continues.
     """
 
     needs_run_dir = True

@@ -25,7 +25,8 @@ _RATIO = 20  # of the largest loss to the smallest one, from which on a logarith
 
 
 class StepLosses:
-    """The losses of the steps of a run: at most `limit` means over equal numbers of consecutive steps.
+    """The losses of the steps of a run: at most `limit` means over equal numbers of consecutive
+    steps.
 
     When there are more, each two neighbours are replaced by their mean.
     """
@@ -47,7 +48,9 @@ class StepLosses:
         self._sum = 0.0
         self._count = 0
         if len(self.means) == self._limit:
-            self.means = [(a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True)]
+            self.means = [
+                (a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True)
+            ]
             self.steps_per_mean *= 2
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,12 +107,15 @@ class Curve(Callback):
         if trainer.run_dir is not None and trainer.history and self._can_draw:
             path = trainer.run_dir / "curve.png"
             with WriteGuard().to(path):
-                picture = draw(trainer.history, self._losses, trainer.steps_per_epoch, trainer.run_dir.name)
+                picture = draw(
+                    trainer.history, self._losses, trainer.steps_per_epoch, trainer.run_dir.name
+                )
                 atomic_files.write_bytes(path, picture)
 
 
 def draw(history: list[Row], losses: StepLosses, steps_per_epoch: int | None, name: str) -> bytes:
-    """Return the plot as PNG: losses, metrics (accuracy in per cent) and, if it changes, the learning rate, by epoch.
+    """Return the plot as PNG: losses, metrics (accuracy in per cent) and, if it changes, the
+    learning rate, by epoch.
 
     Args:
         history: the rows of the run, at least one.
@@ -120,7 +126,9 @@ def draw(history: list[Row], losses: StepLosses, steps_per_epoch: int | None, na
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    metrics = [column for column in history[-1] if column.startswith("val_") and column != "val_loss"]
+    metrics = [
+        column for column in history[-1] if column.startswith("val_") and column != "val_loss"
+    ]
     rates = [row["lr"] for row in history]
     widths = [3.0, *([2.2] if metrics else []), *([1.3] if len(set(rates)) > 1 else [])]
     figure = Figure(figsize=(1.8 * sum(widths), 3.8), layout="constrained")
@@ -148,13 +156,18 @@ def _draw_losses(
     columns = [column for column in ("train_loss", "val_loss") if column in history[-1]]
     for column in columns:
         _plot_column(axes, history, places, column, unit, best=column == "val_loss")
-    shown = [*losses.means, *(row[column] for row in history for column in columns if column in row)]
+    shown = [
+        *losses.means,
+        *(row[column] for row in history for column in columns if column in row),
+    ]
     if min(shown) > 0 and max(shown) > _RATIO * min(shown):
         axes.set_yscale("log")
     _finish(axes, "loss", unit)
 
 
-def _draw_metrics(axes: Any, history: list[Row], places: list[float], metrics: Sequence[str], unit: str) -> None:
+def _draw_metrics(
+    axes: Any, history: list[Row], places: list[float], metrics: Sequence[str], unit: str
+) -> None:
     from matplotlib.ticker import PercentFormatter
 
     for column in metrics:
@@ -164,7 +177,9 @@ def _draw_metrics(axes: Any, history: list[Row], places: list[float], metrics: S
     _finish(axes, " / ".join(column.removeprefix("val_") for column in metrics), unit)
 
 
-def _plot_column(axes: Any, history: list[Row], places: list[float], column: str, unit: str, best: bool) -> None:
+def _plot_column(
+    axes: Any, history: list[Row], places: list[float], column: str, unit: str, best: bool
+) -> None:
     values = [row.get(column, math.nan) for row in history]
     percent = column == "val_accuracy"
     last = f"{values[-1]:.2%}" if percent else f"{values[-1]:.4g}"
@@ -177,7 +192,15 @@ def _plot_column(axes: Any, history: list[Row], places: list[float], column: str
     at = (max if percent else min)(known, key=values.__getitem__)
     text = f"best: {values[at]:.2%}" if percent else f"best: {values[at]:.4g}"
     label = f"{text}, {unit} {places[at]:g}"
-    axes.plot(places[at], values[at], "*", color=line.get_color(), markersize=11, linestyle="none", label=label)
+    axes.plot(
+        places[at],
+        values[at],
+        "*",
+        color=line.get_color(),
+        markersize=11,
+        linestyle="none",
+        label=label,
+    )
 
 
 def _finish(axes: Any, title: str, unit: str) -> None:

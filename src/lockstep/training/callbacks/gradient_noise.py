@@ -25,26 +25,30 @@ __all__ = ["GradientNoise"]
 
 
 class GradientNoise(Callback):
-    """Adds the column `noise_scale`: about the global batch size, in samples, up to which a larger one pays.
+    """Adds the column `noise_scale`: about the global batch size, in samples, up to which a larger
+    one pays.
 
-    At a batch size equal to the noise scale, a run needs twice the fewest steps, and twice the fewest samples, for the
-    same progress; far below it steps are cheap and noisy, far above it samples are wasted. It compares the gradients of
-    the virtual workers with that of the global batch, which are there anyway, and costs a norm for each of them in
-    every `every`-th step. It grows during a training. The estimate is that of the steps since the last row; it is nan
-    where these are too few to tell the gradient from its noise.
+    At a batch size equal to the noise scale, a run needs twice the fewest steps, and twice the
+    fewest samples, for the same progress; far below it steps are cheap and noisy, far above it
+    samples are wasted. It compares the gradients of the virtual workers with that of the global
+    batch, which are there anyway, and costs a norm for each of them in every `every`-th step. It
+    grows during a training. The estimate is that of the steps since the last row; it is nan where
+    these are too few to tell the gradient from its noise.
 
-    Needs `virtual_workers` of at least 2, and is then the same at any number of workers. For a loss that counts
-    something else than samples, such as tokens, samples are assumed to have equally many.
+    Needs `virtual_workers` of at least 2, and is then the same at any number of workers. For a loss
+    that counts something else than samples, such as tokens, samples are assumed to have equally
+    many.
 
-    Source: McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch training", 2018, section 2.2 and
-    appendix A.1: the simple noise scale, tr(Σ) / |G|², of unbiased estimates of both.
+    Source: McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch training", 2018,
+    section 2.2 and appendix A.1: the simple noise scale, tr(Σ) / |G|², of unbiased estimates of
+    both.
 
     Args:
         every: number of steps between two that are measured.
 
     Raises:
-        ConfigError: for an invalid argument; when `fit` starts, without virtual workers, or where their gradients are
-            not separate: with sync_batchnorm, fp16 or strategy="sharded".
+        ConfigError: for an invalid argument; when `fit` starts, without virtual workers, or where
+            their gradients are not separate: with sync_batchnorm, fp16 or strategy="sharded".
     """
 
     every_rank = True
@@ -53,7 +57,9 @@ class GradientNoise(Callback):
     def __init__(self, every: int = 10) -> None:
         self._every = arguments.whole("every", every, least=1)
         self._hooks: list[RemovableHandle] = []
-        self._squares = torch.zeros(0)  # of the gradient of each virtual worker, in the attempt of the step
+        self._squares = torch.zeros(
+            0
+        )  # of the gradient of each virtual worker, in the attempt of the step
         self._reducer: Any = None  # of that attempt
         self._sums: Any = 0.0  # of the estimates (tr(Σ), |G|²), since the last row
         self._batch: Batch | None = None
@@ -71,7 +77,9 @@ class GradientNoise(Callback):
         elif trainer.step.precision.name == "fp16":
             found = "fp16, whose gradients are scaled"
         if found:
-            expected = "GradientNoise() with virtual_workers of at least 2, each with a pass of its own"
+            expected = (
+                "GradientNoise() with virtual_workers of at least 2, each with a pass of its own"
+            )
             raise ConfigError("callbacks", expected, found=found)
 
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
@@ -84,22 +92,40 @@ class GradientNoise(Callback):
         strategy = trainer.step.strategy
         assert isinstance(strategy, Invariant)
         self._batch = batch
-        self._squares = torch.zeros(strategy.virtual_workers, dtype=accumulation_dtype(device), device=device)
+        self._squares = torch.zeros(
+            strategy.virtual_workers, dtype=accumulation_dtype(device), device=device
+        )
         add = partial(self._add, strategy)
-        trained = [p for group in trainer.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [
+            p
+            for group in trainer.optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        ]
         self._hooks = [p.register_hook(add) for p in trained]
-        self._hooks.append(trainer.optimizer.register_step_pre_hook(partial(self._measure, trainer.step)))
+        self._hooks.append(
+            trainer.optimizer.register_step_pre_hook(partial(self._measure, trainer.step))
+        )
 
     def _add(self, strategy: Invariant, gradient: torch.Tensor) -> None:
         """Add the square of a parameter's gradient in a backward pass."""
-        if self._reducer is not strategy.reducer:  # the workers have changed: the passes before were in vain
+        if (
+            self._reducer is not strategy.reducer
+        ):  # the workers have changed: the passes before were in vain
             self._reducer = strategy.reducer
             self._squares.zero_()
         self._squares[strategy.reducer.shard] += _square(gradient)
 
     def _measure(self, step: TrainStep, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Sum up over the workers, as a part of the step, which in an elastic job is repeated with it."""
-        trained = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        """Sum up over the workers, as a part of the step, which in an elastic job is repeated with
+        it.
+        """
+        trained = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         total = torch.stack([_square(gradient) for gradient in trained]).sum()
         squares = step.comm.allreduce(self._squares)
         step.measured["gradient noise"] = torch.cat([squares, total.to(squares.dtype).reshape(1)])
@@ -117,10 +143,13 @@ class GradientNoise(Callback):
         samples = self._batch.global_size
         # the sizes of `shards.sizes`, made on the device: a copy of them would be waited for
         least, larger = divmod(samples, len(self._squares))
-        by_shard = least + (torch.arange(len(self._squares), device=self._squares.device) < larger).long()
+        by_shard = (
+            least + (torch.arange(len(self._squares), device=self._squares.device) < larger).long()
+        )
         has_samples = by_shard > 0
         counts = by_shard.clamp(min=1).to(self._squares.dtype)
-        # A pass is that of the sum of its samples' losses divided by `samples`; the step then divides by what counts.
+        # A pass is that of the sum of its samples' losses divided by `samples`; the step then
+        # divides by what counts.
         scale = (samples / counts) * (samples / result.count)
         *_, total = measured = result.measured["gradient noise"]
         squares = measured[:-1] * scale.square() * has_samples

@@ -35,21 +35,24 @@ class CallbackGroup:
     """The callbacks that run on this rank.
 
     Args:
-        callbacks: the callbacks in the order of calls, except `Checkpoints`, which is called last, because the others
-            may change the state that it saves.
+        callbacks: the callbacks in the order of calls, except `Checkpoints`, which is called last,
+            because the others may change the state that it saves.
         rank: the rank; ranks other than 0 run only callbacks with `every_rank`.
-        recovery: of the training; None for a job of fixed size. In any other one the callbacks of rank 0 go on on
-            another worker when it goes, with their states, and with the hooks that it may not have called.
+        recovery: of the training; None for a job of fixed size. In any other one the callbacks of
+            rank 0 go on on another worker when it goes, with their states, and with the hooks that
+            it may not have called.
 
     Attributes:
         shows_progress: whether one of them shows the progress of the run on this rank.
 
     Raises:
-        ConfigError: for an object that is not a callback, for example a callback class; for one of rank 0 that could
-            not go on on another worker.
+        ConfigError: for an object that is not a callback, for example a callback class; for one of
+            rank 0 that could not go on on another worker.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], rank: int, recovery: Recovery | None = None) -> None:
+    def __init__(
+        self, callbacks: Iterable[Callback], rank: int, recovery: Recovery | None = None
+    ) -> None:
         given = list(callbacks)
         for each in given:
             arguments.instance("callbacks", each, Callback, "instances of Callback")
@@ -59,11 +62,15 @@ class CallbackGroup:
         self._by_name = _by_name(ordered)
         self._logs = rank == 0
         self._by_hook: dict[str, list[Callback]] = {}
-        self._descriptions: dict[tuple[type[Callback], str], tuple[str, bool]] = {}  # for the watchdog
+        self._descriptions: dict[
+            tuple[type[Callback], str], tuple[str, bool]
+        ] = {}  # for the watchdog
         self._recovery = recovery or Recovery()
         self._all = ordered
         self._rank = rank
-        self._skipped: list[tuple[Callback, str, tuple[Any, ...]]] = []  # hooks of rank 0 since the last operation
+        self._skipped: list[
+            tuple[Callback, str, tuple[Any, ...]]
+        ] = []  # hooks of rank 0 since the last operation
         self._has_ended = False
         self._last_states = b""
         if not self._recovery.has_fixed_workers:
@@ -73,37 +80,55 @@ class CallbackGroup:
         self._started: list[Callback] = []  # whose `on_train_start` was called
         self.shows_progress = any(isinstance(member, Progress) for member in self._members)
 
-    def check(self, metrics: Iterable[str] | None, several: Iterable[str], has_run_dir: bool) -> list[str]:
+    def check(
+        self, metrics: Iterable[str] | None, several: Iterable[str], has_run_dir: bool
+    ) -> list[str]:
         """Check, with the same result on every rank, that the run has what the callbacks need.
 
         Args:
             metrics: the names of results of a validation; None for a run without validation.
-            several: the names of those metrics which may give several results, each in a column NAME_KEY.
+            several: the names of those metrics which may give several results, each in a column
+                NAME_KEY.
             has_run_dir: whether there is a run directory.
 
         Returns:
-            the columns that the rows will have; metrics that may give `several` results may have others instead.
+            the columns that the rows will have; metrics that may give `several` results may have
+            others instead.
 
         Raises:
-            ConfigError: for a column that a callback reads and that no row will have, or if it needs a run directory.
+            ConfigError: for a column that a callback reads and that no row will have, or if it
+                needs a run directory.
         """
         columns = RowColumns(metrics, several, self._by_name.values())
         for name, member in self._by_name.items():
             if member.needs_run_dir and not has_run_dir:
-                raise ConfigError(f"callbacks.{name}", "Trainer(run_dir=...), where it writes", found="none")
+                raise ConfigError(
+                    f"callbacks.{name}", "Trainer(run_dir=...), where it writes", found="none"
+                )
             for column in member.needs_columns:
                 columns.check(name, column)
         return columns.names
 
     def warn_of_missing(self) -> None:
-        """Log a warning if the callbacks of a run with a run directory replace the default ones, and none saves."""
+        """Log a warning if the callbacks of a run with a run directory replace the default ones,
+        and none saves.
+        """
         given = list(self._by_name.values())
-        if not self._logs or not given or any(isinstance(callback, Checkpoints) for callback in given):
+        if (
+            not self._logs
+            or not given
+            or any(isinstance(callback, Checkpoints) for callback in given)
+        ):
             return
-        files = [file for kind, file in _FILES.items() if not any(isinstance(callback, kind) for callback in given)]
+        files = [
+            file
+            for kind, file in _FILES.items()
+            if not any(isinstance(callback, kind) for callback in given)
+        ]
         _log.warning(
-            "run_dir is set, but callbacks= replaces the default callbacks: the run has %s. To add to them: callbacks="
-            "[*lockstep.callbacks.defaults(True), ...]; if this is meant, Checkpoints('0') in callbacks= silences this",
+            "run_dir is set, but callbacks= replaces the default callbacks: the run has %s. To "
+            "add to them: callbacks=[*lockstep.callbacks.defaults(True), ...]; if this is meant, "
+            "Checkpoints('0') in callbacks= silences this",
             ", ".join(["no checkpoints at intervals", *files]),
         )
 
@@ -111,12 +136,21 @@ class CallbackGroup:
         """Return the nonempty states, by name.
 
         Raises:
-            ConfigError: for a state that cannot be stored, naming the callback and the entry of its state.
+            ConfigError: for a state that cannot be stored, naming the callback and the entry of its
+                state.
         """
-        states = {name: member.state_dict() for name, member in self._by_name.items() if member in self._members}
+        states = {
+            name: member.state_dict()
+            for name, member in self._by_name.items()
+            if member in self._members
+        }
         for name, state in states.items():
             if not isinstance(state, dict):
-                raise ConfigError(f"callbacks.{name}", "a dict from state_dict()", found=f"a {type(state).__name__}")
+                raise ConfigError(
+                    f"callbacks.{name}",
+                    "a dict from state_dict()",
+                    found=f"a {type(state).__name__}",
+                )
         nonempty = {name: state for name, state in states.items() if state}
         pack({"callbacks": nonempty})  # raises an error for a state that cannot be stored
         return nonempty
@@ -131,10 +165,14 @@ class CallbackGroup:
             if name in saved and member in self._members:
                 _load(name, member, copy.deepcopy(saved[name]))
             elif name not in saved and self._logs and member.state_dict():
-                _log.warning("the checkpoint has no state of the callback %s, which starts anew", name)
+                _log.warning(
+                    "the checkpoint has no state of the callback %s, which starts anew", name
+                )
         for name in saved:
             if name not in self._by_name and self._logs:
-                _log.warning("the checkpoint has state of a callback %s, which this run does not have", name)
+                _log.warning(
+                    "the checkpoint has state of a callback %s, which this run does not have", name
+                )
 
     def call(self, hook: str, trainer: TrainingContext, *arguments: Any) -> None:
         """Call the hook named `hook` of each callback that overrides it."""
@@ -150,7 +188,9 @@ class CallbackGroup:
         Lockstep's own callbacks of that kind change nothing, and are not looked at.
         """
         self._changes = changes
-        if changes is not None and any(not (member.every_rank or _is_own(type(member))) for member in self._members):
+        if changes is not None and any(
+            not (member.every_rank or _is_own(type(member))) for member in self._members
+        ):
             changes.begin()
 
     def _run(self, member: Callback, hook: str, trainer: TrainingContext, *arguments: Any) -> None:
@@ -167,16 +207,23 @@ class CallbackGroup:
                 method(trainer, *arguments)
 
     def _declared(self, member: Callback, hook: str) -> flight_recorder.activity:
-        """Return a context that tells the watchdog which callback runs, and that others wait for it on rank 0 only."""
+        """Return a context that tells the watchdog which callback runs, and that others wait for it
+        on rank 0 only.
+        """
         kind = type(member)
         known = self._descriptions.get((kind, hook))
         if known is None:
-            known = self._descriptions[kind, hook] = f"the callback {kind.__name__}.{hook}", _is_own(kind)
+            known = self._descriptions[kind, hook] = (
+                f"the callback {kind.__name__}.{hook}",
+                _is_own(kind),
+            )
         text, is_own = known
         return flight_recorder.activity(text, is_own, is_solo=not member.every_rank)
 
     def _overriding(self, hook: str) -> list[Callback]:
-        """Return the callbacks that override `hook`; most hooks of most callbacks do nothing at every step."""
+        """Return the callbacks that override `hook`; most hooks of most callbacks do nothing at
+        every step.
+        """
         if hook not in self._by_hook:
             members = self._members if self._recovery.has_fixed_workers else self._all
             self._by_hook[hook] = [member for member in members if _overrides(member, hook)]
@@ -184,7 +231,9 @@ class CallbackGroup:
 
     @contextmanager
     def running(self, trainer: TrainingContext) -> Iterator[None]:
-        """Call `on_train_start` of each callback at the beginning of a `with` block, and `on_train_end` at its end."""
+        """Call `on_train_start` of each callback at the beginning of a `with` block, and
+        `on_train_end` at its end.
+        """
         error: BaseException | None = None
         self._started.clear()
         self._has_ended = False
@@ -200,10 +249,16 @@ class CallbackGroup:
             self._end_all(trainer, error)
             self._has_ended = True
             if not self._recovery.has_fixed_workers:
-                self._skipped += [(each, "on_train_end", (error,)) for each in self._all if each not in self._members]
+                self._skipped += [
+                    (each, "on_train_end", (error,))
+                    for each in self._all
+                    if each not in self._members
+                ]
 
     def _end_all(self, trainer: TrainingContext, error: BaseException | None) -> None:
-        """Call `on_train_end` of all that have started, the last one first, whatever one of them raises."""
+        """Call `on_train_end` of all that have started, the last one first, whatever one of them
+        raises.
+        """
         if self._started:
             member = self._started.pop()
             try:
@@ -217,23 +272,30 @@ class CallbackGroup:
         self._started.append(member)
 
     def _end(self, member: Callback, trainer: TrainingContext, error: BaseException | None) -> None:
-        if isinstance(error, WorkerLeft) or not _overrides(member, "on_train_end"):  # the run goes on elsewhere
+        if isinstance(error, WorkerLeft) or not _overrides(
+            member, "on_train_end"
+        ):  # the run goes on elsewhere
             return
-        if error is None and member.every_rank and not isinstance(member, Checkpoints):  # whose saves are operations
+        if (
+            error is None and member.every_rank and not isinstance(member, Checkpoints)
+        ):  # whose saves are operations
             self._recovery.run(self._run, member, "on_train_end", trainer, error, meets=False)
             return
         # An exception of `on_train_end` must not hide the one that ended the run.
         with nullcontext() if error is None else suppress(Exception):
             self._run(member, "on_train_end", trainer, error)
 
-    # --- where the workers change -------------------------------------------------------------------------------------
+    # --- where the workers change
+    # -------------------------------------------------------------------------------------
 
     def note_commit(self) -> None:
         """Note that an operation was done: rank 0 has called all hooks before it."""
         self._skipped.clear()
 
     def changed_states(self) -> bytes | None:
-        """Return the states of the callbacks that run on rank 0 only, if they have changed since the last call."""
+        """Return the states of the callbacks that run on rank 0 only, if they have changed since
+        the last call.
+        """
         states = {
             name: state
             for name, member in self._by_name.items()
@@ -253,7 +315,9 @@ class CallbackGroup:
 
     def shared_states(self) -> dict[str, Any]:
         """Return the states of the callbacks that run on every rank."""
-        return {name: member.state_dict() for name, member in self._by_name.items() if member.every_rank}
+        return {
+            name: member.state_dict() for name, member in self._by_name.items() if member.every_rank
+        }
 
     def load_shared_states(self, states: Mapping[str, Any]) -> None:
         """Load what `shared_states` returned on another worker."""
@@ -262,7 +326,12 @@ class CallbackGroup:
                 self._by_name[name].load_state_dict(state)
 
     def take_rank(
-        self, rank: int, trainer: TrainingContext, states: bytes | None, all_seen: bool, epoch_has_begun: bool
+        self,
+        rank: int,
+        trainer: TrainingContext,
+        states: bytes | None,
+        all_seen: bool,
+        epoch_has_begun: bool,
     ) -> None:
         """Adapt to this worker's new rank; the first one runs the callbacks of rank 0 from here on.
 
@@ -270,8 +339,10 @@ class CallbackGroup:
             rank: the new rank.
             trainer: the run.
             states: the states of rank 0's callbacks, as its predecessor sent them last.
-            all_seen: whether the predecessor has called all hooks before and after the last operation.
-            epoch_has_begun: whether their `on_train_epoch_start` was called in the epoch in progress.
+            all_seen: whether the predecessor has called all hooks before and after the last
+                operation.
+            epoch_has_begun: whether their `on_train_epoch_start` was called in the epoch in
+                progress.
         """
         before = self._rank
         self._rank = rank
@@ -306,10 +377,13 @@ def _check_movable(name: str, member: Callback) -> None:
     if member.every_rank or _is_own(kind) or kind.state_dict is not Callback.state_dict:
         return
     hint = (
-        "Give it state_dict() and load_state_dict(), which may return {} and do nothing if it keeps nothing, or set "
-        "every_rank = True."
+        "Give it state_dict() and load_state_dict(), which may return {} and do nothing if it "
+        "keeps nothing, or set every_rank = True."
     )
-    expected = "a callback with state_dict(): in an elastic job rank 0's callbacks go on on another worker when it goes"
+    expected = (
+        "a callback with state_dict(): in an elastic job rank 0's callbacks go on on another "
+        "worker when it goes"
+    )
     raise ConfigError(f"callbacks.{name}", expected, found="one without", hint=hint)
 
 
@@ -319,7 +393,9 @@ def _is_own(defined: Any) -> bool:
 
 
 def _by_name(callbacks: Iterable[Callback]) -> dict[str, Callback]:
-    """Return the callbacks by the names of their classes, with a number for the second and later of a class."""
+    """Return the callbacks by the names of their classes, with a number for the second and later of
+    a class.
+    """
     by_name: dict[str, Callback] = {}
     counts = Counter[str]()
     for callback in callbacks:
@@ -334,21 +410,28 @@ def _load(name: str, callback: Callback, state: Any) -> None:
         callback.load_state_dict(state)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the callback {name} cannot load its state from the checkpoint: {what}") from error
+        raise CheckpointError(
+            f"the callback {name} cannot load its state from the checkpoint: {what}"
+        ) from error
 
 
 _HOOKS = frozenset(name for name in dir(Callback) if name.startswith("on_"))
 
 
 def _check_hooks(kind: type[Callback]) -> None:
-    """Check that the methods whose names begin with ``on_`` are hooks: any other would never be called."""
+    """Check that the methods whose names begin with ``on_`` are hooks: any other would never be
+    called.
+    """
     for name in dir(kind):
         if name.startswith("on_") and name not in _HOOKS and callable(getattr(kind, name)):
-            raise unknown_name(f"callbacks.{kind.__name__}", name, _HOOKS, "a name that does not begin with on_")
+            raise unknown_name(
+                f"callbacks.{kind.__name__}", name, _HOOKS, "a name that does not begin with on_"
+            )
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Check that the argument `callbacks` of a trainer is a list, or None; its elements are checked by `CallbackGroup`.
+    """Check that the argument `callbacks` of a trainer is a list, or None; its elements are checked
+    by `CallbackGroup`.
 
     Raises:
         ConfigError: if it is not.
@@ -358,8 +441,8 @@ def check_callbacks(callbacks: Any) -> None:
     if isinstance(callbacks, Callback):
         name = type(callbacks).__name__
         hint = (
-            f"Put it into a list: callbacks=[{name}(...)]. A list replaces the default callbacks; add to them with "
-            f"callbacks=[*lockstep.callbacks.defaults(True), {name}(...)]."
+            f"Put it into a list: callbacks=[{name}(...)]. A list replaces the default callbacks; "
+            f"add to them with callbacks=[*lockstep.callbacks.defaults(True), {name}(...)]."
         )
         raise ConfigError("callbacks", "a list of callbacks", found=f"a single {name}", hint=hint)
     if isinstance(callbacks, (str, bytes, type)) or not isinstance(callbacks, Iterable):

@@ -24,9 +24,11 @@ _PRINTED = 76  # columns of a printed sample
 
 
 class TokenColumns(Callback):
-    """Adds the columns `val_perplexity`, which is exp(val_loss), and `tokens_per_second` to the rows of the history.
+    """Adds the columns `val_perplexity`, which is exp(val_loss), and `tokens_per_second` to the
+    rows of the history.
 
-    Pass it before callbacks that show or write rows. It is for losses that are the mean cross-entropy of a token.
+    Pass it before callbacks that show or write rows. It is for losses that are the mean
+    cross-entropy of a token.
 
     Args:
         tokens: the number of tokens in a sample.
@@ -52,11 +54,12 @@ class TokenColumns(Callback):
 
 
 class TextSamples(Callback):
-    """Lets the model continue some texts after each epoch; prints them, and appends them to `samples.txt`.
+    """Lets the model continue some texts after each epoch; prints them, and appends them to
+    `samples.txt`.
 
-    The model is put into evaluation mode meanwhile. Numbers are drawn from a generator of its own, keyed by seed and
-    epoch, so that the training is the same with and without this callback. `samples.txt` is in the run directory; a
-    run without one only prints.
+    The model is put into evaluation mode meanwhile. Numbers are drawn from a generator of its own,
+    keyed by seed and epoch, so that the training is the same with and without this callback.
+    `samples.txt` is in the run directory; a run without one only prints.
 
     Args:
         prompts: the beginnings of the texts as tokens, all of one length.
@@ -87,7 +90,9 @@ class TextSamples(Callback):
         seed: int = 0,
         show: bool = True,
     ) -> None:
-        self._decode = arguments.function("decode", decode, "a function from tokens to their text", takes=1)
+        self._decode = arguments.function(
+            "decode", decode, "a function from tokens to their text", takes=1
+        )
         self._context = arguments.whole("context", context, least=1)
         self._length = arguments.whole("length", length, least=0)
         self._temperature = arguments.number("temperature", temperature, least=0)
@@ -129,7 +134,9 @@ class TextSamples(Callback):
     def _texts(self, trainer: TrainingContext, epoch: int) -> list[str]:
         """Return what the model adds to each prompt."""
         generator = torch.Generator().manual_seed(mix((self._seed, epoch)))
-        eager = torch.compiler.set_stance("force_eager")  # each length would be another program to compile
+        eager = torch.compiler.set_stance(
+            "force_eager"
+        )  # each length would be another program to compile
         with evaluating(trainer.model), eager, trainer.step.precision.autocast():
             tokens = continue_text(
                 trainer.model,
@@ -151,7 +158,9 @@ def _as_tokens(prompts: Any) -> torch.Tensor:
         tokens = torch.zeros(0)
     if tokens.dim() != 2 or tokens.shape[1] < 1 or tokens.dtype != torch.int64:
         expected = "the tokens of each text, whole numbers in lists of one length"
-        raise ConfigError("prompts", expected, prompts, "A tokenizer's encode() makes them of a text.")
+        raise ConfigError(
+            "prompts", expected, prompts, "A tokenizer's encode() makes them of a text."
+        )
     return tokens
 
 
@@ -164,4 +173,8 @@ def _line(prompt: str, text: str) -> str:
 def _section(epoch: int, step: int, prompts: Sequence[str], texts: Sequence[str]) -> str:
     head = f"=== epoch {epoch}, step {step}: the text given, ▸ and what the model wrote\n"
     pairs = enumerate(zip(prompts, texts, strict=True), start=1)
-    return head + "".join(f"--- {number}\n{prompt}▸{text}\n" for number, (prompt, text) in pairs) + "\n"
+    return (
+        head
+        + "".join(f"--- {number}\n{prompt}▸{text}\n" for number, (prompt, text) in pairs)
+        + "\n"
+    )

@@ -10,15 +10,18 @@ __all__ = ["Pretrained"]
 
 
 class Pretrained(Callback):
-    """Saves the model with its own ``save_pretrained`` when the run ends, for ``from_pretrained`` to load.
+    """Saves the model with its own ``save_pretrained`` when the run ends, for ``from_pretrained``
+    to load.
 
-    Rank 0 writes it into the folder `pretrained` of the run directory, beside the checkpoints, in the place of an
-    earlier one. Weights that are sharded are gathered first. Of a model of PEFT these are the adapters.
+    Rank 0 writes it into the folder `pretrained` of the run directory, beside the checkpoints, in
+    the place of an earlier one. Weights that are sharded are gathered first. Of a model of PEFT
+    these are the adapters.
 
     A `Trainer` without `callbacks=` has it if its model has ``save_pretrained``.
 
     Raises:
-        ConfigError: when `fit` starts, for a model without ``save_pretrained``, or without a run directory.
+        ConfigError: when `fit` starts, for a model without ``save_pretrained``, or without a run
+            directory.
         LockstepError: on every worker, if the files cannot be written.
     """
 
@@ -29,7 +32,11 @@ class Pretrained(Callback):
         """Check that the model can be saved."""
         if not hasattr(trainer.model, "save_pretrained"):
             kind = type(trainer.model).__name__
-            raise ConfigError("callbacks", "Pretrained() for a model with save_pretrained() only", found=f"a {kind}")
+            raise ConfigError(
+                "callbacks",
+                "Pretrained() for a model with save_pretrained() only",
+                found=f"a {kind}",
+            )
 
     def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
         """Save the model, unless the run has failed."""
@@ -45,7 +52,9 @@ class Pretrained(Callback):
                     trainer.model.save_pretrained(str(part), state_dict=weights)  # type: ignore[operator]
             except OSError as failure:
                 reason = failure.strerror or failure
-                failed = LockstepError(f"{folder / 'pretrained'}: the model could not be saved: {reason}")
+                failed = LockstepError(
+                    f"{folder / 'pretrained'}: the model could not be saved: {reason}"
+                )
                 failed.exit_code = OUTPUT_FAILED
                 raise failed from None
 

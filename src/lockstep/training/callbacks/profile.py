@@ -26,28 +26,39 @@ _ROWS = 30  # operations in the table
 class Profile(Callback):
     """Records consecutive steps with `torch.profiler`, on each rank.
 
-    Each rank writes into the folder `profile` of the run directory: `rank-0-step-10.json.gz`, a trace for
-    ui.perfetto.dev or chrome://tracing, and `rank-0-step-10.txt`, a table of the operations that took longest. Other
-    steps are not slowed down. If the files cannot be written, a warning is logged and the training continues.
+    Each rank writes into the folder `profile` of the run directory: `rank-0-step-10.json.gz`, a
+    trace for ui.perfetto.dev or chrome://tracing, and `rank-0-step-10.txt`, a table of the
+    operations that took longest. Other steps are not slowed down. If the files cannot be written, a
+    warning is logged and the training continues.
 
     Args:
-        steps: the steps, from 1, which follow one another; such as ``range(10, 13)``. The first steps of a run are
-            slower than others.
+        steps: the steps, from 1, which follow one another; such as ``range(10, 13)``. The first
+            steps of a run are slower than others.
         memory: whether to record the memory of tensors as well.
 
     Raises:
-        ConfigError: for steps that do not follow one another; when `fit` starts, without a run directory, or if the
-            run ends before them.
+        ConfigError: for steps that do not follow one another; when `fit` starts, without a run
+            directory, or if the run ends before them.
     """
 
     every_rank = True
     needs_run_dir = True
 
     def __init__(self, steps: Iterable[int] = range(10, 13), memory: bool = False) -> None:
-        numbers = list(steps) if isinstance(steps, Iterable) and not isinstance(steps, (str, bytes)) else []
+        numbers = (
+            list(steps)
+            if isinstance(steps, Iterable) and not isinstance(steps, (str, bytes))
+            else []
+        )
         first = numbers[0] if numbers else 0
-        if not isinstance(first, int) or first < 1 or numbers != list(range(first, first + len(numbers))):
-            raise ConfigError("steps", "steps from 1 that follow one another, such as range(10, 13)", steps)
+        if (
+            not isinstance(first, int)
+            or first < 1
+            or numbers != list(range(first, first + len(numbers)))
+        ):
+            raise ConfigError(
+                "steps", "steps from 1 that follow one another, such as range(10, 13)", steps
+            )
         arguments.flag("memory", memory)
         self._first = numbers[0]
         self._last = numbers[-1]
@@ -58,13 +69,17 @@ class Profile(Callback):
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Check that the run has the steps, unless it resumes after them."""
         if trainer.total_steps is not None and self._last > trainer.total_steps:
-            raise ConfigError("steps", f"at most {trainer.total_steps}, the steps of the run", self._last)
+            raise ConfigError(
+                "steps", f"at most {trainer.total_steps}, the steps of the run", self._last
+            )
 
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
         """Begin with the first of the steps."""
         if trainer.step.steps_done + 1 == self._first and self._profiler is None:
             activities = {ProfilerActivity.CPU, *_activities(trainer.comm.device)}
-            self._profiler = torch.profiler.profile(activities=activities, profile_memory=self._memory)
+            self._profiler = torch.profiler.profile(
+                activities=activities, profile_memory=self._memory
+            )
             self._profiler.start()
 
     def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
@@ -87,7 +102,11 @@ class Profile(Callback):
             folder.mkdir(exist_ok=True)
             name = f"rank-{trainer.comm.rank}-step-{self._first}"
             profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
-            by = "self_device_time_total" if _activities(trainer.comm.device) else "self_cpu_time_total"
+            by = (
+                "self_device_time_total"
+                if _activities(trainer.comm.device)
+                else "self_cpu_time_total"
+            )
             table = profiler.key_averages().table(sort_by=by, row_limit=_ROWS)
             (folder / f"{name}.txt").write_text(table)
 

@@ -1,4 +1,6 @@
-"""A callback that shows the progress of the training: on a terminal, in a notebook, or as lines in a log."""
+"""A callback that shows the progress of the training: on a terminal, in a notebook, or as lines in
+a log.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,13 @@ _LINE_INTERVAL = 10.0  # seconds between lines, where there is neither a termina
 class Progress(Callback):
     """Shows what the run is doing, and the results of each epoch.
 
-    On a terminal it is a progress bar below a line for each epoch; in a notebook one table that updates in place;
-    elsewhere a line for each epoch, and one whenever 10 s have passed without any.
+    On a terminal it is a progress bar below a line for each epoch; in a notebook one table that
+    updates in place; elsewhere a line for each epoch, and one whenever 10 s have passed without
+    any.
 
     Args:
-        tokens: the number of tokens in a sample, to show tokens per second; None to show samples per second.
+        tokens: the number of tokens in a sample, to show tokens per second; None to show samples
+            per second.
     """
 
     def __init__(self, tokens: int | None = None) -> None:
@@ -53,7 +57,8 @@ class Progress(Callback):
         self._began = 0.0
         self._steps_before = 0
 
-    # --- what the run is doing ---------------------------------------------------------------------------------------
+    # --- what the run is doing
+    # ---------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Show the heading, and start to show the progress."""
@@ -64,7 +69,8 @@ class Progress(Callback):
         self._steps_before = trainer.step.steps_done
         self._next_update = self._began + self._display.interval
         self._ended.clear()
-        # Refreshes while no step ends: while data is loaded, a model is compiled, evaluated or saved.
+        # Refreshes while no step ends: while data is loaded, a model is compiled, evaluated or
+        # saved.
         self._thread = threading.Thread(target=self._refresh, name="lockstep-progress", daemon=True)
         self._thread.start()
 
@@ -76,7 +82,9 @@ class Progress(Callback):
 
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
         """Show that a step is running."""
-        self._set_activity("in the first step" if trainer.step.steps_done == self._steps_before else "")
+        self._set_activity(
+            "in the first step" if trainer.step.steps_done == self._steps_before else ""
+        )
 
     def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
         """Update the display, at most ten times a second, or in a log every ten seconds."""
@@ -89,11 +97,17 @@ class Progress(Callback):
         status.step = trainer.steps_in_epoch
         status.speed = f"{trainer.totals.samples_per_second * self._per_sample:,.0f} {self._unit}/s"
         rate = (now - self._began) / (done - self._steps_before)
-        status.left = "" if trainer.total_steps is None else f"{as_duration(rate * (trainer.total_steps - done))} left"
+        status.left = (
+            ""
+            if trainer.total_steps is None
+            else f"{as_duration(rate * (trainer.total_steps - done))} left"
+        )
         self._show(now)
 
     def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
-        """Store the latest loss on the host for the display; reading a newer one would stall the device."""
+        """Store the latest loss on the host for the display; reading a newer one would stall the
+        device.
+        """
         self._status.loss = f"{loss:.4f}"
 
     def on_validation_start(self, trainer: TrainingContext) -> None:
@@ -125,9 +139,12 @@ class Progress(Callback):
         if self._thread is not None:
             self._thread.join()
         assert self._display is not None
-        self._display.end(f"stopped early: {trainer.stop_reason}" if trainer.stop_reason and error is None else "")
+        self._display.end(
+            f"stopped early: {trainer.stop_reason}" if trainer.stop_reason and error is None else ""
+        )
 
-    # --- the display -------------------------------------------------------------------------------------------------
+    # --- the display
+    # ----------------------------------------------------------------------------------------------
 
     def _set_activity(self, activity: str) -> None:
         self._status.activity = activity
@@ -136,7 +153,8 @@ class Progress(Callback):
     def _refresh(self) -> None:
         while not self._ended.wait(0.5):
             now = time.monotonic()
-            # A bar that has just been updated needs no refresh, which would take the interpreter lock from the step.
+            # A bar that has just been updated needs no refresh, which would take the interpreter
+            # lock from the step.
             if now >= self._next_update + 0.5:
                 self._show(now)
 
@@ -162,7 +180,9 @@ class _Status:
     since: float = 0.0
 
     def doing(self) -> str:
-        """Return what the run has been doing for more than a second, and for how long; "" for a running step."""
+        """Return what the run has been doing for more than a second, and for how long; "" for a
+        running step.
+        """
         seconds = time.monotonic() - self.since
         return f"{self.activity} ({as_duration(seconds)})" if self.activity and seconds > 1 else ""
 
@@ -176,7 +196,14 @@ class _Status:
 
     def as_line(self) -> str:
         """Return the status as a line."""
-        parts = [self.place(), f"step {self.steps_done()}", f"loss {self.loss}", self.speed, self.left, self.doing()]
+        parts = [
+            self.place(),
+            f"step {self.steps_done()}",
+            f"loss {self.loss}",
+            self.speed,
+            self.left,
+            self.doing(),
+        ]
         return "  ".join(filter(None, parts))
 
 
@@ -257,7 +284,8 @@ class _Terminal(_Lines):
 
 
 class _LauncherTerminal:
-    """A bar that is drawn over itself in one line, which the launcher shows on its terminal below all other lines.
+    """A bar that is drawn over itself in one line, which the launcher shows on its terminal below
+    all other lines.
 
     It goes to standard error, so that what the program prints meanwhile is no part of that line.
     """
@@ -277,7 +305,11 @@ class _LauncherTerminal:
         text = f"{status.steps_done()}  loss {status.loss}  {doing}"
         width = min(40, self._columns - len(place) - len(text) - 2)
         done = width * status.step // max(1, status.steps or 1)
-        bar = f" {'#' * done}{'-' * (width - done)}" if width >= 5 and status.steps is not None else ""
+        bar = (
+            f" {'#' * done}{'-' * (width - done)}"
+            if width >= 5 and status.steps is not None
+            else ""
+        )
         print("\r" + f"{place}{bar} {text}"[: self._columns], end="", file=sys.stderr, flush=True)
         self._is_drawn = True
 
@@ -292,7 +324,9 @@ class _LauncherTerminal:
 
 
 class _Notebook:
-    """One output of a notebook's cell that updates in place: a bar, and a table of the latest epochs."""
+    """One output of a notebook's cell that updates in place: a bar, and a table of the latest
+    epochs.
+    """
 
     interval = 0.5
     _ROWS = 10
@@ -332,7 +366,10 @@ class _Notebook:
         paragraphs = "<br>".join(html.escape(line) for line in filter(None, lines[:1] + lines[-1:]))
         status = html.escape(self._status.as_line()) if self._status else ""
         plain = filter(None, [*lines, self._line])
-        return {"text/plain": "\n".join(plain), "text/html": f"{paragraphs}<br>{bar}{status}{self._table()}"}
+        return {
+            "text/plain": "\n".join(plain),
+            "text/html": f"{paragraphs}<br>{bar}{status}{self._table()}",
+        }
 
     def _table(self) -> str:
         if not self._rows:
@@ -340,7 +377,9 @@ class _Notebook:
         names = [name for name in self._rows[-1] if name != "step"]
         head = "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in names)
         rows = "".join(
-            "<tr>" + "".join(f"<td>{row.get(name, float('nan')):.6g}</td>" for name in names) + "</tr>"
+            "<tr>"
+            + "".join(f"<td>{row.get(name, float('nan')):.6g}</td>" for name in names)
+            + "</tr>"
             for row in self._rows[-self._ROWS :]
         )
         return f"<table><tr>{head}</tr>{rows}</table>"
@@ -377,7 +416,8 @@ def _is_pipe(stream: Any) -> bool:
         return False
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
+# --- text
+# --------------------------------------------------------------------------------------------------
 
 
 def as_duration(seconds: float) -> str:
@@ -393,7 +433,11 @@ def as_heading(trainer: TrainingContext) -> str:
     threads = torch.get_num_threads()
     parts = [
         f"global batch {trainer.global_batch_size:,}",
-        *([] if trainer.steps_per_epoch is None else [f"{counted(trainer.steps_per_epoch, 'step')} an epoch"]),
+        *(
+            []
+            if trainer.steps_per_epoch is None
+            else [f"{counted(trainer.steps_per_epoch, 'step')} an epoch"]
+        ),
         f"{workers} {'worker' if workers == 1 else 'workers'} on {trainer.comm.device.type}",
     ]
     if (devices := len(trainer.step.strategy.devices)) > 1:
@@ -404,7 +448,8 @@ def as_heading(trainer: TrainingContext) -> str:
 
 
 def as_line(row: Row, epochs: int | None, within: bool = False) -> str:
-    """Return a row of the history as one line of at most 80 columns; it ends with the samples, or tokens, per second.
+    """Return a row of the history as one line of at most 80 columns; it ends with the samples, or
+    tokens, per second.
 
     Args:
         row: the row.
@@ -421,7 +466,9 @@ def as_line(row: Row, epochs: int | None, within: bool = False) -> str:
             parts.append(_measured(name, value))
     parts.append(f"{row['seconds']:.1f} s")
     tokens = row.get("tokens_per_second")
-    parts.append(f"{row['samples_per_second']:,.0f}/s" if tokens is None else f"{tokens:,.0f} tokens/s")
+    parts.append(
+        f"{row['samples_per_second']:,.0f}/s" if tokens is None else f"{tokens:,.0f} tokens/s"
+    )
     return "  ".join(parts)
 
 

@@ -16,22 +16,27 @@ if TYPE_CHECKING:
 __all__ = ["TensorBoard"]
 
 # Columns of the history → tags; metrics of validations become "accuracy/val" and so on.
-_TAGS = {"train_loss": "loss/train_epoch", "lr": "learning_rate", "samples_per_second": "samples_per_second"}
+_TAGS = {
+    "train_loss": "loss/train_epoch",
+    "lr": "learning_rate",
+    "samples_per_second": "samples_per_second",
+}
 
 
 class TensorBoard(Callback):
     """Writes scalars to `tensorboard` in the run directory, with steps on the x axis.
 
-    During an epoch: ``loss/train``, and ``gradient_norm`` if the trainer has `max_grad_norm`. At the end of an epoch
-    and at validations: ``loss/train_epoch``, ``loss/val``, each metric as ``accuracy/val``, ``learning_rate`` and
-    ``samples_per_second``. If they cannot be written, a warning is logged once and the training continues.
+    During an epoch: ``loss/train``, and ``gradient_norm`` if the trainer has `max_grad_norm`. At
+    the end of an epoch and at validations: ``loss/train_epoch``, ``loss/val``, each metric as
+    ``accuracy/val``, ``learning_rate`` and ``samples_per_second``. If they cannot be written, a
+    warning is logged once and the training continues.
 
     Args:
         every_steps: steps between two values of ``loss/train``.
 
     Raises:
-        ConfigError: if the package tensorboard is not installed, or `every_steps` is below 1; when `fit` starts,
-            without a run directory.
+        ConfigError: if the package tensorboard is not installed, or `every_steps` is below 1; when
+            `fit` starts, without a run directory.
     """
 
     needs_run_dir = True
@@ -41,8 +46,9 @@ class TensorBoard(Callback):
         self._every = arguments.whole("every_steps", every_steps, least=1)
         self._write_guard = WriteGuard()
         self._writer: Any = None
-        # Where another worker may take over: the events of the latest step, and the first step that is replaced then.
-        # A writer that is killed loses what it has not flushed, or has written what nobody knows of.
+        # Where another worker may take over: the events of the latest step, and the first step that
+        # is replaced then. A writer that is killed loses what it has not flushed, or has written
+        # what nobody knows of.
         self._moves = False
         self._latest: list[tuple[str, float, int]] = []
         self._first = -1
@@ -72,7 +78,9 @@ class TensorBoard(Callback):
 
     def on_row(self, trainer: TrainingContext, row: Row) -> None:
         """Write a scalar for each value of the row."""
-        named = {name: f"{name.removeprefix('val_')}/val" for name in row if name.startswith("val_")} | _TAGS
+        named = {
+            name: f"{name.removeprefix('val_')}/val" for name in row if name.startswith("val_")
+        } | _TAGS
         self._write({tag: row[name] for name, tag in named.items()}, int(row["step"]))
 
     def _write(self, scalars: Mapping[str, float], step: int) -> None:
@@ -84,7 +92,9 @@ class TensorBoard(Callback):
                     self._writer.add_scalar(tag, value, step)
 
     def _note(self, scalars: Mapping[str, float], step: int) -> None:
-        """Note events that are written again if this worker is lost, and let go those that are in the file for good."""
+        """Note events that are written again if this worker is lost, and let go those that are in
+        the file for good.
+        """
         if self._latest and self._latest[-1][2] != step:
             self._writer.flush()
             self._latest = []
@@ -93,7 +103,11 @@ class TensorBoard(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the events of the latest step, for a worker that takes over in an elastic job."""
-        return {"first": self._first, "latest": [list(event) for event in self._latest]} if self._moves else {}
+        return (
+            {"first": self._first, "latest": [list(event) for event in self._latest]}
+            if self._moves
+            else {}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""

@@ -57,7 +57,11 @@ class _Tracker(Callback):
             "total_steps": trainer.total_steps,
             "workers": trainer.comm.size,
             "optimizer": type(trainer.optimizer).__name__,
-            "lr": float(trainer.optimizer.param_groups[0].get("initial_lr", trainer.optimizer.param_groups[0]["lr"])),
+            "lr": float(
+                trainer.optimizer.param_groups[0].get(
+                    "initial_lr", trainer.optimizer.param_groups[0]["lr"]
+                )
+            ),
         }
         with self._tolerating():
             self._run_id = self._open(trainer, {**known, **self._config})
@@ -71,7 +75,9 @@ class _Tracker(Callback):
 
     def on_row(self, trainer: TrainingContext, row: Row) -> None:
         """Send all columns of the row."""
-        self._send_if_open({name: value for name, value in row.items() if name != "step"}, int(row["step"]))
+        self._send_if_open(
+            {name: value for name, value in row.items() if name != "step"}, int(row["step"])
+        )
 
     def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
         """End the run of the tracker, as failed after an error."""
@@ -120,14 +126,15 @@ class _Tracker(Callback):
 class WandB(_Tracker):
     """Sends losses and metrics to Weights & Biases, from rank 0.
 
-    During an epoch: ``loss/train``, and ``gradient_norm`` if the trainer has `max_grad_norm`; then all columns of each
-    row of the history under their names. If that fails, a warning is logged once and the training continues.
+    During an epoch: ``loss/train``, and ``gradient_norm`` if the trainer has `max_grad_norm`; then
+    all columns of each row of the history under their names. If that fails, a warning is logged
+    once and the training continues.
 
     Args:
         project: the project's name.
         name: the run's name; W&B chooses one when None.
-        mode: "online", "offline" (files in the run directory, for ``wandb sync``) or "disabled"; when None, that of the
-            environment variable WANDB_MODE, or "online".
+        mode: "online", "offline" (files in the run directory, for ``wandb sync``) or "disabled";
+            when None, that of the environment variable WANDB_MODE, or "online".
         every_steps: steps between two values of ``loss/train``.
         config: values to store with the run, besides those that the trainer knows.
         **options: further arguments of ``wandb.init``, such as ``tags``.
@@ -171,15 +178,15 @@ class WandB(_Tracker):
 class MLflow(_Tracker):
     """Sends losses and metrics to MLflow, from rank 0.
 
-    During an epoch: ``loss/train``, and ``gradient_norm`` if the trainer has `max_grad_norm`; then all columns of each
-    row of the history under their names. They are sent in the background; if that fails, a warning is logged once and
-    the training continues.
+    During an epoch: ``loss/train``, and ``gradient_norm`` if the trainer has `max_grad_norm`; then
+    all columns of each row of the history under their names. They are sent in the background; if
+    that fails, a warning is logged once and the training continues.
 
     Args:
         experiment: the experiment's name, which is made if there is none.
         name: the run's name; MLflow chooses one when None.
-        tracking_uri: of the server or database, such as "sqlite:///mlflow.db"; when None, that of the environment
-            variable MLFLOW_TRACKING_URI, or MLflow's default.
+        tracking_uri: of the server or database, such as "sqlite:///mlflow.db"; when None, that of
+            the environment variable MLFLOW_TRACKING_URI, or MLflow's default.
         every_steps: steps between two values of ``loss/train``.
         config: values to store with the run as parameters, besides those that the trainer knows.
 
@@ -203,7 +210,9 @@ class MLflow(_Tracker):
         self._uri = tracking_uri
         self._client: Any = None
         self._sent: deque[Any] = deque(maxlen=1000)  # to be waited for at the end
-        self._doubtful = -1  # the step up to which another worker may have sent values before it was lost
+        self._doubtful = (
+            -1
+        )  # the step up to which another worker may have sent values before it was lost
 
     def _open(self, trainer: TrainingContext, config: dict[str, Any]) -> str:
         import mlflow
@@ -215,7 +224,11 @@ class MLflow(_Tracker):
             self._doubtful = trainer.step.steps_done
             return self._run_id
         found = self._client.get_experiment_by_name(self._experiment)
-        number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        number = (
+            self._client.create_experiment(self._experiment)
+            if found is None
+            else found.experiment_id
+        )
         run_id = str(self._client.create_run(number, run_name=self._name).info.run_id)
         params = [Param(name, str(value)) for name, value in config.items()]
         self._client.log_batch(run_id, params=params)
@@ -232,7 +245,9 @@ class MLflow(_Tracker):
 
     def _has(self, name: str, step: int) -> bool:
         """Return whether the run has a value of this step."""
-        return any(metric.step == step for metric in self._client.get_metric_history(self._run_id, name))
+        return any(
+            metric.step == step for metric in self._client.get_metric_history(self._run_id, name)
+        )
 
     def _close(self, error: BaseException | None) -> None:
         try:
@@ -240,6 +255,9 @@ class MLflow(_Tracker):
                 sent.wait()
         finally:
             self._sent.clear()
-            stopped = isinstance(error, KeyboardInterrupt) or type(error).__name__ == "InterruptedRunError"
+            stopped = (
+                isinstance(error, KeyboardInterrupt)
+                or type(error).__name__ == "InterruptedRunError"
+            )
             status = "FINISHED" if error is None else "KILLED" if stopped else "FAILED"
             self._client.set_terminated(self._run_id, status)

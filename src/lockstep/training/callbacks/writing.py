@@ -20,11 +20,15 @@ class WriteGuard:
 
     @contextmanager
     def to(self, path: Path) -> Iterator[None]:
-        """Return a context manager for writing to `path` that logs the first OSError as a warning."""
+        """Return a context manager for writing to `path` that logs the first OSError as a
+        warning.
+        """
         try:
             yield
         except OSError as error:
             if not self._failed:
                 reason = error.strerror or error
-                _log.warning("%s cannot be written: %s. The training continues without it.", path, reason)
+                _log.warning(
+                    "%s cannot be written: %s. The training continues without it.", path, reason
+                )
             self._failed = True

@@ -1,4 +1,6 @@
-"""Gloo between hosts: groups whose connections can be closed, and messages between pairs connected on demand."""
+"""Gloo between hosts: groups whose connections can be closed, and messages between pairs connected
+on demand.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -25,7 +27,8 @@ from ..shm.context import ShmContext
 __all__ = ["GlooConnection", "LazyPairs"]
 
 
-# --- A Gloo group that can be closed ----------------------------------------------------------------------------------
+# --- A Gloo group that can be closed
+# ----------------------------------------------------------------------------------
 
 _CLOSE_TIMEOUT_S = 0.2
 _CLOSED = "shm: this group has been destroyed, or cannot be used since an earlier error"
@@ -37,26 +40,28 @@ def unwrapped(group: dist.ProcessGroup, store: Store, timeout: timedelta) -> Any
 
 
 wrap_group = unwrapped
-"""What is used in place of each group over Gloo between hosts, given its store and time limit; an emulated network
-replaces this function."""
+"""What is used in place of each group over Gloo between hosts, given its store and time limit; an
+emulated network replaces this function."""
 
 
 class GlooConnection:
     """Ranks connected by Gloo; closing it ends the waits of other ranks in it.
 
-    Gloo closes its sockets when the last reference to the group is gone, and in no other way. So this object alone
-    refers to it, and to its pending operations.
+    Gloo closes its sockets when the last reference to the group is gone, and in no other way. So
+    this object alone refers to it, and to its pending operations.
 
     Args:
         store: of the rendezvous.
         rank: this rank.
         size: their number.
         timeout: limit of one operation.
-        lazy: connect two ranks only when a collective needs it. Both must be in that collective then: sending a message
-            to a rank that is not there yet would block.
+        lazy: connect two ranks only when a collective needs it. Both must be in that collective
+            then: sending a message to a rank that is not there yet would block.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, lazy: bool = False) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, lazy: bool = False
+    ) -> None:
         self.rank = rank
         self.size = size
         self.is_lazy = lazy
@@ -65,9 +70,13 @@ class GlooConnection:
         self._found: Callable[[], object] | None = None  # called when it has completed
         sockets = SocketTracker()
         with sockets.tracking():
-            gloo = dist.ProcessGroupGloo(store, rank, size, _lazy_options(timeout) if lazy else timeout)
+            gloo = dist.ProcessGroupGloo(
+                store, rank, size, _lazy_options(timeout) if lazy else timeout
+            )
         sockets.retransmit_often()
-        self._group: dist.ProcessGroup | None = wrap_group(backend_as_group(gloo, store, "cpu"), store, timeout)
+        self._group: dist.ProcessGroup | None = wrap_group(
+            backend_as_group(gloo, store, "cpu"), store, timeout
+        )
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -85,7 +94,8 @@ class GlooConnection:
 
         Args:
             work: of an operation.
-            found: called as soon as it has completed, also during a wait for the other one, which ends if it raises.
+            found: called as soon as it has completed, also during a wait for the other one, which
+                ends if it raises.
         """
         self._beside = work
         self._found = found
@@ -136,7 +146,8 @@ class GlooConnection:
             raise TransportError(f"shm: between hosts (Gloo): {error}") from error
 
     def close(self) -> None:
-        """Close the connections. Operations that are pending on other ranks end with an error there.
+        """Close the connections. Operations that are pending on other ranks end with an error
+        there.
 
         One that is pending here is ended as well, if Gloo can; a thread waits for it.
         """
@@ -167,7 +178,8 @@ def _lazy_options(timeout: timedelta) -> Any:
     return options
 
 
-# --- Messages between pairs of ranks, connected on demand -------------------------------------------------------------
+# --- Messages between pairs of ranks, connected on demand
+# -------------------------------------------------------------
 
 _MAX_SLEEP_S = 0.02  # between two polls for the other rank
 
@@ -217,13 +229,17 @@ class _Message(dist.Work):
             if self._pair.error is not None:
                 raise TransportError(f"shm: {self._what}: {self._pair.error}") from self._pair.error
             if time.monotonic() > deadline:
-                raise StallError(f"shm: {self._what} timed out: it has no message for this rank", (self._peer,))
+                raise StallError(
+                    f"shm: {self._what} timed out: it has no message for this rank", (self._peer,)
+                )
         assert self._work is not None
         answer: bool = self._work.wait(timeout) if timeout else self._work.wait()
         return answer
 
     def is_completed(self) -> bool:
-        """Return whether the operation has completed; Gloo knows that once it has been waited for."""
+        """Return whether the operation has completed; Gloo knows that once it has been waited
+        for.
+        """
         return self._work is not None and self._work.is_completed()
 
     def is_success(self) -> bool:
@@ -240,8 +256,8 @@ class _Message(dist.Work):
 class _Pair:
     """Two ranks, connected by Gloo once both have a message for the other.
 
-    Connecting happens in the background: a rank may send to one that first has to receive from a third. Messages
-    that are added meanwhile are started in their order when the two are connected.
+    Connecting happens in the background: a rank may send to one that first has to receive from a
+    third. Messages that are added meanwhile are started in their order when the two are connected.
 
     Args:
         store: of the pair's rendezvous.
@@ -258,7 +274,9 @@ class _Pair:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         arguments = (store, own, timeout)
-        threading.Thread(target=self._connect, args=arguments, name="lockstep-pair", daemon=True).start()
+        threading.Thread(
+            target=self._connect, args=arguments, name="lockstep-pair", daemon=True
+        ).start()
 
     def add(self, message: _Message) -> None:
         """Start `message`, now or when the two are connected."""
@@ -270,7 +288,9 @@ class _Pair:
 
     def _connect(self, store: Store, own: int, timeout: timedelta) -> None:
         try:
-            own_store = store.clone()  # a connection of its own: while one thread waits, no other can use it
+            own_store = (
+                store.clone()
+            )  # a connection of its own: while one thread waits, no other can use it
             own_store.set(f"here/{own}", "")
             sleep_s = 1e-3
             while not own_store.check([f"here/{self.other}"]):
@@ -306,7 +326,9 @@ class LazyPairs:
     """
 
     def __init__(self, context: ShmContext, store: Store, rank: int, timeout: timedelta) -> None:
-        self._context = weakref.ref(context)  # which closes this object: no cycle, so that memory is freed at once
+        self._context = weakref.ref(
+            context
+        )  # which closes this object: no cycle, so that memory is freed at once
         self._store = store
         self._rank = rank
         self._timeout = timeout
@@ -321,7 +343,9 @@ class LazyPairs:
         """Start to receive from `peer`."""
         return self._message("recv", "from", tensors, peer, tag)
 
-    def _message(self, name: str, preposition: str, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+    def _message(
+        self, name: str, preposition: str, tensors: list[torch.Tensor], peer: int, tag: int
+    ) -> dist.Work:
         what = f"{name} {preposition} rank {peer}"
         pair = self._pair(peer)
         self._check(what)

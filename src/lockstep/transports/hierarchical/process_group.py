@@ -1,6 +1,9 @@
-"""`HierarchicalGroup`: shm for ranks on several hosts, with shared memory inside a host and Gloo between leaders."""
+"""`HierarchicalGroup`: shm for ranks on several hosts, with shared memory inside a host and Gloo
+between leaders.
+"""
 
-# torch's stubs lack some names of torch.distributed, and give its methods other signatures than the ones called
+# torch's stubs lack some names of torch.distributed, and give its methods other signatures than the
+# ones called
 # mypy: disable-error-code="attr-defined,override"
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from .connections import GlooConnection, LazyPairs
 __all__ = ["HierarchicalGroup", "Leaders"]
 
 
-# --- Collectives between the leaders of hosts -------------------------------------------------------------------------
+# --- Collectives between the leaders of hosts
+# -------------------------------------------------------------------------
 
 _GLOO_SUMS = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8)
 
@@ -45,7 +49,8 @@ class Leaders:
     def all_reduce(self, flat: torch.Tensor, op: Any, reduce_fn: ReduceFn) -> Steps:
         """Reduce `flat` over the hosts, in place; the same bits on each.
 
-        Gloo does the dtypes that it has; for the others every leader gathers all values and reduces them in order.
+        Gloo does the dtypes that it has; for the others every leader gathers all values and reduces
+        them in order.
         """
         if flat.dtype in _GLOO_SUMS:
             options = dist.AllreduceOptions()
@@ -58,7 +63,9 @@ class Leaders:
         reduce_fn(parts, flat)
 
     def start_beside(self, flat: torch.Tensor, op: Any, found: Callable[[], object]) -> None:
-        """Start to reduce `flat` over the hosts beside the next operation; see `GlooConnection.start_beside`."""
+        """Start to reduce `flat` over the hosts beside the next operation; see
+        `GlooConnection.start_beside`.
+        """
         options = dist.AllreduceOptions()
         options.reduceOp = op
         self.connection.start_beside(self.connection.group.allreduce([flat], options), found)
@@ -70,10 +77,14 @@ class Leaders:
         options = dist.BroadcastOptions()
         options.rootRank = host
         options.rootTensor = 0
-        yield from self.connection.wait_steps(self.connection.group.broadcast([flat.view(torch.uint8)], options))
+        yield from self.connection.wait_steps(
+            self.connection.group.broadcast([flat.view(torch.uint8)], options)
+        )
 
     def all_gather(self, parts: Sequence[torch.Tensor]) -> Steps:
-        """Copy `parts[i]` of host i's leader to the other leaders', in place; sizes may differ between hosts."""
+        """Copy `parts[i]` of host i's leader to the other leaders', in place; sizes may differ
+        between hosts.
+        """
         for host, part in enumerate(parts):
             yield from self.broadcast(part, host)
 
@@ -83,10 +94,11 @@ class Leaders:
 
 
 class _Beside:
-    """A small all-reduce that goes on beside another operation: between hosts both are under way at the same time.
+    """A small all-reduce that goes on beside another operation: between hosts both are under way at
+    the same time.
 
-    Inside a host they take turns, in one order on all ranks: this one's values are reduced into the leader's first, and
-    copied to the others last.
+    Inside a host they take turns, in one order on all ranks: this one's values are reduced into the
+    leader's first, and copied to the others last.
 
     Args:
         context, leaders: of the group.
@@ -123,7 +135,8 @@ class _Beside:
         yield from collectives.broadcast(self._context.buffers, self._tensor, 0)
 
 
-# --- The group --------------------------------------------------------------------------------------------------------
+# --- The group
+# --------------------------------------------------------------------------------------------------
 
 _WIDENED = (torch.float16, torch.bfloat16)
 _MESSAGES = ("send", "recv", "recv_anysource")
@@ -143,9 +156,10 @@ _OVER_GLOO = (
 class HierarchicalGroup(TransportGroup):
     """A process group that spans several hosts; see `TransportGroup`.
 
-    All-reduce, broadcast, all-gather of equal parts and barrier go through shared memory to the first rank of each
-    host, its leader, over Gloo between the leaders, and back. All other operations are Gloo's, between all ranks. Where
-    `everyone` is lazy, ranks are connected in pairs: by the collectives that need it, and by their first message.
+    All-reduce, broadcast, all-gather of equal parts and barrier go through shared memory to the
+    first rank of each host, its leader, over Gloo between the leaders, and back. All other
+    operations are Gloo's, between all ranks. Where `everyone` is lazy, ranks are connected in
+    pairs: by the collectives that need it, and by their first message.
 
     Args:
         context: of the ranks of this host.
@@ -184,13 +198,18 @@ class HierarchicalGroup(TransportGroup):
 
     @property
     def never_ended(self) -> tuple[str, ...]:
-        """The operations whose waits end by themselves only: those of ranks that Gloo connects on demand."""
+        """The operations whose waits end by themselves only: those of ranks that Gloo connects on
+        demand.
+        """
         return _BETWEEN_ALL if self._everyone.is_lazy else ()
 
-    def allreduce_beside(self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]) -> Callable[[Any], Any]:
+    def allreduce_beside(
+        self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]
+    ) -> Callable[[Any], Any]:
         """Start an all-reduce beside the call that comes next, see `GroupProxy.allreduce_beside`.
 
-        The two are one operation where that is one of shared memory; its work is then that of the call.
+        The two are one operation where that is one of shared memory; its work is then that of the
+        call.
         """
         beside = _Beside(self._context, self._leaders, tensor, opts.reduceOp, found)
         self._next_beside = beside
@@ -199,7 +218,9 @@ class HierarchicalGroup(TransportGroup):
             if self._next_beside is not beside:
                 return work
             self._next_beside = None
-            return self._context.run("all_reduce", chain([beside.begin(), beside.end()]), True, None, [tensor])
+            return self._context.run(
+                "all_reduce", chain([beside.begin(), beside.end()]), True, None, [tensor]
+            )
 
         return end
 
@@ -236,7 +257,9 @@ class HierarchicalGroup(TransportGroup):
         host = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         flat = flatten(tensor)
         if host == self._host:
-            yield from collectives.broadcast(self._context.buffers, flat, self._hosts[host].index(root))
+            yield from collectives.broadcast(
+                self._context.buffers, flat, self._hosts[host].index(root)
+            )
         if self._leaders is not None:
             yield from self._leaders.broadcast(flat, host)
         if host != self._host:
@@ -264,7 +287,9 @@ class HierarchicalGroup(TransportGroup):
             yield from self._leaders.barrier()
         yield from collectives.barrier(self._context.buffers)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """Run Gloo's barrier between all ranks; its error names those that did not arrive."""
         self._everyone.group.monitored_barrier(timeout or self.timeout, wait_all_ranks)
 
@@ -316,7 +341,9 @@ dispatch_by_device(HierarchicalGroup)
 
 
 def _split(op: Any, dtype: torch.dtype) -> tuple[ReduceFn, Any, bool]:
-    """Return the reduction inside a host, c10d's between hosts, and whether to divide by the number of ranks."""
+    """Return the reduction inside a host, c10d's between hosts, and whether to divide by the number
+    of ranks.
+    """
     code = hash(op)
     if code == int(dist.ReduceOp.RedOpType.AVG):
         return reduce_fn_for(dist.ReduceOp.SUM, dtype), dist.ReduceOp.SUM, True

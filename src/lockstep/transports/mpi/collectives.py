@@ -1,4 +1,6 @@
-"""Collectives over an MPI communicator: without reduction, as bytes; with MPI's reductions; and sparse sums."""
+"""Collectives over an MPI communicator: without reduction, as bytes; with MPI's reductions; and
+sparse sums.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ __all__ = [
 ]
 
 
-# --- Collectives without reduction, as bytes --------------------------------------------------------------------------
+# --- Collectives without reduction, as bytes
+# --------------------------------------------------------------------------
 
 
 def barrier(comm: Any) -> Steps:
@@ -59,26 +62,34 @@ def all_gather(comm: Any, outputs: Tensors, tensor: torch.Tensor) -> Steps:
 
 
 def gather(comm: Any, outputs: Tensors, tensor: torch.Tensor, root: int) -> Steps:
-    """Copy rank i's `tensor` into `outputs[i]` of rank `root`; all tensors have the same number of elements."""
+    """Copy rank i's `tensor` into `outputs[i]` of rank `root`; all tensors have the same number of
+    elements.
+    """
     if comm.rank != root:
         flat = flatten(tensor)
         yield from request_steps(lambda: comm.Igather(_as_bytes(flat), None, root), flat)
         return
     buffer = buffer_for(outputs)
     _copy_own(buffer, outputs, root, tensor)
-    yield from request_steps(lambda: comm.Igather(load_mpi().IN_PLACE, _as_bytes(buffer), root), buffer)
+    yield from request_steps(
+        lambda: comm.Igather(load_mpi().IN_PLACE, _as_bytes(buffer), root), buffer
+    )
     _copy_out(buffer, outputs)
 
 
 def scatter(comm: Any, tensor: torch.Tensor, inputs: Tensors, root: int) -> Steps:
-    """Copy `inputs[i]` of rank `root` into rank i's `tensor`; all tensors have the same number of elements."""
+    """Copy `inputs[i]` of rank `root` into rank i's `tensor`; all tensors have the same number of
+    elements.
+    """
     if comm.rank != root:
         buffer = buffer_for([tensor])
         yield from request_steps(lambda: comm.Iscatter(None, _as_bytes(buffer), root), buffer)
         copy_back(buffer, tensor)
         return
     flat = flatten_all(inputs)
-    yield from request_steps(lambda: comm.Iscatter(_as_bytes(flat), load_mpi().IN_PLACE, root), flat)
+    yield from request_steps(
+        lambda: comm.Iscatter(_as_bytes(flat), load_mpi().IN_PLACE, root), flat
+    )
     copy_back(flatten(inputs[root]), tensor)
 
 
@@ -95,7 +106,9 @@ def all_to_all(comm: Any, outputs: Tensors, inputs: Tensors) -> Steps:
 
 
 def _without(rank: int, parts: Tensors) -> tuple[list[int], list[int]]:
-    """Return counts and displacements of all parts but this rank's, as MPI is slow to send to the same rank."""
+    """Return counts and displacements of all parts but this rank's, as MPI is slow to send to the
+    same rank.
+    """
     counts, displacements = counts_and_displacements(parts)
     return [0 if other == rank else count for other, count in enumerate(counts)], displacements
 
@@ -118,7 +131,8 @@ def _copy_out(buffer: torch.Tensor, outputs: Tensors) -> None:
         copy_back(part, output)
 
 
-# --- Reductions, with MPI's own operations ----------------------------------------------------------------------------
+# --- Reductions, with MPI's own operations
+# ----------------------------------------------------------------------------
 
 _OPERATIONS = {
     "SUM": "SUM",
@@ -149,7 +163,8 @@ _DATATYPES = {
     torch.complex128: "C_DOUBLE_COMPLEX",
 }
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-# Open MPI 5 adds these with saturation where the processor can; truncated from wider sums they wrap around as elsewhere
+# Open MPI 5 adds these with saturation where the processor can; truncated from wider sums they wrap
+# around as elsewhere
 _SHORT = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
@@ -160,7 +175,8 @@ class Reduction:
     Attributes:
         op: MPI's operation.
         datatype: MPI's datatype of the values that are reduced.
-        dtype: torch's; wider than the tensors' dtype where needed: half types are reduced in float32 and rounded once.
+        dtype: torch's; wider than the tensors' dtype where needed: half types are reduced in
+            float32 and rounded once.
         factor: each rank's values are multiplied by it first; None for no factor.
         mean: whether the sum is divided by the number of ranks.
     """
@@ -172,7 +188,9 @@ class Reduction:
     mean: bool
 
     def terms(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the values that this rank passes to MPI: `flat` itself where it needs no conversion."""
+        """Return the values that this rank passes to MPI: `flat` itself where it needs no
+        conversion.
+        """
         wide = flat.to(self.dtype)
         return wide if self.factor is None else (wide * self.factor).to(self.dtype)
 
@@ -193,19 +211,25 @@ def reduction_for(op: Any, dtype: torch.dtype) -> Reduction:
     native = _BOOL_OPERATIONS.get(name, name) if dtype is torch.bool else _OPERATIONS[name]
     wide = torch.int32 if name == "SUM" and dtype in _SHORT else _WIDER.get(dtype, dtype)
     factor = premul_factor(op) if name == "PREMUL_SUM" else None
-    return Reduction(getattr(mpi, native), getattr(mpi, _DATATYPES[wide]), wide, factor, name == "AVG")
+    return Reduction(
+        getattr(mpi, native), getattr(mpi, _DATATYPES[wide]), wide, factor, name == "AVG"
+    )
 
 
 def all_reduce(comm: Any, tensor: torch.Tensor, reduction: Reduction) -> Steps:
     """Reduce `tensor` over all ranks, in place, any shape and strides."""
     terms = reduction.terms(flatten(tensor))
     in_out = [mpi_buffer(terms), reduction.datatype]
-    yield from request_steps(lambda: comm.Iallreduce(load_mpi().IN_PLACE, in_out, reduction.op), terms)
+    yield from request_steps(
+        lambda: comm.Iallreduce(load_mpi().IN_PLACE, in_out, reduction.op), terms
+    )
     copy_back(reduction.result(terms, comm.size), tensor)
 
 
 def reduce(comm: Any, tensor: torch.Tensor, root: int, reduction: Reduction) -> Steps:
-    """Reduce `tensor` over all ranks into rank `root`'s, in place; the others' tensors stay as they are."""
+    """Reduce `tensor` over all ranks into rank `root`'s, in place; the others' tensors stay as they
+    are.
+    """
     terms = reduction.terms(flatten(tensor))
     memory = [mpi_buffer(terms), reduction.datatype]
     given, taken = (load_mpi().IN_PLACE, memory) if comm.rank == root else (memory, None)
@@ -215,7 +239,9 @@ def reduce(comm: Any, tensor: torch.Tensor, root: int, reduction: Reduction) -> 
 
 
 def reduce_scatter(comm: Any, output: torch.Tensor, inputs: Tensors, reduction: Reduction) -> Steps:
-    """Reduce `inputs[i]` over all ranks into rank i's `output`; sizes may differ between i, not between ranks."""
+    """Reduce `inputs[i]` over all ranks into rank i's `output`; sizes may differ between i, not
+    between ranks.
+    """
     counts = [part.numel() for part in inputs]
     terms = reduction.terms(flatten_all(inputs))
     if output.dtype == reduction.dtype:
@@ -224,15 +250,19 @@ def reduce_scatter(comm: Any, output: torch.Tensor, inputs: Tensors, reduction: 
         buffer = terms.new_empty(output.numel())
     given = [mpi_buffer(terms), reduction.datatype]
     taken = [mpi_buffer(buffer), reduction.datatype]
-    yield from request_steps(lambda: comm.Ireduce_scatter(given, taken, counts, reduction.op), (terms, buffer))
+    yield from request_steps(
+        lambda: comm.Ireduce_scatter(given, taken, counts, reduction.op), (terms, buffer)
+    )
     copy_back(reduction.result(buffer, comm.size), output)
 
 
-# --- The sum of sparse tensors ----------------------------------------------------------------------------------------
+# --- The sum of sparse tensors
+# ----------------------------------------------------------------------------------------
 
 
 def all_reduce_sparse(comm: Any, tensor: torch.Tensor, op: Any) -> Steps:
-    """Sum the sparse COO `tensor` over all ranks, in rank order and in place; the result is coalesced.
+    """Sum the sparse COO `tensor` over all ranks, in rank order and in place; the result is
+    coalesced.
 
     Raises:
         ConfigError: for another operation than SUM.
@@ -249,7 +279,8 @@ def _sum_sparse(comm: Any, tensor: torch.Tensor) -> Steps:
     counts = [here.new_zeros(1) for _ in range(comm.size)]
     yield from all_gather(comm, counts, here.new_full((1,), mine._nnz()))
     lengths = [int(count) for count in counts]
-    # MPI places the parts one after another, so the index that counts the entries is the first dimension
+    # MPI places the parts one after another, so the index that counts the entries is the first
+    # dimension
     indices = [here.new_empty((length, mine.sparse_dim())) for length in lengths]
     values = [there.new_empty((length, *there.shape[1:])) for length in lengths]
     yield from all_gather(comm, indices, here.T.contiguous())

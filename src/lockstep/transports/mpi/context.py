@@ -1,4 +1,6 @@
-"""One rank's part of a group over MPI: its communicator, its pending operations, and MPI requests as steps."""
+"""One rank's part of a group over MPI: its communicator, its pending operations, and MPI requests
+as steps.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,27 @@ from .library import buffer_for, load_mpi, mpi_buffer
 __all__ = ["MpiContext", "request_steps"]
 
 
-# --- Requests as steps ------------------------------------------------------------------------------------------------
+# --- Requests as steps
+# ------------------------------------------------------------------------------------------------
 
-# A test that takes so many times as long as the quickest has transferred data, and the next may follow at once. MPI
-# does not report that, but it transfers a long message in pieces, some as small as 16 KiB, and only during a test.
+# A test that takes so many times as long as the quickest has transferred data, and the next may
+# follow at once. MPI does not report that, but it transfers a long message in pieces, some as small
+# as 16 KiB, and only during a test.
 _BUSY = 3.0
 
 
-def request_steps(begin: Callable[[], Any], memory: object, status: Any = None, can_cancel: bool = False) -> Steps:
+def request_steps(
+    begin: Callable[[], Any], memory: object, status: Any = None, can_cancel: bool = False
+) -> Steps:
     """Wait until the request that `begin` returns has completed.
 
     Args:
         begin: starts a non-blocking operation.
-        memory: what it reads and writes; kept alive, if need be until the program ends, until MPI is done with it.
+        memory: what it reads and writes; kept alive, if need be until the program ends, until MPI
+            is done with it.
         status: an `MPI.Status` that is filled at the end.
-        can_cancel: whether it can be cancelled when no thread waits for it any more, as a receive can.
+        can_cancel: whether it can be cancelled when no thread waits for it any more, as a receive
+            can.
 
     Raises:
         TransportError: MPI has refused it, or it has failed.
@@ -75,7 +83,8 @@ def _unknown_ranks() -> Iterable[int]:
     return ()
 
 
-# --- The context ------------------------------------------------------------------------------------------------------
+# --- The context
+# --------------------------------------------------------------------------------------------------
 
 _POLL_S = 1e-3
 
@@ -83,8 +92,9 @@ _POLL_S = 1e-3
 class MpiContext:
     """Runs collectives and messages over a communicator, which it owns from then on.
 
-    Collectives start one after the other in the order of the calls, blocking or not, as MPI matches them by their
-    order, and a blocking collective of MPI does not match a non-blocking one. MPI itself orders messages.
+    Collectives start one after the other in the order of the calls, blocking or not, as MPI matches
+    them by their order, and a blocking collective of MPI does not match a non-blocking one. MPI
+    itself orders messages.
 
     Args:
         comm: an `MPI.Intracomm`.
@@ -117,7 +127,12 @@ class MpiContext:
         return self._comm
 
     def run(
-        self, what: str, steps: Steps, asynchronous: bool, timeout: float | None, result: list[torch.Tensor]
+        self,
+        what: str,
+        steps: Steps,
+        asynchronous: bool,
+        timeout: float | None,
+        result: list[torch.Tensor],
     ) -> CPUWork:
         """Run a collective, synchronously or in the background.
 
@@ -129,7 +144,9 @@ class MpiContext:
         return self._collectives.run(what, lambda: steps, lambda: timeout or self.timeout)
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> CPUWork:
-        """Send `tensor` to `target` in the background; completed when `tensor` may be written to again."""
+        """Send `tensor` to `target` in the background; completed when `tensor` may be written to
+        again.
+        """
         queue = self._new_queue(self._sends)
         steps = _send(self.comm, tensor, target, self._check_tag(tag))
         return queue.enqueue(f"send to rank {target}", steps, None, [tensor], self.timeout)
@@ -138,7 +155,13 @@ class MpiContext:
         """Receive a message from `source`, or from any rank, into `tensor` in the background."""
         mpi = load_mpi()
         status = mpi.Status()
-        steps = _receive(self.comm, tensor, mpi.ANY_SOURCE if source is None else source, self._check_tag(tag), status)
+        steps = _receive(
+            self.comm,
+            tensor,
+            mpi.ANY_SOURCE if source is None else source,
+            self._check_tag(tag),
+            status,
+        )
         what = "recv from any rank" if source is None else f"recv from rank {source}"
         queue = self._new_queue(self._receives)
         work = queue.enqueue(what, steps, None, [tensor], self.timeout)
@@ -152,7 +175,9 @@ class MpiContext:
         self._failure = self._failure or reason
 
     def close(self) -> None:
-        """Leave the group when this rank's operations, but for receives, have completed, or the time limit is over."""
+        """Leave the group when this rank's operations, but for receives, have completed, or the
+        time limit is over.
+        """
         comm = self._comm
         self._comm = None
         if comm is None:
@@ -184,14 +209,16 @@ class MpiContext:
     def _check_tag(self, tag: int) -> int:
         upper = self.comm.Get_attr(load_mpi().TAG_UB)
         if not 0 <= tag <= upper:
-            raise ConfigError("tag", f"a number from 0 to {upper}, the largest tag of this MPI", tag)
+            raise ConfigError(
+                "tag", f"a number from 0 to {upper}, the largest tag of this MPI", tag
+            )
         return tag
 
     def _check(self, what: str, awaited: Iterable[int], seconds: float, timeout: float) -> None:
         if seconds >= timeout:
             raise StallError(
-                f"mpi4py: {what} has not ended on rank {self.rank} (of {self.size}) within its time limit of "
-                f"{timeout:g} s: another rank has not called it, or no longer can"
+                f"mpi4py: {what} has not ended on rank {self.rank} (of {self.size}) within its "
+                f"time limit of {timeout:g} s: another rank has not called it, or no longer can"
             )
 
     def _fail_with(self, error: BaseException) -> None:
@@ -200,12 +227,17 @@ class MpiContext:
 
 def _send(comm: Any, tensor: torch.Tensor, target: int, tag: int) -> Steps:
     flat = flatten(tensor)
-    yield from request_steps(lambda: comm.Isend([mpi_buffer(flat), load_mpi().BYTE], target, tag), flat)
+    yield from request_steps(
+        lambda: comm.Isend([mpi_buffer(flat), load_mpi().BYTE], target, tag), flat
+    )
 
 
 def _receive(comm: Any, tensor: torch.Tensor, source: int, tag: int, status: Any) -> Steps:
     buffer = buffer_for([tensor])
-    begin: Callable[[], Any] = lambda: comm.Irecv([mpi_buffer(buffer), load_mpi().BYTE], source, tag)  # noqa: E731
+
+    def begin() -> Any:
+        return comm.Irecv([mpi_buffer(buffer), load_mpi().BYTE], source, tag)
+
     yield from request_steps(begin, buffer, status, can_cancel=True)
     sent = status.Get_count(load_mpi().BYTE)
     wanted = buffer.numel() * buffer.element_size()

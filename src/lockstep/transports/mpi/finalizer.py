@@ -1,4 +1,6 @@
-"""How a program over MPI ends: it completes its operations and finalizes MPI, or aborts its whole job."""
+"""How a program over MPI ends: it completes its operations and finalizes MPI, or aborts its whole
+job.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from .library import load_mpi
 
 __all__ = ["finalizer"]
 
-_GRACE_S = 1.0  # for abandoned operations: they have been waited for before, or the other ranks have abandoned them too
+# for abandoned operations: they have been waited for before, or the other ranks have abandoned them
+# too
+_GRACE_S = 1.0
 _POLL_S = 1e-3
 
 
@@ -28,8 +32,9 @@ class Closable(Protocol):
 class Finalizer:
     """What has to be done before MPI_Finalize, which mpi4py calls when the interpreter exits.
 
-    MPI cannot finalize while an operation is pending, and a rank that ends by an exception would wait there for
-    the others, which wait for it. Then MPI_Abort ends the job instead, on every host.
+    MPI cannot finalize while an operation is pending, and a rank that ends by an exception would
+    wait there for the others, which wait for it. Then MPI_Abort ends the job instead, on every
+    host.
     """
 
     def __init__(self) -> None:
@@ -58,20 +63,27 @@ class Finalizer:
         self.abort_on_exception()
 
     def finish(self) -> None:
-        """Complete pending operations; if they do not complete, print so, and let MPI abort the job."""
+        """Complete pending operations; if they do not complete, print so, and let MPI abort the
+        job.
+        """
         for context in list(self._contexts):
             context.close()
         deadline = time.monotonic() + _GRACE_S
         while not self.aborting and any(_is_pending(request) for request, _ in self._kept):
             if time.monotonic() >= deadline:
                 self._abort(1)
-                print("mpi4py: an operation was given up and has not ended: MPI aborts the job", file=sys.stderr)
+                print(
+                    "mpi4py: an operation was given up and has not ended: MPI aborts the job",
+                    file=sys.stderr,
+                )
             time.sleep(_POLL_S)
 
     def _install_excepthook(self) -> None:
         before = sys.excepthook
 
-        def report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        def report_and_abort(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
             self._abort(error)
             before(kind, error, trace)
 

@@ -13,7 +13,8 @@ from ..runtime.tensor_arguments import Tensors, flatten
 __all__ = ["buffer_for", "counts_and_displacements", "flatten_all", "load_mpi", "mpi_buffer"]
 
 
-# --- The library ------------------------------------------------------------------------------------------------------
+# --- The library
+# --------------------------------------------------------------------------------------------------
 
 _LEVELS = ("single", "funneled", "serialized")
 
@@ -27,7 +28,10 @@ def load_mpi() -> Any:
     """
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # the second when there is no MPI library for it to load_mpi
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # the second when there is no MPI library for it to load_mpi
         raise ConfigError(
             "backend",
             "one whose packages are installed",
@@ -38,17 +42,24 @@ def load_mpi() -> Any:
         raise ConfigError(
             "mpi4py.rc.thread_level",
             "multiple, as operations continue in the background",
-            _LEVELS[[MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED].index(MPI.Query_thread())],
+            _LEVELS[
+                [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED].index(
+                    MPI.Query_thread()
+                )
+            ],
             "Leave mpi4py.rc as it is, and take an MPI that is built for threads.",
         )
     return MPI
 
 
-# --- Tensors as MPI buffers -------------------------------------------------------------------------------------------
+# --- Tensors as MPI buffers
+# -------------------------------------------------------------------------------------------
 
 
 def mpi_buffer(flat: torch.Tensor) -> Any:
-    """Return the bytes of `flat`, which is dense, as an MPI buffer; the caller keeps `flat` alive until MPI is done."""
+    """Return the bytes of `flat`, which is dense, as an MPI buffer; the caller keeps `flat` alive
+    until MPI is done.
+    """
     return load_mpi().buffer.fromaddress(flat.data_ptr(), flat.numel() * flat.element_size())
 
 
@@ -59,7 +70,9 @@ def counts_and_displacements(parts: Tensors) -> tuple[list[int], list[int]]:
 
 
 def flatten_all(parts: Tensors) -> torch.Tensor:
-    """Return all elements of `parts` in order: a view where they are adjacent in memory, otherwise a copy."""
+    """Return all elements of `parts` in order: a view where they are adjacent in memory, otherwise
+    a copy.
+    """
     flats = [flatten(part) for part in parts]
     view = _adjacent_view(flats)
     if view is not None:
@@ -69,13 +82,19 @@ def flatten_all(parts: Tensors) -> torch.Tensor:
 
 
 def buffer_for(outputs: Tensors, apart_from: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a buffer for all elements of `outputs`: their own memory where they are adjacent, otherwise new.
+    """Return a buffer for all elements of `outputs`: their own memory where they are adjacent,
+    otherwise new.
 
     Args:
         outputs: tensors of one dtype.
-        apart_from: memory that the buffer must not share; MPI does not read and write the same memory.
+        apart_from: memory that the buffer must not share; MPI does not read and write the same
+            memory.
     """
-    view = _adjacent_view([output.view(-1) for output in outputs]) if all(map(_is_contiguous, outputs)) else None
+    view = (
+        _adjacent_view([output.view(-1) for output in outputs])
+        if all(map(_is_contiguous, outputs))
+        else None
+    )
     if view is None or (apart_from is not None and _share_storage(view, apart_from)):
         return outputs[0].new_empty(sum(output.numel() for output in outputs))
     return view
@@ -95,7 +114,11 @@ def _adjacent_view(flats: Tensors) -> torch.Tensor | None:
     filled = [flat for flat in flats if flat.numel()] or list(flats[:1])
     end = filled[0].data_ptr()
     for flat in filled:
-        if flat.data_ptr() != end or not _share_storage(flat, filled[0]) or not flat.is_contiguous():
+        if (
+            flat.data_ptr() != end
+            or not _share_storage(flat, filled[0])
+            or not flat.is_contiguous()
+        ):
             return None
         end += flat.numel() * flat.element_size()
     return filled[0].as_strided((sum(flat.numel() for flat in filled),), (1,))

@@ -36,7 +36,8 @@ __all__ = ["MpiGroup", "make_mpi_group"]
 class MpiGroup(TransportGroup):
     """A process group whose ranks are processes of one MPI job; see `TransportGroup`.
 
-    An operation raises StallError when the other ranks do not arrive in time, and TransportError when MPI fails.
+    An operation raises StallError when the other ranks do not arrive in time, and TransportError
+    when MPI fails.
     """
 
     backend = "mpi4py"
@@ -57,7 +58,9 @@ class MpiGroup(TransportGroup):
     def _reduce_steps(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> Steps:
         return collectives.reduce(self._context.comm, tensor, root, reduction)
 
-    def _reduce_scatter_steps(self, output: torch.Tensor, inputs: Tensors, reduction: Reduction) -> Steps:
+    def _reduce_scatter_steps(
+        self, output: torch.Tensor, inputs: Tensors, reduction: Reduction
+    ) -> Steps:
         return collectives.reduce_scatter(self._context.comm, output, inputs, reduction)
 
     def _broadcast_steps(self, tensor: torch.Tensor, root: int) -> Steps:
@@ -79,7 +82,8 @@ class MpiGroup(TransportGroup):
         return collectives.barrier(self._context.comm)
 
 
-# --- How a group is made ----------------------------------------------------------------------------------------------
+# --- How a group is made
+# ----------------------------------------------------------------------------------------------
 
 _TAGS = 32768  # MPI guarantees at least so many
 
@@ -92,17 +96,21 @@ class _MpiRank(msgspec.Struct, frozen=True):
 
 
 class _MpiRanks(msgspec.Struct, frozen=True):
-    """The numbers of all ranks of a group in their MPI job, in the group's order, and how many each host has."""
+    """The numbers of all ranks of a group in their MPI job, in the group's order, and how many each
+    host has.
+    """
 
     ranks: list[int]
     ranks_per_host: dict[str, int]
 
 
 def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
-    """Return the process group for what c10d hands to an extended backend: store, rank, size, timeout.
+    """Return the process group for what c10d hands to an extended backend: store, rank, size,
+    timeout.
 
     Raises:
-        ConfigError: mpi4py is not installed, or the ranks were not started by one `mpiexec`; for options.
+        ConfigError: mpi4py is not installed, or the ranks were not started by one `mpiexec`; for
+            options.
         StallError: when some ranks do not call it in time.
         TransportError: what is in the store is damaged.
     """
@@ -110,7 +118,8 @@ def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
     world = load_mpi().COMM_WORLD
     rank = given.group_rank
     size = given.group_size
-    # a store may outlive the groups that were made with it, and c10d gives a group that is made again the same name
+    # a store may outlive the groups that were made with it, and c10d gives a group that is made
+    # again the same name
     given.store = PrefixStore(str(given.store.add(f"round/{rank}", 1)), given.store)
     host = socket.gethostname()
     own = messages.encode(_MpiRank(world.rank, host))
@@ -121,7 +130,8 @@ def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
         raise ConfigError(
             "mpi4py",
             f"the {size} ranks of the group in one MPI job",
-            found=f"ranks that are number {', '.join(map(str, world_ranks))} of theirs (this one has {world.size})",
+            found=f"ranks that are number {', '.join(map(str, world_ranks))} of theirs (this one "
+            f"has {world.size})",
             hint=f"Start the program with mpiexec -n {size}, the one of the MPI that mpi4py uses.",
         )
     oversubscribed = found.ranks_per_host.get(host, 0) > usable_cores()
@@ -133,12 +143,18 @@ def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
 
 def _merge(texts: Mapping[int, str]) -> str:
     """Return the ranks of all in their MPI job, and the number of ranks on each host."""
-    ranks = [read_message(text, _MpiRank, f"rank {rank} in its MPI job") for rank, text in texts.items()]
-    return messages.encode(_MpiRanks([each.rank for each in ranks], Counter(each.host for each in ranks)))
+    ranks = [
+        read_message(text, _MpiRank, f"rank {rank} in its MPI job") for rank, text in texts.items()
+    ]
+    return messages.encode(
+        _MpiRanks([each.rank for each in ranks], Counter(each.host for each in ranks))
+    )
 
 
 def _communicator(world: Any, ranks: list[int], name: str) -> Any:
-    """Create a communicator of these `ranks` of `world`, in that order; only they take part in it."""
+    """Create a communicator of these `ranks` of `world`, in that order; only they take part in
+    it.
+    """
     everyone = world.Get_group()
     members = everyone.Incl(ranks)
     try:

@@ -1,4 +1,6 @@
-"""The rendezvous of the ranks of one `mpiexec`: their `World`, and a store for torch.distributed."""
+"""The rendezvous of the ranks of one `mpiexec`: their `World`, and a store for
+torch.distributed.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -25,7 +27,8 @@ _TIMEOUT = timedelta(minutes=5)  # for the store: to connect, and for what is wa
 
 
 def find_world() -> World:
-    """Return this process's `World` among the processes that `mpiexec` has started; all of them must call it.
+    """Return this process's `World` among the processes that `mpiexec` has started; all of them
+    must call it.
 
     Raises:
         ConfigError: mpi4py is not installed.
@@ -36,7 +39,9 @@ def find_world() -> World:
     try:
         first = node.bcast(world.rank)  # identifies the node
         nodes = sorted(set(world.allgather(first)))
-        return World(world.rank, world.size, node.rank, node.size, nodes.index(first), len(nodes), "mpiexec")
+        return World(
+            world.rank, world.size, node.rank, node.size, nodes.index(first), len(nodes), "mpiexec"
+        )
     finally:
         node.Free()
 
@@ -44,7 +49,8 @@ def find_world() -> World:
 def make_store(world: World, timeout: timedelta = _TIMEOUT) -> Store:
     """Return a store that rank 0 serves on a free port; all processes of `mpiexec` must call it.
 
-    From then on an exception that ends one rank's program ends the job, whatever transport is used for tensors.
+    From then on an exception that ends one rank's program ends the job, whatever transport is used
+    for tensors.
 
     Args:
         world: from `find_world`.
@@ -70,11 +76,19 @@ def make_store(world: World, timeout: timedelta = _TIMEOUT) -> Store:
     try:
         return store or dist.TCPStore(host, port, None, False, timeout)
     except RuntimeError as error:
-        raise TransportError(f"mpi4py: rank {world.rank} cannot reach rank 0 at {host}:{port}: {error}") from error
+        raise TransportError(
+            f"mpi4py: rank {world.rank} cannot reach rank 0 at {host}:{port}: {error}"
+        ) from error
 
 
-def rendezvous_handler(url: str, timeout: timedelta = _TIMEOUT, **_options: Any) -> Iterator[tuple[Store, int, int]]:
-    """Return the rendezvous handler for ``init_method="mpi4py://"``: store, rank and world size come from MPI."""
+def rendezvous_handler(
+    url: str, timeout: timedelta = _TIMEOUT, **_options: Any
+) -> Iterator[tuple[Store, int, int]]:
+    """Return the rendezvous handler for ``init_method="mpi4py://"``: store, rank and world size
+    come from MPI.
+    """
     world = find_world()
     yield make_store(world, timeout), world.rank, world.world_size
-    raise RuntimeError(f"the ranks of an MPI job can rendezvous again only by a new call with {url}")
+    raise RuntimeError(
+        f"the ranks of an MPI job can rendezvous again only by a new call with {url}"
+    )

@@ -1,1 +1,3 @@
-"""What every transport needs: operation queues, `Work`, back-off, checks of tensors, reduce ops, host identity."""
+"""What every transport needs: operation queues, `Work`, back-off, checks of tensors, reduce ops,
+host identity.
+"""

@@ -1,4 +1,6 @@
-"""Operations as steps, and the back-off between them: a wait spins, yields the core, sleeps, and ends with an error."""
+"""Operations as steps, and the back-off between them: a wait spins, yields the core, sleeps, and
+ends with an error.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +8,52 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable
 
-__all__ = ["CHECK_S", "NATIVE_SPINS", "SPINS", "UNCHECKED", "Awaited", "Backoff", "Check", "Steps", "chain"]
+__all__ = [
+    "CHECK_S",
+    "NATIVE_SPINS",
+    "SPINS",
+    "UNCHECKED",
+    "Awaited",
+    "Backoff",
+    "Check",
+    "Steps",
+    "chain",
+]
 
-# Returns the ranks that an operation waits for; called only when a wait takes long. The result is lazy, as a generator
-# is: a check finds out which processes have ended first and iterates afterwards, since a rank may arrive and then end.
+# Returns the ranks that an operation waits for; called only when a wait takes long. The result is
+# lazy, as a generator is: a check finds out which processes have ended first and iterates
+# afterwards, since a rank may arrive and then end.
 Awaited = Callable[[], Iterable[int]]
 
-# An operation as a generator. Whenever it cannot proceed it yields: None at the beginning of a wait, and then the ranks
-# that it waits for. It is resumed to try again.
+# An operation as a generator. Whenever it cannot proceed it yields: None at the beginning of a
+# wait, and then the ranks that it waits for. It is resumed to try again.
 Steps = Generator[Awaited | None, None, None]
 
-# Called periodically during a wait, with the operation's name, the awaited ranks, the seconds since the operation began
-# and its time limit in seconds; raises when the wait is over or hopeless.
+# Called periodically during a wait, with the operation's name, the awaited ranks, the seconds since
+# the operation began and its time limit in seconds; raises when the wait is over or hopeless.
 Check = Callable[[str, Iterable[int], float, float], None]
 
 CHECK_S = 0.05  # seconds between two checks for dead ranks and of the clock
-SPINS = 300  # polls before the first system call; some 100 µs, more than a small collective takes in Python
-NATIVE_SPINS = 1500  # the same for the native extension, some 40 µs; then it begins to yield its core
+# polls before the first system call; some 100 µs, more than a small collective takes in Python
+SPINS = 300
+NATIVE_SPINS = (
+    1500  # the same for the native extension, some 40 µs; then it begins to yield its core
+)
 UNCHECKED = 256  # beginnings of waits between two looks at the clock
 _YIELD_S = 200e-6  # then the core is yielded, for this long
 _MAX_SLEEP_S = 1e-3
 
 
 class Backoff:
-    """The back-off of one wait: spin briefly, then yield the core, then sleep for a fraction of the time waited.
+    """The back-off of one wait: spin briefly, then yield the core, then sleep for a fraction of the
+    time waited.
 
     Args:
         what: the operation, for the error.
         timeout: seconds after which the wait is an error.
         check: called periodically; raises when the awaited ranks cannot arrive any more.
-        oversubscribed: whether there are more ranks than cores; spinning would then only keep the awaited ranks from
-            running.
+        oversubscribed: whether there are more ranks than cores; spinning would then only keep the
+            awaited ranks from running.
     """
 
     def __init__(self, what: str, timeout: float, check: Check, oversubscribed: bool) -> None:

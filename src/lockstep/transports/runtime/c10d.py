@@ -1,4 +1,6 @@
-"""Parts of c10d: names that it does not declare, its options' time limits, and its backends as groups of their own."""
+"""Parts of c10d: names that it does not declare, its options' time limits, and its backends as
+groups of their own.
+"""
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
@@ -17,7 +19,8 @@ __all__ = ["AllgatherOptions", "PrefixStore", "Store", "backend_as_group", "time
 def backend_as_group(backend: Any, store: Store, device: str) -> dist.ProcessGroup:
     """Return `backend` as a process group for tensors on `device`.
 
-    A backend has only some of the methods that c10d calls on a group; c10d's own group class translates the others.
+    A backend has only some of the methods that c10d calls on a group; c10d's own group class
+    translates the others.
 
     Args:
         backend: one of c10d's, or a plug-in's; a process group is returned unchanged.
@@ -26,7 +29,9 @@ def backend_as_group(backend: Any, store: Store, device: str) -> dist.ProcessGro
     """
     if isinstance(backend, dist.ProcessGroup):
         return backend
-    kind = getattr(dist.ProcessGroup.BackendType, backend.name().upper(), dist.ProcessGroup.BackendType.CUSTOM)
+    kind = getattr(
+        dist.ProcessGroup.BackendType, backend.name().upper(), dist.ProcessGroup.BackendType.CUSTOM
+    )
     group = dist.ProcessGroup(store, backend.rank(), backend.size())
     group._set_default_backend(kind)
     group._register_backend(torch.device(device), kind, backend)

@@ -23,7 +23,8 @@ class Host:
 
     Attributes:
         ranks: their numbers in the group, in order.
-        size: the most bytes of shared memory that they may take together; None when no rank sets a limit.
+        size: the most bytes of shared memory that they may take together; None when no rank sets a
+            limit.
     """
 
     ranks: tuple[int, ...]
@@ -31,13 +32,17 @@ class Host:
 
 
 class _RankHost(msgspec.Struct, frozen=True):
-    """What a rank publishes: the key of its host, and the most bytes of shared memory that it allows there."""
+    """What a rank publishes: the key of its host, and the most bytes of shared memory that it
+    allows there.
+    """
 
     key: str
     size: int | None
 
 
-class _HostRanks(msgspec.Struct, frozen=True, array_like=True):  # each rank receives that of every host
+class _HostRanks(
+    msgspec.Struct, frozen=True, array_like=True
+):  # each rank receives that of every host
     """The ranks of one host, and the least of their limits."""
 
     ranks: Ranges
@@ -47,8 +52,8 @@ class _HostRanks(msgspec.Struct, frozen=True, array_like=True):  # each rank rec
 def host_key() -> str:
     """Return a string that is equal for two processes if they can open each other's memory.
 
-    Made of the kernel's boot ID, the PID and network namespaces, and the user: containers on one host that do not see
-    each other's processes count as hosts of their own.
+    Made of the kernel's boot ID, the PID and network namespaces, and the user: containers on one
+    host that do not see each other's processes count as hosts of their own.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -65,8 +70,8 @@ def find_hosts(store: Store, rank: int, ranks: int, size: int | None) -> list[Ho
         store: of the group's rendezvous.
         rank: this rank.
         ranks: their number.
-        size: the most bytes of shared memory that this rank allows; None for no limit. The memory of a host has one
-            layout, so the least of its ranks' limits is taken.
+        size: the most bytes of shared memory that this rank allows; None for no limit. The memory
+            of a host has one layout, so the least of its ranks' limits is taken.
 
     Raises:
         StallError: some ranks do not call it in time.
@@ -86,7 +91,10 @@ def _group_by_host(texts: Mapping[int, str]) -> str:
         own = read_message(text, _RankHost, f"the host of rank {rank}")
         sizes[rank] = own.size
         members.setdefault(own.key, []).append(rank)
-    hosts = [_HostRanks(to_ranges(ranks), _least(sizes[rank] for rank in ranks)) for ranks in members.values()]
+    hosts = [
+        _HostRanks(to_ranges(ranks), _least(sizes[rank] for rank in ranks))
+        for ranks in members.values()
+    ]
     return messages.encode(hosts)
 
 

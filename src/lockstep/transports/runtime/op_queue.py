@@ -1,4 +1,6 @@
-"""Queues of operations: an operation runs at once in the calling thread, or in the background on a progress thread."""
+"""Queues of operations: an operation runs at once in the calling thread, or in the background on a
+progress thread.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ from .work import COMPLETED, CPUWork
 __all__ = ["OpQueue", "ProgressThread", "progress_thread"]
 
 
-# --- The progress thread ----------------------------------------------------------------------------------------------
+# --- The progress thread
+# ----------------------------------------------------------------------------------------------
 
 _MIN_SLEEP_S = 50e-6
 _MAX_SLEEP_S = 1e-3
 _IDLE_POLL_S = 2e-3  # how soon it finds work that it was not woken for
-_IDLE_EXIT_S = 0.5  # how long it polls after the last operation before it exits, while there are groups
+_IDLE_EXIT_S = (
+    0.5  # how long it polls after the last operation before it exits, while there are groups
+)
 
 
 class Progressable(Protocol):
@@ -48,10 +53,11 @@ class Progressable(Protocol):
 
 
 class ProgressThread:
-    """One daemon thread for all groups of the process, which makes progress while their callers compute.
+    """One daemon thread for all groups of the process, which makes progress while their callers
+    compute.
 
-    It never spins: the other threads compute, often on the same core, and need the interpreter. It exists while it is
-    needed.
+    It never spins: the other threads compute, often on the same core, and need the interpreter. It
+    exists while it is needed.
     """
 
     def __init__(self) -> None:
@@ -78,8 +84,9 @@ class ProgressThread:
 
         Args:
             queue: to be driven.
-            wake: wake the thread now. It costs the caller some 20 µs, as both want the interpreter; an operation that
-                its caller most often waits for right away is better found a little later.
+            wake: wake the thread now. It costs the caller some 20 µs, as both want the interpreter;
+                an operation that its caller most often waits for right away is better found a
+                little later.
         """
         with self._wake:
             self._active[queue] = None
@@ -171,7 +178,8 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-# --- The queue --------------------------------------------------------------------------------------------------------
+# --- The queue
+# --------------------------------------------------------------------------------------------------
 
 _LOCK_TIMEOUT_S = 0.1
 
@@ -183,8 +191,8 @@ class _Operation:
         what: its name, for errors.
         steps: what is left of it.
         work: completed when it ends.
-        timeout: seconds that it may take from now; None where only a wait for it is limited (a message may be
-            expected for as long as one likes).
+        timeout: seconds that it may take from now; None where only a wait for it is limited (a
+            message may be expected for as long as one likes).
     """
 
     def __init__(self, what: str, steps: Steps, work: CPUWork, timeout: float | None) -> None:
@@ -217,12 +225,13 @@ class _Operation:
 class OpQueue:
     """Operations that run strictly one after another.
 
-    They are driven by the thread that waits for one of them, and otherwise by the process's progress thread.
+    They are driven by the thread that waits for one of them, and otherwise by the process's
+    progress thread.
 
     Args:
         check: called periodically during waits; raises when they are hopeless.
-        fail: called with the error that ended an operation halfway, after which none behind it can be right; None
-            where operations are independent of each other.
+        fail: called with the error that ended an operation halfway, after which none behind it can
+            be right; None where operations are independent of each other.
         oversubscribed: whether waits should not spin, as there are more ranks than cores.
         spin: spins a moment instead, when a thread begins to wait for an operation.
     """
@@ -244,7 +253,11 @@ class OpQueue:
         self._callbacks: deque[Callable[[], None]] = deque()  # of completed operations
 
     def run(
-        self, what: str, begin: Callable[[], Steps | None], get_timeout: Callable[[], float], has_spun: bool = False
+        self,
+        what: str,
+        begin: Callable[[], Steps | None],
+        get_timeout: Callable[[], float],
+        has_spun: bool = False,
     ) -> CPUWork:
         """Run an operation synchronously, after those that are queued.
 
@@ -270,18 +283,28 @@ class OpQueue:
 
     def _wait_for_lock(self, what: str) -> None:
         """Let another thread end its step, or its synchronous operation."""
-        if self._owner == threading.get_ident():  # in a signal handler, or a finaliser that the collector runs
-            raise TransportError(f"{what} was called while this thread is in a collective of the same group")
+        if (
+            self._owner == threading.get_ident()
+        ):  # in a signal handler, or a finaliser that the collector runs
+            raise TransportError(
+                f"{what} was called while this thread is in a collective of the same group"
+            )
         self._lock.acquire()
 
     def _run(
-        self, what: str, begin: Callable[[], Steps | None], get_timeout: Callable[[], float], has_spun: bool
+        self,
+        what: str,
+        begin: Callable[[], Steps | None],
+        get_timeout: Callable[[], float],
+        has_spun: bool,
     ) -> None:
         backoff = None
         try:
             for awaited in begin() or ():
                 if backoff is None:
-                    backoff = Backoff(what, get_timeout(), self._check, self._oversubscribed or has_spun)
+                    backoff = Backoff(
+                        what, get_timeout(), self._check, self._oversubscribed or has_spun
+                    )
                 backoff.pause(awaited)
         except BaseException as error:
             if self._fail is not None:
@@ -289,7 +312,12 @@ class OpQueue:
             raise
 
     def enqueue(
-        self, what: str, steps: Steps, timeout: float | None, result: list[torch.Tensor], wait_s: float = 0.0
+        self,
+        what: str,
+        steps: Steps,
+        timeout: float | None,
+        result: list[torch.Tensor],
+        wait_s: float = 0.0,
     ) -> CPUWork:
         """Queue `steps`; they proceed as far as they can at once, then in the background.
 
@@ -301,23 +329,31 @@ class OpQueue:
             wait_s: limit of a wait that is given none, in seconds; `timeout` when 0.
         """
         limit = wait_s or timeout or 0.0
-        work = CPUWork(result, lambda waiting, seconds: self._drive(what, waiting, seconds or limit))
+        work = CPUWork(
+            result, lambda waiting, seconds: self._drive(what, waiting, seconds or limit)
+        )
         if not self._lock.acquire(blocking=False):
             self._wait_for_lock(what)
         try:
             self._operations.append(_Operation(what, steps, work, timeout))
-            if len(self._operations) == 1 and self._spin is None:  # with `spin`, the caller has polled just now
+            if (
+                len(self._operations) == 1 and self._spin is None
+            ):  # with `spin`, the caller has polled just now
                 self._step()
             pending = bool(self._operations)
         finally:
             self._lock.release()
             self.run_callbacks()
         if pending:
-            progress_thread.add(self, wake=timeout is not None)  # a collective; most messages are waited for at once
+            progress_thread.add(
+                self, wake=timeout is not None
+            )  # a collective; most messages are waited for at once
         return work
 
     def attempt(self, action: Callable[[], bool]) -> bool:
-        """Do `action`, which does not wait, if nothing is queued; whether it was done and returned True."""
+        """Do `action`, which does not wait, if nothing is queued; whether it was done and returned
+        True.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -336,7 +372,9 @@ class OpQueue:
         return bool(self._operations)
 
     def make_progress(self) -> bool:
-        """Proceed as far as possible, but run no callbacks; whether any progress was made. For the progress thread."""
+        """Proceed as far as possible, but run no callbacks; whether any progress was made. For the
+        progress thread.
+        """
         progressed = False
         if self._lock.acquire(blocking=False):
             try:
@@ -348,7 +386,9 @@ class OpQueue:
 
     def abort(self, error: BaseException) -> None:
         """End every pending operation with `error`."""
-        if self._lock.acquire(timeout=_LOCK_TIMEOUT_S):  # a thread in a synchronous call holds it, and ends by itself
+        if self._lock.acquire(
+            timeout=_LOCK_TIMEOUT_S
+        ):  # a thread in a synchronous call holds it, and ends by itself
             try:
                 self._abort(error, len(self._operations))
             finally:
@@ -361,7 +401,9 @@ class OpQueue:
         if self._spin is not None:
             self._spin()
         while not work.is_completed():
-            if not self._lock.acquire(timeout=CHECK_S):  # releases the interpreter to the thread that works on it
+            if not self._lock.acquire(
+                timeout=CHECK_S
+            ):  # releases the interpreter to the thread that works on it
                 continue
             try:
                 awaited = self._step()
@@ -378,7 +420,9 @@ class OpQueue:
             self._keep_callbacks(operation.work.finish(error))
 
     def run_callbacks(self) -> None:
-        """Run the callbacks of completed operations; without the lock, as they may start and await other operations."""
+        """Run the callbacks of completed operations; without the lock, as they may start and await
+        other operations.
+        """
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
@@ -391,7 +435,9 @@ class OpQueue:
             self._callbacks.append(callback)
 
     def _step(self) -> Awaited | None:
-        """Do one step of the first operation; return the ranks that it waits for, or None when it has made progress."""
+        """Do one step of the first operation; return the ranks that it waits for, or None when it
+        has made progress.
+        """
         if not self._operations:
             return None
         operation = self._operations[0]
@@ -406,7 +452,9 @@ class OpQueue:
             self._abort(error, 1 if self._fail is None else len(self._operations))
             if self._fail is not None:
                 self._fail(error)
-            if not isinstance(error, Exception):  # Ctrl-C is for the program, whoever waits for the operation
+            if not isinstance(
+                error, Exception
+            ):  # Ctrl-C is for the program, whoever waits for the operation
                 raise
         return None
 

@@ -15,7 +15,8 @@ from ...errors import ConfigError
 
 __all__ = ["ReduceFn", "premul_factor", "reduce_fn_for"]
 
-# Writes the reduction of tensors in rank order into a tensor of the same shape and dtype, which may be one of them.
+# Writes the reduction of tensors in rank order into a tensor of the same shape and dtype, which may
+# be one of them.
 ReduceFn = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 
 _SUM, _AVG, _PRODUCT, _MIN, _MAX, _BAND, _BOR, _BXOR, _PREMUL = (
@@ -26,7 +27,8 @@ _HALF = (torch.float16, torch.bfloat16)
 _REAL = (torch.float32, torch.float64, *_HALF)
 _COMPLEX = (torch.complex64, torch.complex128)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-# torch has no sum for these; two's complement makes signed and unsigned sums, products and bits the same
+# torch has no sum for these; two's complement makes signed and unsigned sums, products and bits the
+# same
 _UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _INTEGER = (*_SIGNED, *_UNSIGNED, torch.bool)
 _NUMBER = (*_REAL, *_COMPLEX)
@@ -46,9 +48,9 @@ _cache: dict[tuple[int, torch.dtype], ReduceFn] = {}
 def reduce_fn_for(op: Any, dtype: torch.dtype) -> ReduceFn:
     """Return the function that computes `op` (a `torch.distributed.ReduceOp`) for `dtype`.
 
-    A sum is taken in rank order, ((x0 + x1) + x2) + …; a sum of half-precision values is taken in float32 and rounded
-    once. AVG divides the sum by the number of ranks; PREMUL_SUM multiplies each term by the operation's factor.
-    A sum of bools is "or", a product "and".
+    A sum is taken in rank order, ((x0 + x1) + x2) + …; a sum of half-precision values is taken in
+    float32 and rounded once. AVG divides the sum by the number of ranks; PREMUL_SUM multiplies each
+    term by the operation's factor. A sum of bools is "or", a product "and".
 
     Raises:
         ConfigError: when the operation is not defined for `dtype`.
@@ -67,7 +69,9 @@ def _build(op: Any, code: int, dtype: torch.dtype) -> ReduceFn:
         _require(op, dtype, _NUMBER)
         return _average(dtype) if code == _AVG else _premultiplied(premul_factor(op), dtype)
     if code not in _BINARY:
-        raise ConfigError("op", "SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM", found=str(op))
+        raise ConfigError(
+            "op", "SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM", found=str(op)
+        )
     binary, dtypes = _BINARY[code]
     _require(op, dtype, dtypes)
     if dtype in _UNSIGNED:
@@ -78,7 +82,9 @@ def _build(op: Any, code: int, dtype: torch.dtype) -> ReduceFn:
 
 
 def premul_factor(op: Any) -> float | torch.Tensor:
-    """Return the factor of a PREMUL_SUM, which torch before 2.13 exposes only in the operation's pickled state."""
+    """Return the factor of a PREMUL_SUM, which torch before 2.13 exposes only in the operation's
+    pickled state.
+    """
     factor: float | torch.Tensor = op.__getstate__()[1]
     return factor
 
@@ -87,7 +93,11 @@ def _require(op: Any, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> None
     if dtype not in dtypes:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         name = str(getattr(op, "op", op)).rsplit(".", 1)[-1]
-        raise ConfigError("dtype", f"one that {name} is defined for ({names})", found=str(dtype).removeprefix("torch."))
+        raise ConfigError(
+            "dtype",
+            f"one that {name} is defined for ({names})",
+            found=str(dtype).removeprefix("torch."),
+        )
 
 
 def _in_rank_order(binary: Callable[..., Any]) -> ReduceFn:
@@ -107,8 +117,12 @@ def _in_rank_order(binary: Callable[..., Any]) -> ReduceFn:
     return reduce_fn
 
 
-def _in_float32(reduce_fn: ReduceFn, then: Callable[[torch.Tensor, int], object] | None = None) -> ReduceFn:
-    """Reduce half types in float32 (other types as they are), finish with `then`, and round once."""
+def _in_float32(
+    reduce_fn: ReduceFn, then: Callable[[torch.Tensor, int], object] | None = None
+) -> ReduceFn:
+    """Reduce half types in float32 (other types as they are), finish with `then`, and round
+    once.
+    """
 
     def wide(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         half = out.dtype in _HALF

@@ -25,7 +25,9 @@ Tensors = Sequence[torch.Tensor]
 
 
 class NotOnCPUError(Exception):
-    """A tensor is on `device`; the group passes the call on to the backend for that device, if it has one."""
+    """A tensor is on `device`; the group passes the call on to the backend for that device, if it
+    has one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -51,7 +53,9 @@ def _without_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """Return an alias that may be written in place in any thread, in whatever mode of autograd."""
     with torch.inference_mode(False):
         alias = torch.empty(0, dtype=tensor.dtype)
-        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        return alias.set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
 
 
 def check_same_dtype(tensors: Tensors) -> None:
@@ -81,16 +85,28 @@ def split_dense_per_rank(
     whole = tensor.contiguous()
     if not splits:
         if whole.numel() % ranks:
-            raise ConfigError(argument, f"a number of elements divisible by {ranks} ranks", whole.numel())
+            raise ConfigError(
+                argument, f"a number of elements divisible by {ranks} ranks", whole.numel()
+            )
         flat = whole.view(-1)
         return list(flat.view(ranks, -1).unbind()) if whole.numel() else [flat] * ranks
-    if len(splits) != ranks or sum(splits) != (whole.shape[0] if whole.dim() else 1) or min(splits) < 0:
-        raise ConfigError(f"{argument} split sizes", f"{ranks} that add up to {tuple(whole.shape)[:1]}", list(splits))
+    if (
+        len(splits) != ranks
+        or sum(splits) != (whole.shape[0] if whole.dim() else 1)
+        or min(splits) < 0
+    ):
+        raise ConfigError(
+            f"{argument} split sizes",
+            f"{ranks} that add up to {tuple(whole.shape)[:1]}",
+            list(splits),
+        )
     return list(torch.split(whole, list(splits)))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is not empty, and its memory holds its elements in order, on the CPU."""
+    """Return whether `tensor` is not empty, and its memory holds its elements in order, on the
+    CPU.
+    """
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided
@@ -101,13 +117,23 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def contiguous_for(output: torch.Tensor) -> torch.Tensor:
-    """Return `output` itself where it is contiguous, otherwise a new tensor of its shape, to be copied back."""
-    return output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
+    """Return `output` itself where it is contiguous, otherwise a new tensor of its shape, to be
+    copied back.
+    """
+    return (
+        output
+        if output.is_contiguous()
+        else torch.empty_like(output, memory_format=torch.contiguous_format)
+    )
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements of `tensor` in order, shape (numel,): a view where it is contiguous, otherwise a copy."""
-    if tensor.is_conj() or tensor.is_neg():  # lazily conjugated or negated: its bytes are not its values yet
+    """Return all elements of `tensor` in order, shape (numel,): a view where it is contiguous,
+    otherwise a copy.
+    """
+    if (
+        tensor.is_conj() or tensor.is_neg()
+    ):  # lazily conjugated or negated: its bytes are not its values yet
         tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.contiguous().view(-1)
     # a single element is contiguous whatever its stride is, but not to `view(dtype)`

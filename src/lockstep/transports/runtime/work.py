@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 __all__ = ["COMPLETED", "CPUWork"]
 
-_lock = threading.Lock()  # between asking for a future and the end of the operation; held for a moment only
+_lock = (
+    threading.Lock()
+)  # between asking for a future and the end of the operation; held for a moment only
 
 
 class CPUWork(dist.Work):
@@ -22,7 +24,8 @@ class CPUWork(dist.Work):
 
     Args:
         result: the tensors that its future gives.
-        wait: drives the operation until it has completed or the given seconds are over; None when it has completed.
+        wait: drives the operation until it has completed or the given seconds are over; None when
+            it has completed.
         device: of its tensors; a wait for its future is one of the stream there. None for the CPU.
     """
 
@@ -43,8 +46,12 @@ class CPUWork(dist.Work):
         self._signal: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._done_callbacks: list[Callable[[CPUWork], None]] = []
-        self.get_source: Callable[[], int | None] = _unknown  # the rank a received message is from, once it is there
-        self.on_wait_error: Callable[[BaseException], None] | None = None  # called when a wait for it fails
+        self.get_source: Callable[[], int | None] = (
+            _unknown  # the rank a received message is from, once it is there
+        )
+        self.on_wait_error: Callable[[BaseException], None] | None = (
+            None  # called when a wait for it fails
+        )
 
     @staticmethod
     def all_of(works: Sequence[CPUWork]) -> CPUWork:
@@ -55,7 +62,9 @@ class CPUWork(dist.Work):
         def wait(together: CPUWork, timeout: float | None) -> None:
             deadline = time.monotonic() + timeout if timeout else None
             for work in works:
-                work.wait(timedelta(seconds=max(1e-3, deadline - time.monotonic())) if deadline else None)
+                work.wait(
+                    timedelta(seconds=max(1e-3, deadline - time.monotonic())) if deadline else None
+                )
 
         def one_completed(work: CPUWork) -> None:
             with _lock:
@@ -66,7 +75,9 @@ class CPUWork(dist.Work):
                 if run_callbacks is not None:
                     run_callbacks()
 
-        together = CPUWork([tensor for work in works for tensor in work.result()], wait if left else None)
+        together = CPUWork(
+            [tensor for work in works for tensor in work.result()], wait if left else None
+        )
         for work in list(left):
             work.add_done_callback(one_completed)
         return together
@@ -75,8 +86,8 @@ class CPUWork(dist.Work):
         """Mark the operation as completed, successfully or with `error`.
 
         Returns:
-            A function that runs the callbacks, if there are any; to be called without holding any lock, because
-            callbacks may take long and communicate.
+            A function that runs the callbacks, if there are any; to be called without holding any
+            lock, because callbacks may take long and communicate.
         """
         with _lock:
             if self._completed:
@@ -88,10 +99,16 @@ class CPUWork(dist.Work):
             signal = self._signal
             callbacks = self._done_callbacks
             self._done_callbacks = []
-        return partial(self._run_callbacks, signal, callbacks) if signal is not None or callbacks else None
+        return (
+            partial(self._run_callbacks, signal, callbacks)
+            if signal is not None or callbacks
+            else None
+        )
 
     def _run_callbacks(
-        self, signal: torch.futures.Future[None] | None, callbacks: Sequence[Callable[[CPUWork], None]]
+        self,
+        signal: torch.futures.Future[None] | None,
+        callbacks: Sequence[Callable[[CPUWork], None]],
     ) -> None:
         for callback in callbacks:
             callback(self)
@@ -124,7 +141,9 @@ class CPUWork(dist.Work):
                     self.on_wait_error(error)
                 raise
         if self._error is not None:
-            raise self._error.with_traceback(None)  # each wait begins its own; a shared one would grow and keep frames
+            raise self._error.with_traceback(
+                None
+            )  # each wait begins its own; a shared one would grow and keep frames
         return True
 
     def block_current_stream(self) -> None:
@@ -162,7 +181,8 @@ class CPUWork(dist.Work):
         with _lock:
             if self._future is None:
                 self._signal = torch.futures.Future(devices=self._devices)
-                # an error raised in a callback reaches C++ as an error; one set with set_exception does not
+                # an error raised in a callback reaches C++ as an error; one set with set_exception
+                # does not
                 self._future = self._signal.then(self._result_or_error)
                 completed = self._completed
             else:

@@ -1,1 +1,3 @@
-"""A backend for torch.distributed that transfers data through shared memory, for ranks on one host."""
+"""A backend for torch.distributed that transfers data through shared memory, for ranks on one
+host.
+"""

@@ -25,7 +25,9 @@ class ChunkBuffers:
         spins: how often it polls the counters before it yields the core.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, rank_states: RankStates, spins: int) -> None:
+    def __init__(
+        self, segment: Segment, layout: Layout, rank_states: RankStates, spins: int
+    ) -> None:
         self.rank_states = rank_states
         self.rank = rank_states.rank
         self.size = layout.ranks
@@ -39,18 +41,26 @@ class ChunkBuffers:
         self._views: dict[tuple[object, ...], list[torch.Tensor]] = {}
 
     def claim_half(
-        self, kind: str, dtype: torch.dtype, nbytes: int, ticks: int, ends_reading: bool, writes: bool = True
+        self,
+        kind: str,
+        dtype: torch.dtype,
+        nbytes: int,
+        ticks: int,
+        ends_reading: bool,
+        writes: bool = True,
     ) -> Steps:
-        """Take the next half for a chunk that will post `ticks` ticks, once all ranks have read its last chunk.
+        """Take the next half for a chunk that will post `ticks` ticks, once all ranks have read its
+        last chunk.
 
         Args:
             kind: the collective, a key of KINDS.
             dtype: of its tensors.
             nbytes: its size in the signature; see `check_signature`.
             ticks: how many ticks each rank posts for this chunk.
-            ends_reading: whether a rank's last post means that it has read the chunk. If not, it has read it by the
-                next tick that it posts, in whatever collective.
-            writes: whether this rank writes to the half; otherwise it need not wait for those that still read there.
+            ends_reading: whether a rank's last post means that it has read the chunk. If not, it
+                has read it by the next tick that it posts, in whatever collective.
+            writes: whether this rank writes to the half; otherwise it need not wait for those that
+                still read there.
         """
         state = self.state
         state.half ^= 1
@@ -70,7 +80,9 @@ class ChunkBuffers:
             self.rank_states.write_signature(self._signature(nbytes))
 
     def check_signature(self, rank: int, nbytes: int) -> None:
-        """Raise TransportError unless `rank`, which has posted, is in the same collective with so many bytes."""
+        """Raise TransportError unless `rank`, which has posted, is in the same collective with so
+        many bytes.
+        """
         self.rank_states.check_signature(rank, self._signature(nbytes))
 
     def check_all_signatures(self, nbytes: int) -> None:
@@ -79,8 +91,12 @@ class ChunkBuffers:
             self.check_signature(rank, nbytes)
 
     def size_mismatch(self, rank: int, nbytes: int, expected: int) -> TransportError:
-        """Return the error when `rank` has `nbytes` where this one expects another number of bytes."""
-        return self.rank_states.mismatch_error(rank, self._signature(nbytes), self._signature(expected))
+        """Return the error when `rank` has `nbytes` where this one expects another number of
+        bytes.
+        """
+        return self.rank_states.mismatch_error(
+            rank, self._signature(nbytes), self._signature(expected)
+        )
 
     def _signature(self, nbytes: int) -> int:
         return signature_of(self._kind, self._dtype, self._first_tick, nbytes)
@@ -95,8 +111,11 @@ class ChunkBuffers:
         word = self._layout.slot(self.state.half, rank) >> 3
         return self._segment.words[word : word + count].tolist()
 
-    def slots(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> list[torch.Tensor]:
-        """Return the claimed half as tensors of `shape`: one for each rank, then the one for results.
+    def slots(
+        self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, offset: int = 0
+    ) -> list[torch.Tensor]:
+        """Return the claimed half as tensors of `shape`: one for each rank, then the one for
+        results.
 
         Args:
             shape: of each tensor.
@@ -111,9 +130,15 @@ class ChunkBuffers:
             views = self._views[key] = self._make_views(shape, dtype, offset)
         return views
 
-    def _make_views(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, offset: int) -> list[torch.Tensor]:
+    def _make_views(
+        self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, offset: int
+    ) -> list[torch.Tensor]:
         nbytes = dtype.itemsize
         for length in shape:
             nbytes *= length
-        starts = [self._layout.slot(self.state.half, rank) + offset for rank in range(self.size + 1)]
-        return [self._segment.bytes[start : start + nbytes].view(dtype).view(shape) for start in starts]
+        starts = [
+            self._layout.slot(self.state.half, rank) + offset for rank in range(self.size + 1)
+        ]
+        return [
+            self._segment.bytes[start : start + nbytes].view(dtype).view(shape) for start in starts
+        ]

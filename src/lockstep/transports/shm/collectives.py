@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 
-# --- Collectives without reduction: broadcast, gather, all-gather, scatter, all-to-all, barrier -----------------------
+# --- Collectives without reduction: broadcast, gather, all-gather, scatter, all-to-all, barrier
+# -----------------------
 
 
 def barrier(buffers: ChunkBuffers) -> Steps:
@@ -40,7 +41,9 @@ def barrier(buffers: ChunkBuffers) -> Steps:
 
 
 def broadcast(buffers: ChunkBuffers, tensor: torch.Tensor, root: int) -> Steps:
-    """Copy rank `root`'s `tensor` to every rank's, in place. The root continues once its data is in the buffers."""
+    """Copy rank `root`'s `tensor` to every rank's, in place. The root continues once its data is in
+    the buffers.
+    """
     flat = flatten(tensor)
     if buffers.is_native:
         yield from run_collective(buffers, "broadcast", [flat], [flat], root)
@@ -51,7 +54,9 @@ def broadcast(buffers: ChunkBuffers, tensor: torch.Tensor, root: int) -> Steps:
 
 
 def gather(buffers: ChunkBuffers, outputs: Tensors, tensor: torch.Tensor, root: int) -> Steps:
-    """Copy rank i's `tensor` into `outputs[i]` of rank `root`; all tensors have the same number of elements."""
+    """Copy rank i's `tensor` into `outputs[i]` of rank `root`; all tensors have the same number of
+    elements.
+    """
     flat = flatten(tensor)
     flats = [flatten(output) for output in outputs]
     if buffers.is_native:
@@ -62,7 +67,9 @@ def gather(buffers: ChunkBuffers, outputs: Tensors, tensor: torch.Tensor, root: 
 
 
 def scatter(buffers: ChunkBuffers, tensor: torch.Tensor, inputs: Tensors, root: int) -> Steps:
-    """Copy `inputs[i]` of rank `root` into rank i's `tensor`; all tensors have the same number of elements."""
+    """Copy `inputs[i]` of rank `root` into rank i's `tensor`; all tensors have the same number of
+    elements.
+    """
     flat = flatten(tensor)
     flats = [flatten(part) for part in inputs]
     if buffers.is_native:
@@ -104,7 +111,9 @@ def _broadcast(buffers: ChunkBuffers, flat: torch.Tensor, root: int) -> Steps:
     length = buffers.chunk // flat.element_size()
     for start in range(0, flat.numel(), length):
         chunk = flat[start : start + length]
-        yield from buffers.claim_half("broadcast", flat.dtype, flat.nbytes, 1, ends_reading=True, writes=rank == root)
+        yield from buffers.claim_half(
+            "broadcast", flat.dtype, flat.nbytes, 1, ends_reading=True, writes=rank == root
+        )
         slot = buffers.slots((chunk.numel(),), chunk.dtype)[root]
         if rank == root:
             slot.copy_(chunk)
@@ -148,7 +157,9 @@ def _scatter(buffers: ChunkBuffers, flat: torch.Tensor, inputs: Tensors, root: i
             for target, part in enumerate(inputs):
                 if target != root:
                     slots[target].copy_(part[start : start + length])
-            chunk.copy_(inputs[root][start : start + length])  # last, as the output may be one of the inputs
+            chunk.copy_(
+                inputs[root][start : start + length]
+            )  # last, as the output may be one of the inputs
         else:
             yield from rank_states.wait_for(root, rank_states.state.tick + 1)
             buffers.check_signature(root, flat.nbytes)
@@ -172,11 +183,14 @@ def _all_gather(buffers: ChunkBuffers, outputs: Tensors, mine: torch.Tensor) -> 
             out.copy_(chunk if source == rank else buffers.slots((out.numel(),), out.dtype)[source])
 
 
-def _all_to_all(buffers: ChunkBuffers, outputs: Tensors, inputs: Tensors, dtype: torch.dtype) -> Steps:
+def _all_to_all(
+    buffers: ChunkBuffers, outputs: Tensors, inputs: Tensors, dtype: torch.dtype
+) -> Steps:
     """Exchange the bytes of tensors of `dtype` all-to-all.
 
-    A slot begins with a header: the most bytes that its rank sends to any rank, and then the bytes that it sends to
-    each. No rank knows the sizes of all: the first chunk's headers show how many chunks there are.
+    A slot begins with a header: the most bytes that its rank sends to any rank, and then the bytes
+    that it sends to each. No rank knows the sizes of all: the first chunk's headers show how many
+    chunks there are.
     """
     rank_states = buffers.rank_states
     rank = buffers.rank
@@ -192,7 +206,9 @@ def _all_to_all(buffers: ChunkBuffers, outputs: Tensors, inputs: Tensors, dtype:
         for target, part in enumerate(inputs):
             piece = part[start : start + piece_bytes]
             if target != rank and piece.numel():
-                buffers.slots((piece.numel(),), torch.uint8, data_offset + target * piece_bytes)[rank].copy_(piece)
+                buffers.slots((piece.numel(),), torch.uint8, data_offset + target * piece_bytes)[
+                    rank
+                ].copy_(piece)
         tick = rank_states.post()
         yield from rank_states.wait_for_all(tick)
         for source, out in enumerate(outputs):
@@ -203,7 +219,11 @@ def _all_to_all(buffers: ChunkBuffers, outputs: Tensors, inputs: Tensors, dtype:
                 raise buffers.size_mismatch(source, header[1 + rank], out.numel())
             piece = out[start : start + piece_bytes]
             if source != rank and piece.numel():
-                piece.copy_(buffers.slots((piece.numel(),), torch.uint8, data_offset + rank * piece_bytes)[source])
+                piece.copy_(
+                    buffers.slots((piece.numel(),), torch.uint8, data_offset + rank * piece_bytes)[
+                        source
+                    ]
+                )
         start += piece_bytes
     outputs[rank].copy_(inputs[rank])
 
@@ -217,22 +237,27 @@ def _bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-# --- Reductions: all-reduce, reduce, reduce-scatter -------------------------------------------------------------------
+# --- Reductions: all-reduce, reduce, reduce-scatter
+# -------------------------------------------------------------------
 
-# Up to this many bytes over all ranks each rank sums everything itself, which needs one tick, not two.
+# Up to this many bytes over all ranks each rank sums everything itself, which needs one tick, not
+# two.
 _ONE_TICK_BYTES = 32 << 10
 _ALIGN = 64  # bytes; slices begin on a cache line, so that no two ranks write into one
 
 
-def all_reduce(buffers: ChunkBuffers, tensor: torch.Tensor, reduce_fn: ReduceFn, dtype_code: int = -1) -> Steps:
-    """Reduce `tensor` over all ranks, in place, any shape and strides; every rank gets the same bits.
+def all_reduce(
+    buffers: ChunkBuffers, tensor: torch.Tensor, reduce_fn: ReduceFn, dtype_code: int = -1
+) -> Steps:
+    """Reduce `tensor` over all ranks, in place, any shape and strides; every rank gets the same
+    bits.
 
     Args:
         buffers: through which the ranks exchange it.
         tensor: this rank's values, and then the result.
         reduce_fn: the reduction.
-        dtype_code: see `native_sum_code`; -1 where the native extension does not do it. It takes the same ticks
-            and gives the same bits, so ranks with and without it work together.
+        dtype_code: see `native_sum_code`; -1 where the native extension does not do it. It takes
+            the same ticks and gives the same bits, so ranks with and without it work together.
     """
     if dtype_code >= 0 and tensor.numel():
         flat = flatten(tensor)
@@ -262,8 +287,12 @@ def _all_reduce_whole(buffers: ChunkBuffers, tensor: torch.Tensor, reduce_fn: Re
     reduce_fn(slots[:-1], tensor)
 
 
-def _all_reduce_sliced(buffers: ChunkBuffers, flat: torch.Tensor, nbytes: int, reduce_fn: ReduceFn) -> Steps:
-    """Let each rank reduce its own slice; its own data of that slice never goes through shared memory."""
+def _all_reduce_sliced(
+    buffers: ChunkBuffers, flat: torch.Tensor, nbytes: int, reduce_fn: ReduceFn
+) -> Steps:
+    """Let each rank reduce its own slice; its own data of that slice never goes through shared
+    memory.
+    """
     rank_states = buffers.rank_states
     rank = buffers.rank
     yield from buffers.claim_half("all_reduce", flat.dtype, nbytes, 2, ends_reading=False)
@@ -288,20 +317,32 @@ def _all_reduce_sliced(buffers: ChunkBuffers, flat: torch.Tensor, nbytes: int, r
             flat[a:b].copy_(result[a:b])
 
 
-def reduce(buffers: ChunkBuffers, tensor: torch.Tensor, root: int, reduce_fn: ReduceFn, dtype_code: int = -1) -> Steps:
-    """Reduce `tensor` over all ranks into rank `root`'s, in place; the others' tensors stay as they are."""
+def reduce(
+    buffers: ChunkBuffers,
+    tensor: torch.Tensor,
+    root: int,
+    reduce_fn: ReduceFn,
+    dtype_code: int = -1,
+) -> Steps:
+    """Reduce `tensor` over all ranks into rank `root`'s, in place; the others' tensors stay as they
+    are.
+    """
     flat = flatten(tensor)
     if dtype_code >= 0:
         yield from run_collective(buffers, "reduce", [flat], [flat], root, dtype_code)
     else:
         length = buffers.chunk // flat.element_size()
         for start in range(0, flat.numel(), length):
-            yield from _reduce_chunk(buffers, flat[start : start + length], flat.nbytes, root, reduce_fn)
+            yield from _reduce_chunk(
+                buffers, flat[start : start + length], flat.nbytes, root, reduce_fn
+            )
     if buffers.rank == root:
         copy_back(flat, tensor)
 
 
-def _reduce_chunk(buffers: ChunkBuffers, flat: torch.Tensor, nbytes: int, root: int, reduce_fn: ReduceFn) -> Steps:
+def _reduce_chunk(
+    buffers: ChunkBuffers, flat: torch.Tensor, nbytes: int, root: int, reduce_fn: ReduceFn
+) -> Steps:
     rank_states = buffers.rank_states
     yield from buffers.claim_half("reduce", flat.dtype, nbytes, 3, ends_reading=True)
     slots = buffers.slots((flat.numel(),), flat.dtype)
@@ -326,7 +367,9 @@ def reduce_scatter(
     reduce_fn: ReduceFn,
     dtype_code: int = -1,
 ) -> Steps:
-    """Reduce `inputs[i]` over all ranks into rank i's `output`; sizes may differ between i, not between ranks."""
+    """Reduce `inputs[i]` over all ranks into rank i's `output`; sizes may differ between i, not
+    between ranks.
+    """
     result = flatten(output)
     parts = [flatten(part) for part in inputs]
     if dtype_code >= 0:
@@ -344,7 +387,9 @@ def _reduce_scatter(
     for start in range(0, max(part.numel() for part in parts), length):
         yield from buffers.claim_half("reduce_scatter", result.dtype, nbytes, 1, ends_reading=False)
         chunk = [part[start : start + length] for part in parts]
-        yield from _reduce_scatter_chunk(buffers, result[start : start + length], chunk, length, nbytes, reduce_fn)
+        yield from _reduce_scatter_chunk(
+            buffers, result[start : start + length], chunk, length, nbytes, reduce_fn
+        )
 
 
 def _reduce_scatter_chunk(
@@ -367,7 +412,9 @@ def _reduce_scatter_chunk(
     if out.numel():
         begin = rank * stride
         end = rank * stride + out.numel()
-        reduce_fn([parts[rank] if i == rank else slots[i][begin:end] for i in range(buffers.size)], out)
+        reduce_fn(
+            [parts[rank] if i == rank else slots[i][begin:end] for i in range(buffers.size)], out
+        )
 
 
 def _bounds(flat: torch.Tensor, ranks: int, rank: int) -> tuple[int, int]:
@@ -378,7 +425,8 @@ def _bounds(flat: torch.Tensor, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * per, flat.numel()), min((rank + 1) * per, flat.numel())
 
 
-# --- The sum of sparse tensors ----------------------------------------------------------------------------------------
+# --- The sum of sparse tensors
+# ----------------------------------------------------------------------------------------
 
 
 def all_reduce_sparse(buffers: ChunkBuffers, tensor: torch.Tensor, op: Any) -> Steps:
@@ -398,11 +446,14 @@ def _sum_sparse(buffers: ChunkBuffers, tensor: torch.Tensor) -> Steps:
     yield from all_gather(buffers, counts, torch.tensor([mine._nnz()]))
     lengths = [int(count) for count in counts]
     indices = [torch.empty((mine.sparse_dim(), length), dtype=torch.int64) for length in lengths]
-    values = [torch.empty((length, *mine.values().shape[1:]), dtype=mine.dtype) for length in lengths]
+    values = [
+        torch.empty((length, *mine.values().shape[1:]), dtype=mine.dtype) for length in lengths
+    ]
     yield from all_gather(buffers, indices, mine.indices())
     yield from all_gather(buffers, values, mine.values())
     parts = [
-        torch.sparse_coo_tensor(i, v, mine.shape, check_invariants=False) for i, v in zip(indices, values, strict=True)
+        torch.sparse_coo_tensor(i, v, mine.shape, check_invariants=False)
+        for i, v in zip(indices, values, strict=True)
     ]
     total = parts[0]
     for part in parts[1:]:

@@ -54,7 +54,12 @@ class ShmContext:
     """
 
     def __init__(
-        self, store: Store, rank: int, layout: Layout, timeout: float, display_ranks: Sequence[int] | None = None
+        self,
+        store: Store,
+        rank: int,
+        layout: Layout,
+        timeout: float,
+        display_ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.size = layout.ranks
@@ -67,7 +72,9 @@ class ShmContext:
         rank_states.watch_processes()
         self._oversubscribed = layout.ranks > usable_cores()
         self._failure = ""
-        buffers = ChunkBuffers(segment, layout, rank_states, 0 if self._oversubscribed else NATIVE_SPINS)
+        buffers = ChunkBuffers(
+            segment, layout, rank_states, 0 if self._oversubscribed else NATIVE_SPINS
+        )
         self._resources: _Resources | None = _Resources(
             rank_states,
             buffers,
@@ -75,7 +82,9 @@ class ShmContext:
             OpQueue(rank_states.check, _fail_weakly(self), self._oversubscribed),
             [OpQueue(rank_states.check, None, self._oversubscribed) for _ in range(layout.ranks)],
         )
-        self.on_end: Callable[[], None] = _nothing  # called when the group has failed here, or is left
+        self.on_end: Callable[[], None] = (
+            _nothing  # called when the group has failed here, or is left
+        )
         progress_thread.add_group(self)
 
     @property
@@ -88,11 +97,18 @@ class ShmContext:
         return self._require_open().buffers
 
     def count_moved(self) -> int:
-        """Return how many fragments of messages this rank has written and read; 0 in a group that was left."""
+        """Return how many fragments of messages this rank has written and read; 0 in a group that
+        was left.
+        """
         return self._resources.message_queues.count_moved() if self._resources is not None else 0
 
     def run(
-        self, what: str, steps: Steps, asynchronous: bool, timeout: float | None, result: list[torch.Tensor]
+        self,
+        what: str,
+        steps: Steps,
+        asynchronous: bool,
+        timeout: float | None,
+        result: list[torch.Tensor],
     ) -> CPUWork:
         """Run a collective, synchronously or in the background.
 
@@ -119,20 +135,26 @@ class ShmContext:
         buffers = resources.buffers
         return resources.collectives.run(
             kind,
-            lambda: begin(buffers, KINDS[kind], root, dtype_code, inputs, outputs, buffers.spins, keep_alive),
+            lambda: begin(
+                buffers, KINDS[kind], root, dtype_code, inputs, outputs, buffers.spins, keep_alive
+            ),
             lambda: timeout_of(opts) or self.timeout,
             has_spun=True,
         )
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> CPUWork:
-        """Send `tensor` to `target`, at once if there is room for it, otherwise in the background."""
+        """Send `tensor` to `target`, at once if there is room for it, otherwise in the
+        background.
+        """
         resources = self._require_open()
         message_queues = resources.message_queues
         queue = resources.sends[target]
         if is_plain(tensor) and queue.attempt(lambda: message_queues.try_send(tensor, target, tag)):
             return CPUWork([tensor])
         steps = message_queues.send(tensor, target, tag)
-        return queue.enqueue(f"send to rank {self._display_ranks[target]}", steps, None, [tensor], self.timeout)
+        return queue.enqueue(
+            f"send to rank {self._display_ranks[target]}", steps, None, [tensor], self.timeout
+        )
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> CPUWork:
         """Receive a message from `source`, or from any rank, into `tensor` in the background."""
@@ -148,12 +170,18 @@ class ShmContext:
     def _enqueue_receive(self, resources: _Resources, receive: PostedReceive) -> CPUWork:
         message_queues = resources.message_queues
         source = receive.source
-        what = "recv from any rank" if source is None else f"recv from rank {self._display_ranks[source]}"
+        what = (
+            "recv from any rank"
+            if source is None
+            else f"recv from rank {self._display_ranks[source]}"
+        )
         buffers = resources.buffers
         spin = partial(message_queues.spin, receive, buffers.spins) if buffers.is_native else None
         queue = OpQueue(resources.rank_states.check, None, self._oversubscribed, spin)
         resources.receives.add(queue)
-        work = queue.enqueue(what, message_queues.receive(receive), None, [receive.tensor], self.timeout)
+        work = queue.enqueue(
+            what, message_queues.receive(receive), None, [receive.tensor], self.timeout
+        )
 
         def cancel(error: BaseException) -> None:
             queue.abort(error)
@@ -164,11 +192,14 @@ class ShmContext:
         return work
 
     def check(self, what: str) -> None:
-        """Raise when the group has failed, here or on another rank of this host, so that waiting for `what` is vain."""
+        """Raise when the group has failed, here or on another rank of this host, so that waiting
+        for `what` is vain.
+        """
         self._require_open().rank_states.check(what, (), 0.0, math.inf)
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
-        """Give up the group: every wait of the others ends with `reason`, and an error of the kind of `error`.
+        """Give up the group: every wait of the others ends with `reason`, and an error of the kind
+        of `error`.
 
         So do the waits of this rank, in whatever thread.
         """
@@ -179,7 +210,9 @@ class ShmContext:
             self.on_end()
 
     def close(self) -> None:
-        """Leave the group, and release the memory, even if there are still references to the group."""
+        """Leave the group, and release the memory, even if there are still references to the
+        group.
+        """
         resources = self._resources
         self._resources = None
         self._failure = self._failure or "the group has been destroyed"
@@ -193,7 +226,9 @@ class ShmContext:
 
     def _require_open(self) -> _Resources:
         if self._failure or self._resources is None:
-            raise TransportError(f"shm: this group cannot be used since an earlier error: {self._failure}")
+            raise TransportError(
+                f"shm: this group cannot be used since an earlier error: {self._failure}"
+            )
         return self._resources
 
     def _fail_once(self, error: BaseException) -> None:
@@ -202,7 +237,9 @@ class ShmContext:
 
 
 def _fail_weakly(context: ShmContext) -> Callable[[BaseException], None]:
-    """Return `_fail_once` with a weak reference to `context`: a group's memory goes with its last reference."""
+    """Return `_fail_once` with a weak reference to `context`: a group's memory goes with its last
+    reference.
+    """
     weak = ref(context)
 
     def fail(error: BaseException) -> None:

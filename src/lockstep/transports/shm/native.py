@@ -46,12 +46,15 @@ def begin(
         buffers: through which the ranks exchange their data.
         kind: a value of KINDS.
         root: its root, or any rank.
-        dtype_code: the number of the tensors' dtype, see signatures.py; of a dtype that it can sum, if it is a sum.
-        inputs: addresses and sizes in bytes of this rank's inputs; one pair may stand for equal parts in a row.
+        dtype_code: the number of the tensors' dtype, see signatures.py; of a dtype that it can sum,
+            if it is a sum.
+        inputs: addresses and sizes in bytes of this rank's inputs; one pair may stand for equal
+            parts in a row.
         outputs: the same of its outputs.
-        spins: how often it polls the counters, whenever it waits, before it yields the core and then returns;
-            -1 to return at once.
-        keep_alive: has to stay alive until the collective has completed: the owners of those addresses.
+        spins: how often it polls the counters, whenever it waits, before it yields the core and
+            then returns; -1 to return at once.
+        keep_alive: has to stay alive until the collective has completed: the owners of those
+            addresses.
     """
     outcome = buffers.state.begin(kind, root, dtype_code, spins, inputs, outputs)
     if outcome == _DONE:
@@ -71,7 +74,9 @@ def _advance(buffers: ChunkBuffers, outcome: int, spins: int, keep_alive: object
             yield from rank_states.wait_for(state.awaited_rank, state.awaited_tick)
         outcome = state.advance(spins)
     if outcome == _MISMATCH:
-        raise rank_states.mismatch_error(state.mismatched_rank, state.found_signature, state.expected_signature)
+        raise rank_states.mismatch_error(
+            state.mismatched_rank, state.found_signature, state.expected_signature
+        )
 
 
 def run_collective(
@@ -82,7 +87,9 @@ def run_collective(
     root: int = 0,
     dtype_code: int | None = None,
 ) -> Steps:
-    """Run a collective of flat tensors of one dtype, shape (numel,); `dtype_code`: see `native_sum_code`."""
+    """Run a collective of flat tensors of one dtype, shape (numel,); `dtype_code`: see
+    `native_sum_code`.
+    """
     if dtype_code is None:
         dtype_code = dtype_code_of(inputs, outputs)
     addresses = addresses_of(inputs), addresses_of(outputs)

@@ -1,4 +1,6 @@
-"""Messages between two ranks of one host: a ring of fragments for each direction, and matching by source and tag."""
+"""Messages between two ranks of one host: a ring of fragments for each direction, and matching by
+source and tag.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ from .signatures import dtype_name, dtype_number
 __all__ = ["MessageQueues", "PostedReceive"]
 
 
-# --- Rings ------------------------------------------------------------------------------------------------------------
+# --- Rings
+# --------------------------------------------------------------------------------------------------
 
 
 class Ring:
     """One direction of messages between two ranks.
 
-    A counter of fragments written, one of fragments read, and the fragments; one side only writes, one only reads.
+    A counter of fragments written, one of fragments read, and the fragments; one side only writes,
+    one only reads.
 
     Args:
         segment: the group's memory.
@@ -34,7 +38,9 @@ class Ring:
         target: the rank that reads.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, state: Any, source: int, target: int) -> None:
+    def __init__(
+        self, segment: Segment, layout: Layout, state: Any, source: int, target: int
+    ) -> None:
         self._native = None if isinstance(state, ExchangeState) else state
         self._offset = offset = layout.ring(source, target)
         self._words = segment.words
@@ -42,7 +48,9 @@ class Ring:
         self._read = (offset + LINE) >> 3
         starts = [offset + 2 * LINE + i * (HEADER + layout.fragment) for i in range(RING)]
         self._headers = [start >> 3 for start in starts]
-        self._payloads = [segment.bytes[start + HEADER : start + HEADER + layout.fragment] for start in starts]
+        self._payloads = [
+            segment.bytes[start + HEADER : start + HEADER + layout.fragment] for start in starts
+        ]
         self._done = 0  # fragments that this side has written, or read
 
     @property
@@ -82,7 +90,9 @@ class Ring:
         memory_fence()  # the reader's counter is read before its fragment is overwritten
         index = self._done % RING
         flat = flatten(data).view(torch.uint8)
-        for word, value in enumerate((tag, dtype, total, offset, flat.numel()), self._headers[index]):
+        for word, value in enumerate(
+            (tag, dtype, total, offset, flat.numel()), self._headers[index]
+        ):
             self._words[word] = value
         self._payloads[index][: flat.numel()].copy_(flat)
         memory_fence()
@@ -91,7 +101,9 @@ class Ring:
         return True
 
     def peek(self) -> tuple[int, int, int, int, torch.Tensor]:
-        """Return tag, dtype number and size of the whole message, then the next fragment's offset in it and data."""
+        """Return tag, dtype number and size of the whole message, then the next fragment's offset
+        in it and data.
+        """
         memory_fence()
         index = self._done % RING
         header = self._headers[index]
@@ -105,7 +117,9 @@ class Ring:
         self._words[self._read] = self._done
 
     def take_whole(self, tag: int, into: torch.Tensor) -> bool:
-        """Read the next fragment if it is a whole message for the plain tensor `into`; native only."""
+        """Read the next fragment if it is a whole message for the plain tensor `into`; native
+        only.
+        """
         if self._native is None:
             return False
         wanted = tag, dtype_number(into.dtype), into.data_ptr(), into.nbytes
@@ -115,7 +129,9 @@ class Ring:
         return True
 
     def spin(self, spins: int) -> None:
-        """Spin for a fragment: so many polls, then some that yield the core. Only with the native extension."""
+        """Spin for a fragment: so many polls, then some that yield the core. Only with the native
+        extension.
+        """
         if self._native is not None:
             self._native.spin(self._offset, self._done, spins)
 
@@ -127,14 +143,16 @@ class Ring:
             to.copy_(fragment)
 
 
-# --- Message queues ---------------------------------------------------------------------------------------------------
+# --- Message queues
+# --------------------------------------------------------------------------------------------------
 
 
 class PostedReceive:
     """A receive that waits for its message.
 
     Attributes:
-        source: the rank to receive from; None for any rank, and then the rank of the message once it is complete.
+        source: the rank to receive from; None for any rank, and then the rank of the message once
+            it is complete.
         tag: of the messages that it matches.
         tensor: to be filled.
         message: the message that it matches, as soon as its first fragment is there.
@@ -177,8 +195,9 @@ class _Message:
 class MessageQueues:
     """Sends and receives of one rank in one group.
 
-    Messages from one rank with one tag are received in the order in which they were sent. An unexpected message, for
-    which no receive is posted, is read into memory of its own, so that it does not block those behind it.
+    Messages from one rank with one tag are received in the order in which they were sent. An
+    unexpected message, for which no receive is posted, is read into memory of its own, so that it
+    does not block those behind it.
     """
 
     def __init__(self, segment: Segment, layout: Layout, rank_states: RankStates) -> None:
@@ -186,18 +205,24 @@ class MessageQueues:
         self._fragment = layout.fragment
         self._others = [rank for rank in range(layout.ranks) if rank != rank_states.rank]
         self._send_rings = {
-            rank: Ring(segment, layout, rank_states.state, rank_states.rank, rank) for rank in self._others
+            rank: Ring(segment, layout, rank_states.state, rank_states.rank, rank)
+            for rank in self._others
         }
         self._receive_rings = {
-            rank: Ring(segment, layout, rank_states.state, rank, rank_states.rank) for rank in self._others
+            rank: Ring(segment, layout, rank_states.state, rank, rank_states.rank)
+            for rank in self._others
         }
         self._arriving: dict[int, _Message] = {}
         self._unexpected: list[_Message] = []
         self._posted: list[PostedReceive] = []
-        self._lock = threading.RLock()  # the collector may end a generator of `receive` while this thread holds it
+        self._lock = (
+            threading.RLock()
+        )  # the collector may end a generator of `receive` while this thread holds it
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Steps:
-        """Write `tensor` into the ring to `target`; a message that the ring holds is sent before it is received."""
+        """Write `tensor` into the ring to `target`; a message that the ring holds is sent before it
+        is received.
+        """
         ring = self._send_rings[target]
         data = flatten(tensor).view(torch.uint8)
         dtype = dtype_number(tensor.dtype)
@@ -216,7 +241,9 @@ class MessageQueues:
         )
 
     def post(self, receive: PostedReceive) -> PostedReceive:
-        """Queue `receive`, unless its message is there; of several that match a message, the first posted gets it."""
+        """Queue `receive`, unless its message is there; of several that match a message, the first
+        posted gets it.
+        """
         with self._lock:
             for message in self._unexpected:
                 if receive.matches(message.source, message.tag):
@@ -255,11 +282,13 @@ class MessageQueues:
         sent = f"shm: rank {message.source} sent"
         wanted = into.numel() * into.element_size()
         if message.abandoned:
-            raise TransportError(f"shm: rank {message.source} gave up its message (tag {message.tag}) halfway")
+            raise TransportError(
+                f"shm: rank {message.source} gave up its message (tag {message.tag}) halfway"
+            )
         if message.dtype != dtype_number(into.dtype):
             raise TransportError(
-                f"{sent} {dtype_name(message.dtype)} (tag {message.tag}), "
-                f"but rank {self._rank_states.rank} receives into {dtype_name(dtype_number(into.dtype))}"
+                f"{sent} {dtype_name(message.dtype)} (tag {message.tag}), but rank "
+                f"{self._rank_states.rank} receives into {dtype_name(dtype_number(into.dtype))}"
             )
         if message.total != wanted:
             raise TransportError(
@@ -269,7 +298,11 @@ class MessageQueues:
 
     def count_moved(self) -> int:
         """Return how many fragments of messages this rank has written and read."""
-        return sum(ring.moved for rings in (self._send_rings, self._receive_rings) for ring in rings.values())
+        return sum(
+            ring.moved
+            for rings in (self._send_rings, self._receive_rings)
+            for ring in rings.values()
+        )
 
     def spin(self, receive: PostedReceive, spins: int) -> None:
         """Spin for a fragment from the source of `receive`, if it names one; see `Ring.spin`."""
@@ -277,10 +310,17 @@ class MessageQueues:
             self._receive_rings[receive.source].spin(spins)
 
     def _receive_directly(self, receive: PostedReceive) -> bool:
-        """Read the message for `receive` straight from its ring, if it is there in one fragment; whether it was."""
+        """Read the message for `receive` straight from its ring, if it is there in one fragment;
+        whether it was.
+        """
         source = receive.source
         tag = receive.tag
-        if source is None or receive.message is not None or source in self._arriving or not is_plain(receive.tensor):
+        if (
+            source is None
+            or receive.message is not None
+            or source in self._arriving
+            or not is_plain(receive.tensor)
+        ):
             return False
         for posted in self._posted:
             if posted is receive:
@@ -293,7 +333,9 @@ class MessageQueues:
         return receive.received_directly
 
     def cancel(self, receive: PostedReceive) -> None:
-        """Withdraw `receive`; a message that it has not received in full is matched to the next receive."""
+        """Withdraw `receive`; a message that it has not received in full is matched to the next
+        receive.
+        """
         with self._lock:
             message = receive.message
             if receive in self._posted:
@@ -312,11 +354,14 @@ class MessageQueues:
     def _awaited_ranks(self, receive: PostedReceive) -> Iterator[int]:
         """Return the ranks that `receive` waits for; none when a fragment is there.
 
-        A receive from any rank waits for ranks that have left in good order only when no other is left.
+        A receive from any rank waits for ranks that have left in good order only when no other is
+        left.
         """
         sources = self._sources(receive)
         if all(self._receive_rings[source].empty for source in sources):
-            yield from [source for source in sources if not self._rank_states.has_left(source)] or sources
+            yield from [
+                source for source in sources if not self._rank_states.has_left(source)
+            ] or sources
 
     def _read_fragment(self, source: int) -> bool:
         """Read the next fragment from `source`; whether there was one."""
@@ -339,7 +384,11 @@ class MessageQueues:
     def _begin_message(self, source: int, tag: int, dtype: int, total: int) -> _Message:
         receive = next((posted for posted in self._posted if posted.matches(source, tag)), None)
         into = None if receive is None else receive.tensor
-        if into is None or not is_plain(into) or (dtype_number(into.dtype), into.nbytes) != (dtype, total):
+        if (
+            into is None
+            or not is_plain(into)
+            or (dtype_number(into.dtype), into.nbytes) != (dtype, total)
+        ):
             data = torch.empty(total, dtype=torch.uint8)
         else:
             data = flatten(into).view(torch.uint8)
@@ -349,7 +398,9 @@ class MessageQueues:
 
     def _match(self, message: _Message) -> None:
         """Match `message` to the first posted receive that fits, or keep it as unexpected."""
-        receive = next((posted for posted in self._posted if posted.matches(message.source, message.tag)), None)
+        receive = next(
+            (posted for posted in self._posted if posted.matches(message.source, message.tag)), None
+        )
         if receive is None:
             self._unexpected.append(message)
         else:

@@ -59,7 +59,9 @@ class ShmGroup(TransportGroup):
         if given is None or got is None:
             return None
         keep_alive = (inputs, outputs)
-        return self._coalesce(self._context.run_native(kind, opts, given, got, keep_alive, root, dtype_code))
+        return self._coalesce(
+            self._context.run_native(kind, opts, given, got, keep_alive, root, dtype_code)
+        )
 
     def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
         return reduce_fn_for(op, dtype), native_sum_code(op, dtype) if self._is_native else -1
@@ -73,7 +75,9 @@ class ShmGroup(TransportGroup):
     def _reduce_steps(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> Steps:
         return collectives.reduce(self._context.buffers, tensor, root, *reduction)
 
-    def _reduce_scatter_steps(self, output: torch.Tensor, inputs: Tensors, reduction: Reduction) -> Steps:
+    def _reduce_scatter_steps(
+        self, output: torch.Tensor, inputs: Tensors, reduction: Reduction
+    ) -> Steps:
         return collectives.reduce_scatter(self._context.buffers, output, inputs, *reduction)
 
     def _broadcast_steps(self, tensor: torch.Tensor, root: int) -> Steps:
@@ -94,18 +98,26 @@ class ShmGroup(TransportGroup):
     def _barrier_steps(self) -> Steps:
         return collectives.barrier(self._context.buffers)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Run a barrier; its StallError names all ranks that did not arrive, whatever `wait_all_ranks` is."""
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Run a barrier; its StallError names all ranks that did not arrive, whatever
+        `wait_all_ranks` is.
+        """
         limit = timeout.total_seconds() if timeout else None
         self._context.run("barrier", self._barrier_steps(), False, limit, [])
 
     def sums_in_rank_order(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether sums are ((x0 + x1) + x2) + …: half types are added in float32, and rounded once."""
+        """Return whether sums are ((x0 + x1) + x2) + …: half types are added in float32, and
+        rounded once.
+        """
         return device.type == "cpu" and dtype in (torch.float32, torch.float64)
 
 
 def _plain_addresses(tensors: Tensors) -> tuple[int, ...] | None:
-    """Return the address and bytes of each tensor in turn; None where the bytes of one are not its elements."""
+    """Return the address and bytes of each tensor in turn; None where the bytes of one are not its
+    elements.
+    """
     if len(tensors) == 1:
         tensor = tensors[0]
         return (tensor.data_ptr(), tensor.nbytes) if is_plain(tensor) else None

@@ -1,4 +1,6 @@
-"""The ranks' counters and states in shared memory: how far each rank is, who has left, who has failed and why."""
+"""The ranks' counters and states in shared memory: how far each rank is, who has left, who has
+failed and why.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,22 @@ from .signatures import dtype_number, mismatch_error
 __all__ = ["ExchangeState", "RankStates", "memory_fence", "native_sum_code"]
 
 
-# --- Memory order -----------------------------------------------------------------------------------------------------
+# --- Memory order
+# --------------------------------------------------------------------------------------------------
 
-# Data is written, then a counter; a reader sees the counter, then reads the data. Neither pair may be swapped.
+# Data is written, then a counter; a reader sees the counter, then reads the data. Neither pair may
+# be swapped.
 #
-# x86-64 never makes two stores of a core visible in another order, nor does it let a load overtake an earlier load
-# (Intel SDM vol. 3, 9.2.2; AMD64 APM vol. 2, 7.2), and no compiler sees both sides, since each is a call of its own
-# into torch or the interpreter: nothing has to be done.
+# x86-64 never makes two stores of a core visible in another order, nor does it let a load overtake
+# an earlier load (Intel SDM vol. 3, 9.2.2; AMD64 APM vol. 2, 7.2), and no compiler sees both sides,
+# since each is a call of its own into torch or the interpreter: nothing has to be done.
 #
-# ARM, POWER and RISC-V may do both. Taking a lock is an acquire and giving it back a release: what comes after the
-# first stays after it, what comes before the second stays before it. One lock is not enough, because earlier and later
-# accesses may both move inside it and there pass each other; a release followed by an acquire may not be swapped
-# (C++20 31.4, ARMv8 RCsc: LDAR never passes an earlier STLR), so of two cycles the first holds back what came before
-# and the second what comes after. A counter is one aligned 64-bit word, which all of them write in one piece.
+# ARM, POWER and RISC-V may do both. Taking a lock is an acquire and giving it back a release: what
+# comes after the first stays after it, what comes before the second stays before it. One lock is
+# not enough, because earlier and later accesses may both move inside it and there pass each other;
+# a release followed by an acquire may not be swapped (C++20 31.4, ARMv8 RCsc: LDAR never passes an
+# earlier STLR), so of two cycles the first holds back what came before and the second what comes
+# after. A counter is one aligned 64-bit word, which all of them write in one piece.
 
 _lock = threading.Lock()
 
@@ -50,10 +55,13 @@ def _no_fence() -> None:
     return
 
 
-memory_fence = _no_fence if platform.machine().lower() in ("x86_64", "amd64", "i686", "i386") else _full_fence
+memory_fence = (
+    _no_fence if platform.machine().lower() in ("x86_64", "amd64", "i686", "i386") else _full_fence
+)
 
 
-# --- The state of the exchange, native where the extension is installed -----------------------------------------------
+# --- The state of the exchange, native where the extension is installed
+# -----------------------------------------------
 
 _native: ModuleType | None
 try:
@@ -67,7 +75,8 @@ _SUM = hash(ReduceOp.SUM)
 
 
 class ExchangeState:
-    """How far this rank is; the native type has the same attributes, and the methods that native.py calls.
+    """How far this rank is; the native type has the same attributes, and the methods that native.py
+    calls.
 
     Attributes:
         tick: the last tick that this rank has posted.
@@ -83,13 +92,17 @@ class ExchangeState:
 
 
 def native_sum_code(op: Any, dtype: torch.dtype) -> int:
-    """Return the dtype's number, if the native extension does the reduction `op` of it; -1 where it does not."""
+    """Return the dtype's number, if the native extension does the reduction `op` of it; -1 where it
+    does not.
+    """
     number = dtype_number(dtype)
     return number if number < _NATIVE_SUM_DTYPES and hash(op) == _SUM else -1
 
 
 def _make_state(segment: Segment, layout: Layout, rank: int) -> Any:
-    """Return the native state, or the Python form where there is no extension, or too many ranks for it."""
+    """Return the native state, or the Python form where there is no extension, or too many ranks
+    for it.
+    """
     if _native is None or layout.ranks > _MAX_NATIVE_RANKS:
         return ExchangeState()
     return _native.ExchangeState(
@@ -105,15 +118,19 @@ def _make_state(segment: Segment, layout: Layout, rank: int) -> Any:
     )
 
 
-# --- Control blocks ---------------------------------------------------------------------------------------------------
+# --- Control blocks
+# --------------------------------------------------------------------------------------------------
 
-# Words of a control block: counter, state, process; of a rank that has failed, the length of its error text, the kind
-# of error, and the number of ranks that the error names, which follow after the signatures of the two halves.
+# Words of a control block: counter, state, process; of a rank that has failed, the length of its
+# error text, the kind of error, and the number of ranks that the error names, which follow after
+# the signatures of the two halves.
 _TICK, _STATE, _PID, _LENGTH, _KIND, _COUNT = range(SIGNATURES)
 _RANKS = SIGNATURES + 2
 _MAX_RANKS = 10
 _WORDS = BLOCK // 8
-_TEXT = (_RANKS + _MAX_RANKS) * 8  # bytes into a control block; what follows holds a failed rank's error text
+_TEXT = (
+    _RANKS + _MAX_RANKS
+) * 8  # bytes into a control block; what follows holds a failed rank's error text
 _ACTIVE = 1
 _LEFT = 2
 _FAILED = 3
@@ -125,9 +142,9 @@ _STALLED = 2
 class RankStates:
     """One rank's view of the control blocks.
 
-    Every collective takes the same number of ticks on every rank. A rank's counter is the number of the last tick
-    that it has posted; what a tick means (data written, data read) is defined by the collective. As ticks only
-    grow, "all have reached tick t" stays true once it is.
+    Every collective takes the same number of ticks on every rank. A rank's counter is the number of
+    the last tick that it has posted; what a tick means (data written, data read) is defined by the
+    collective. As ticks only grow, "all have reached tick t" stays true once it is.
 
     Args:
         segment: the group's memory.
@@ -136,7 +153,9 @@ class RankStates:
         display_ranks: the number of each rank in errors: its rank in a group that spans hosts.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, rank: int, display_ranks: Sequence[int]) -> None:
+    def __init__(
+        self, segment: Segment, layout: Layout, rank: int, display_ranks: Sequence[int]
+    ) -> None:
         self.rank = rank
         self.size = layout.ranks
         self._display_ranks = display_ranks
@@ -155,7 +174,9 @@ class RankStates:
 
     def watch_processes(self) -> None:
         """Begin to watch the other ranks' processes; all ranks have called `announce`."""
-        self._peers = ProcessLiveness({rank: self._words[block + _PID] for rank, block in self._others})
+        self._peers = ProcessLiveness(
+            {rank: self._words[block + _PID] for rank, block in self._others}
+        )
 
     def post(self) -> int:
         """Post this rank's next tick, and return its number."""
@@ -166,11 +187,15 @@ class RankStates:
         return tick
 
     def write_signature(self, signature: int) -> None:
-        """Publish which collective this rank writes to the half that it has claimed; see signatures.py."""
+        """Publish which collective this rank writes to the half that it has claimed; see
+        signatures.py.
+        """
         self._words[self._own_block + SIGNATURES + self.state.half] = signature
 
     def check_signature(self, rank: int, expected: int) -> None:
-        """Raise TransportError unless `rank`, which has posted, has written to this half for the same collective."""
+        """Raise TransportError unless `rank`, which has posted, has written to this half for the
+        same collective.
+        """
         found = self._words[rank * _WORDS + SIGNATURES + self.state.half]
         if rank != self.rank and found != expected:
             raise self.mismatch_error(rank, found, expected)
@@ -220,13 +245,16 @@ class RankStates:
         return self._words[rank * _WORDS + _STATE] == _LEFT
 
     def check(self, what: str, awaited: Iterable[int], waited: float, timeout: float) -> None:
-        """Raise when one of the `awaited` ranks will never arrive at operation `what`, or the time limit is over.
+        """Raise when one of the `awaited` ranks will never arrive at operation `what`, or the time
+        limit is over.
 
         Raises:
-            RankLostError: it has ended, or has left the group; or another rank has given up because of that.
-            StallError: more than `timeout` seconds have been `waited`, here or where a rank has given up.
-            TransportError: a rank has given up for another reason, which is in the message. Or this one has, in
-                another thread.
+            RankLostError: it has ended, or has left the group; or another rank has given up because
+                of that.
+            StallError: more than `timeout` seconds have been `waited`, here or where a rank has
+                given up.
+            TransportError: a rank has given up for another reason, which is in the message. Or this
+                one has, in another thread.
         """
         if self.failure:
             raise TransportError(f"shm: this rank gave up: {self.failure}")
@@ -234,14 +262,22 @@ class RankStates:
             if self._words[block + _STATE] == _FAILED:
                 raise self._failure_of(rank)
         lost = self._lost_ranks()
-        missing = list(awaited)  # iterated after the lost ranks are known: a rank may arrive, and then end
+        missing = list(
+            awaited
+        )  # iterated after the lost ranks are known: a rank may arrive, and then end
         for rank in missing:
             if rank in lost:
                 raise RankLostError(self._display_ranks[rank], f"shm: {what}: {lost[rank]}")
         if waited > timeout:
             ranks = tuple(self._display_ranks[rank] for rank in missing)
-            names = f"rank{'s'[: len(ranks) != 1]} {', '.join(map(str, ranks))}" if ranks else "ranks on other hosts"
-            raise StallError(f"shm: {what} timed out: {names} did not arrive within {waited:.1f} s", ranks)
+            names = (
+                f"rank{'s'[: len(ranks) != 1]} {', '.join(map(str, ranks))}"
+                if ranks
+                else "ranks on other hosts"
+            )
+            raise StallError(
+                f"shm: {what} timed out: {names} did not arrive within {waited:.1f} s", ranks
+            )
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
         """Let the others know that this rank has given up; each of their waits ends with an error.
@@ -285,9 +321,14 @@ class RankStates:
         lost = {}
         for rank, block in self._others:
             if self.has_left(rank):
-                lost[rank] = f"rank {self._display_ranks[rank]} has left the group that others wait in"
+                lost[rank] = (
+                    f"rank {self._display_ranks[rank]} has left the group that others wait in"
+                )
             elif rank in gone:
-                lost[rank] = f"the process of rank {self._display_ranks[rank]} ({self._words[block + _PID]}) has ended"
+                lost[rank] = (
+                    f"the process of rank {self._display_ranks[rank]} "
+                    f"({self._words[block + _PID]}) has ended"
+                )
         memory_fence()
         return lost
 

@@ -1,4 +1,6 @@
-"""The shared memory of a group on one host: its layout, and its mapping, which is private and leaves no file."""
+"""The shared memory of a group on one host: its layout, and its mapping, which is private and
+leaves no file.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ from ..runtime.c10d import PrefixStore, Store
 __all__ = ["Layout", "Segment", "default_size", "plan", "share"]
 
 
-# --- Layout: control blocks, rings for messages, halves of slots for collectives (pure) -------------------------------
+# --- Layout: control blocks, rings for messages, halves of slots for collectives (pure)
+# -------------------------------
 
-SIGNATURES = 6  # index of the first of two words of a control block: the signature of each half's last chunk
+SIGNATURES = (
+    6  # index of the first of two words of a control block: the signature of each half's last chunk
+)
 LINE = 128  # bytes; two cache lines, because processors fetch lines in pairs
-BLOCK = 512  # bytes of each rank's control block: its counter and state in the first line, its error text in the rest
+# bytes of each rank's control block: its counter and state in the first line, its error text in the
+# rest
+BLOCK = 512
 RING = 4  # fragments that a sender may be ahead of its receiver
 HEADER = 64  # bytes before the payload of a fragment, and of a slot in an all-to-all
-MAX_CHUNK = 512 << 10  # a chunk that stays in a core's own cache between being written and being read
+MAX_CHUNK = (
+    512 << 10
+)  # a chunk that stays in a core's own cache between being written and being read
 MAX_FRAGMENT = 256 << 10
 PAGE = 4 << 10
 MIN_FRAGMENT = 512
@@ -37,9 +46,10 @@ MIN_FRAGMENT = 512
 class Layout:
     """Offsets and sizes in bytes.
 
-    The memory holds, in this order: a control block for each rank; a ring for each ordered pair of ranks; two halves,
-    each with a slot for each rank and one for results. A collective's chunks take the halves in turn, so that a rank
-    may write the next chunk while others still read the last.
+    The memory holds, in this order: a control block for each rank; a ring for each ordered pair of
+    ranks; two halves, each with a slot for each rank and one for results. A collective's chunks
+    take the halves in turn, so that a rank may write the next chunk while others still read the
+    last.
     """
 
     ranks: int
@@ -53,7 +63,9 @@ class Layout:
 
     @property
     def ring_bytes(self) -> int:
-        """Size of one ring: two counters (written; read), each on its own line, then the fragments."""
+        """Size of one ring: two counters (written; read), each on its own line, then the
+        fragments.
+        """
         return 2 * LINE + RING * (HEADER + self.fragment)
 
     @property
@@ -80,17 +92,22 @@ class Layout:
         return self.rings + (source * self.ranks + target) * self.ring_bytes
 
     def slot(self, half: int, rank: int) -> int:
-        """Return the offset of the slot of `rank` in `half`; rank = ranks is the slot for results."""
+        """Return the offset of the slot of `rank` in `half`; rank = ranks is the slot for
+        results.
+        """
         return self.halves + half * self.half_bytes + rank * self.chunk
 
 
 def default_size(ranks: int) -> int:
-    """Return the most bytes that a group of `ranks` takes by default: 64 MiB, or 4 MiB per rank if that is more."""
+    """Return the most bytes that a group of `ranks` takes by default: 64 MiB, or 4 MiB per rank if
+    that is more.
+    """
     return max(64 << 20, ranks * (4 << 20))
 
 
 def plan(ranks: int, size: int) -> Layout:
-    """Divide at most `size` bytes among `ranks`: three quarters for collectives, the rest for messages.
+    """Divide at most `size` bytes among `ranks`: three quarters for collectives, the rest for
+    messages.
 
     Raises:
         ConfigError: when `size` is too small for that many ranks.
@@ -120,7 +137,8 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-# --- The mapping ------------------------------------------------------------------------------------------------------
+# --- The mapping
+# --------------------------------------------------------------------------------------------------
 
 _DESCRIPTOR = re.compile(r"/proc/[0-9]{1,19}/fd/[0-9]{1,10}")
 
@@ -143,11 +161,13 @@ class Segment:
 
 
 def share(store: Store, rank: int, size: int, nbytes: int) -> Segment:
-    """Make `nbytes` of zeroed memory on rank 0 and map it on all `size` ranks; every rank must call it.
+    """Make `nbytes` of zeroed memory on rank 0 and map it on all `size` ranks; every rank must call
+    it.
 
-    The memory never has a name, so no file is left behind however and whenever the ranks end; the others open
-    it through rank 0's descriptor in /proc, which the kernel allows to the same user only. Where there is no memfd, an
-    unnamed file is used, allocated in full beforehand: a full /dev/shm is then an error here and not a bus error later.
+    The memory never has a name, so no file is left behind however and whenever the ranks end; the
+    others open it through rank 0's descriptor in /proc, which the kernel allows to the same user
+    only. Where there is no memfd, an unnamed file is used, allocated in full beforehand: a full
+    /dev/shm is then an error here and not a bus error later.
 
     Raises:
         TransportError: on every rank, with the reason why each kind of memory failed.
@@ -165,7 +185,9 @@ def share(store: Store, rank: int, size: int, nbytes: int) -> Segment:
     )
 
 
-def _attempt(make: Callable[[int], int], store: Store, rank: int, size: int, nbytes: int) -> tuple[Segment | None, str]:
+def _attempt(
+    make: Callable[[int], int], store: Store, rank: int, size: int, nbytes: int
+) -> tuple[Segment | None, str]:
     """Return this rank's mapping, or else the first problem of any rank, the same on every rank."""
     descriptor = -1
     segment = None
@@ -174,7 +196,10 @@ def _attempt(make: Callable[[int], int], store: Store, rank: int, size: int, nby
         if rank == 0:
             try:
                 descriptor = make(nbytes)
-            except (OSError, AttributeError) as error:  # AttributeError: no memfd_create on this system
+            except (
+                OSError,
+                AttributeError,
+            ) as error:  # AttributeError: no memfd_create on this system
                 problem = _describe(error)
             store.set("path", f"/proc/{os.getpid()}/fd/{descriptor}" if descriptor >= 0 else "")
         path = store.get("path").decode()
@@ -195,13 +220,18 @@ def _first_problem(problems: Mapping[int, str]) -> str:
 
 
 def _map(path: str, nbytes: int) -> Segment:
-    # the path comes from the store, and writing to the store must not be enough to choose a file of this user
+    # the path comes from the store, and writing to the store must not be enough to choose a file of
+    # this user
     if not _DESCRIPTOR.fullmatch(path):
         raise ValueError(f"expected /proc/PID/fd/NUMBER, rank 0's memory, got {path!r}")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != nbytes:
+        if (
+            not stat.S_ISREG(found.st_mode)
+            or found.st_uid != os.geteuid()
+            or found.st_size != nbytes
+        ):
             raise ValueError(f"{path} is not {nbytes} bytes of this user's memory")
         return Segment(descriptor, nbytes)
     finally:
@@ -231,5 +261,7 @@ def _describe(error: Exception) -> str:
 
 
 def _tensor(memory: mmap.mmap) -> torch.Tensor:
-    with torch.inference_mode(False):  # the group may be created in one mode of autograd and used in another
+    with torch.inference_mode(
+        False
+    ):  # the group may be created in one mode of autograd and used in another
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -74,7 +74,11 @@ def test_another_dimension() -> None:
 
 
 def test_the_last_parts_of_few_samples_are_empty() -> None:
-    assert [list(part.shape) for part in scatter(torch.zeros(1, 2), ["cpu"] * 3)] == [[1, 2], [0, 2], [0, 2]]
+    assert [list(part.shape) for part in scatter(torch.zeros(1, 2), ["cpu"] * 3)] == [
+        [1, 2],
+        [0, 2],
+        [0, 2],
+    ]
 
 
 def test_gradients_flow_back_through_gather() -> None:
@@ -139,7 +143,9 @@ def test_parts_that_do_not_fit(parts: list[Any], said: str) -> None:
 
 
 def test_mappings_are_joined_by_key() -> None:
-    joined = gather([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}])
+    joined = gather(
+        [{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}]
+    )
     assert joined["b"].tolist() == [1, 1]
 
 

@@ -32,7 +32,9 @@ def train(devices: list[str] | None) -> tuple[list[Any], dict[str, torch.Tensor]
     lockstep.init("cpu")
     generator = torch.Generator().manual_seed(5)
     labels = torch.randint(0, 4, (50,), generator=generator)
-    dataset = TensorDataset(torch.randn(50, 6, generator=generator).double() + labels[:, None], labels)
+    dataset = TensorDataset(
+        torch.randn(50, 6, generator=generator).double() + labels[:, None], labels
+    )
     torch.manual_seed(0)
     model = Branches().double()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)

@@ -1,1 +1,3 @@
-"""The parts of Horovod's interface that do not depend on the framework, in Horovod's own modules."""
+"""The parts of Horovod's interface that do not depend on the framework, in Horovod's own
+modules.
+"""

@@ -44,14 +44,17 @@ __all__ = [
 is_initialized = job.is_initialized
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Join the job of this process, or start one of a single rank; does nothing after the first call.
+def init(
+    comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None
+) -> None:
+    """Join the job of this process, or start one of a single rank; does nothing after the first
+    call.
 
     Args:
-        comm: a list of the ranks that form the job, this one among them, or a communicator of mpi4py; None for all
-            ranks.
-        process_sets: process sets to add, the same on all ranks. "dynamic" changes nothing, as process sets can always
-            be added later.
+        comm: a list of the ranks that form the job, this one among them, or a communicator of
+            mpi4py; None for all ranks.
+        process_sets: process sets to add, the same on all ranks. "dynamic" changes nothing, as
+            process sets can always be added later.
 
     Raises:
         ConfigError: a ValueError, for duplicate process sets and other invalid arguments.
@@ -65,7 +68,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     atexit.register(shutdown)
     try:
         start_timeline_from_environment()
-        for process_set in process_sets if process_sets and not isinstance(process_sets, str) else ():
+        for process_set in (
+            process_sets if process_sets and not isinstance(process_sets, str) else ()
+        ):
             add_process_set(process_set)
     except BaseException:
         shutdown()
@@ -73,7 +78,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
 
 
 def shutdown() -> None:
-    """Leave the job. Pending operations of this rank fail, and so do those of other ranks that need this rank."""
+    """Leave the job. Pending operations of this rank fail, and so do those of other ranks that need
+    this rank.
+    """
     close_timeline()
     forget_process_sets()
     job.shut_down()
@@ -81,7 +88,9 @@ def shutdown() -> None:
 
 
 def rank() -> int:
-    """Return the rank of this process. This and the following functions raise a ValueError before `init`."""
+    """Return the rank of this process. This and the following functions raise a ValueError before
+    `init`.
+    """
     return job.current("rank").comm.rank
 
 
@@ -123,7 +132,9 @@ def mpi_threads_supported() -> bool:
         ConfigError: a ValueError, always.
     """
     job.current("mpi_threads_supported")
-    raise ConfigError("mpi_threads_supported", "a job on MPI", found="one on torch.distributed's process groups")
+    raise ConfigError(
+        "mpi_threads_supported", "a job on MPI", found="one on torch.distributed's process groups"
+    )
 
 
 def mpi_enabled() -> bool:

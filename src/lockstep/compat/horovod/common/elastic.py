@@ -1,4 +1,6 @@
-"""Elastic state: what a training saves and restores in order to continue after a failure, for any framework."""
+"""Elastic state: what a training saves and restores in order to continue after a failure, for any
+framework.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class State:
         self._commits = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Register functions to call after every reset of the job, before the state is broadcast."""
+        """Register functions to call after every reset of the job, before the state is
+        broadcast.
+        """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -96,7 +100,9 @@ class State:
     def _note_wishes(self, training: ElasticTraining) -> None:
         """Record what this rank knows of the membership of an elastic job."""
         training.commits = self._commits
-        now = max(time.time(), self._last_updated_timestamp + 1e-3)  # later than the last one, whatever the clock says
+        now = max(
+            time.time(), self._last_updated_timestamp + 1e-3
+        )  # later than the last one, whatever the clock says
         if training.wants_to_regroup():
             self.on_hosts_updated(now, HostUpdateResult.mixed)
         if training.stop_signal:
@@ -127,7 +133,9 @@ class ObjectState(State):
         kwargs: the values, by name.
     """
 
-    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+    def __init__(
+        self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
+    ) -> None:
         self._saved_state = kwargs
         self._set(kwargs)
         self._save_copies()
@@ -162,14 +170,15 @@ def run_fn(
 ) -> Callable[..., Any]:
     """Return a function that calls `func`, and calls it again after a failure.
 
-    ``state.sync()`` precedes each call, unless hosts have only been removed. If `func` raises HorovodInternalError, the
-    state is restored and the job is reset; if it raises HostsUpdatedInterrupt, the job is reset. Other exceptions are
-    raised.
+    ``state.sync()`` precedes each call, unless hosts have only been removed. If `func` raises
+    HorovodInternalError, the state is restored and the job is reset; if it raises
+    HostsUpdatedInterrupt, the job is reset. Other exceptions are raised.
 
     Args:
         func: a training function, whose first argument is a `State`.
         reset: resets the job.
-        elastic: returns a training of an elastic job, which takes the place of `reset`; None in any other job.
+        elastic: returns a training of an elastic job, which takes the place of `reset`; None in any
+            other job.
     """
 
     @functools.wraps(func)
@@ -182,7 +191,10 @@ def run_fn(
 
 
 def _run_until_complete(
-    func: Callable[[], Any], state: State, reset: Callable[[], None], training: ElasticTraining | None
+    func: Callable[[], Any],
+    state: State,
+    reset: Callable[[], None],
+    training: ElasticTraining | None,
 ) -> Any:
     synced = False
     was_reset = False
@@ -221,9 +233,14 @@ def _run_until_complete(
 
 
 def _reset_after(failure: HorovodInternalError, reset: Callable[[], None]) -> None:
-    """Reset the job after `failure`, and raise that again if the reset fails, as it does when a worker is lost."""
+    """Reset the job after `failure`, and raise that again if the reset fails, as it does when a
+    worker is lost.
+    """
     try:
         reset()
     except Exception as error:
-        text = f"{failure}. The job cannot continue without all of its workers; lost ones are not replaced: {error}"
+        text = (
+            f"{failure}. The job cannot continue without all of its workers; lost ones are not "
+            f"replaced: {error}"
+        )
         raise HorovodInternalError(text) from failure

@@ -6,7 +6,8 @@ __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation has failed: the requests of the ranks do not match, or ranks can no longer communicate.
+    """An operation has failed: the requests of the ranks do not match, or ranks can no longer
+    communicate.
 
     If another exception is the cause, it is the ``__cause__``.
     """

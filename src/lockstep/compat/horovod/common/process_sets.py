@@ -12,18 +12,28 @@ from ..engine.engine import Engine
 from ..engine.job import Job, current, is_initialized
 from ..engine.request import Request
 
-__all__ = ["ProcessSet", "add_process_set", "checked_process_set", "global_process_set", "remove_process_set"]
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "checked_process_set",
+    "global_process_set",
+    "remove_process_set",
+]
 
 
 class ProcessSet:
-    """A subset of the ranks of the job; usable once it has been passed to `init` or `add_process_set`.
+    """A subset of the ranks of the job; usable once it has been passed to `init` or
+    `add_process_set`.
 
     Args:
-        ranks_or_comm: global ranks, in any order; or a communicator of mpi4py, for the ranks of its members.
+        ranks_or_comm: global ranks, in any order; or a communicator of mpi4py, for the ranks of its
+            members.
 
     Attributes:
-        ranks: the global ranks, in ascending order; the rank of a process in the set is its index in this list.
-        process_set_id: the ID of the set; None if it has not been added. 0 is the ID of the set of all ranks.
+        ranks: the global ranks, in ascending order; the rank of a process in the set is its index
+            in this list.
+        process_set_id: the ID of the set; None if it has not been added. 0 is the ID of the set of
+            all ranks.
     """
 
     process_set_id: int | None = None
@@ -83,7 +93,11 @@ class ProcessSet:
         ranks, engine = self._ranks_and_engine()
         if engine is None:
             this_rank = current("process_set").comm.rank
-            raise ConfigError("process_set", f"one with this rank, {this_rank}", found=f"one of ranks {list(ranks)}")
+            raise ConfigError(
+                "process_set",
+                f"one with this rank, {this_rank}",
+                found=f"one of ranks {list(ranks)}",
+            )
         return engine
 
     def root_of(self, root_rank: int) -> int:
@@ -94,7 +108,9 @@ class ProcessSet:
         """
         ranks = self._ranks_and_engine()[0]
         if root_rank not in ranks:
-            raise ConfigError("root_rank", f"a global rank of the process set, one of {list(ranks)}", root_rank)
+            raise ConfigError(
+                "root_rank", f"a global rank of the process set, one of {list(ranks)}", root_rank
+            )
         return ranks.index(root_rank)
 
     def _ranks_and_engine(self) -> tuple[tuple[int, ...], Engine | None]:
@@ -131,7 +147,10 @@ def _global_ranks(comm: Any) -> list[int]:
     from mpi4py import MPI  # optional, but present if the program has a communicator
 
     group = comm.Get_group()
-    return [int(rank) for rank in group.Translate_ranks(range(group.Get_size()), MPI.COMM_WORLD.Get_group())]
+    return [
+        int(rank)
+        for rank in group.Translate_ranks(range(group.Get_size()), MPI.COMM_WORLD.Get_group())
+    ]
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
@@ -152,7 +171,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     engine = job.engine
     name = engine.name_for("add_process_set")
     signature = (("ranks", tuple(added.ranks)),)
-    members = engine.run(Request("add_process_set", name, options={"ranks": added.ranks}, signature=signature))
+    members = engine.run(
+        Request("add_process_set", name, options={"ranks": added.ranks}, signature=signature)
+    )
     title = f"ranks {', '.join(map(str, added.ranks))}"
     set_engine = None if members is None else Engine(members, title)
     job.process_sets[job.next_set_id] = (tuple(added.ranks), set_engine)
@@ -166,7 +187,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; all ranks of the job call this.
 
     Returns:
-        Whether the set has been removed: False if it has not been added, or is the set of all ranks.
+        Whether the set has been removed: False if it has not been added, or is the set of all
+        ranks.
 
     Raises:
         HorovodInternalError: ranks pass different sets.
@@ -188,7 +210,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Return the ranks of each set, by ID; Horovod's own tests use it by this name."""
-    return {set_id: list(ranks) for set_id, (ranks, _) in current("process sets").process_sets.items()}
+    return {
+        set_id: list(ranks) for set_id, (ranks, _) in current("process sets").process_sets.items()
+    }
 
 
 def checked_process_set(process_set: Any) -> ProcessSet:
@@ -197,7 +221,9 @@ def checked_process_set(process_set: Any) -> ProcessSet:
     Raises:
         ConfigError: it is not.
     """
-    checked: ProcessSet = arguments.instance("process_set", process_set, ProcessSet, "a hvd.ProcessSet")
+    checked: ProcessSet = arguments.instance(
+        "process_set", process_set, ProcessSet, "a hvd.ProcessSet"
+    )
     return checked
 
 
@@ -215,4 +241,6 @@ def _check_new(process_set: ProcessSet, job: Job) -> None:
         raise ConfigError("process_set", f"some of the ranks 0 to {size - 1}", ranks)
     for set_id, (existing, _) in job.process_sets.items():
         if list(existing) == ranks:
-            raise ConfigError("process_set", "ranks that no other process set has", found=f"those of set {set_id}")
+            raise ConfigError(
+                "process_set", "ranks that no other process set has", found=f"those of set {set_id}"
+            )

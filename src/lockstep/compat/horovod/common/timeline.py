@@ -1,4 +1,6 @@
-"""``hvd.start_timeline`` and ``hvd.stop_timeline``: a trace of Horovod's operations with a row for each tensor."""
+"""``hvd.start_timeline`` and ``hvd.stop_timeline``: a trace of Horovod's operations with a row for
+each tensor.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,17 @@ from ..engine import operation_log
 from ..engine.job import current as current_job
 from ..engine.operation_log import OperationLog
 
-__all__ = ["close_timeline", "start_timeline", "start_timeline_from_environment", "stop_timeline", "tensor_events"]
+__all__ = [
+    "close_timeline",
+    "start_timeline",
+    "start_timeline_from_environment",
+    "stop_timeline",
+    "tensor_events",
+]
 
 
-# --- The rows of tensors ----------------------------------------------------------------------------------------------
+# --- The rows of tensors
+# ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -37,7 +46,8 @@ class _Row:
 
     Attributes:
         pid: the process ID of its events.
-        lane_ends: the time at which each of its lanes becomes free; operations that overlap are in different lanes.
+        lane_ends: the time at which each of its lanes becomes free; operations that overlap are in
+            different lanes.
     """
 
     pid: int
@@ -52,12 +62,14 @@ class _Row:
 
 
 def tensor_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield trace events for the operations in the logs of `folder`; time 0 is when the first rank submitted the first.
+    """Yield trace events for the operations in the logs of `folder`; time 0 is when the first rank
+    submitted the first.
 
-    The ranks must share a clock. An operation is NEGOTIATE_ALLREDUCE or the like from when the first rank submits it
-    until the last rank does, with an instant event for each rank, and then ALLREDUCE until all ranks have the result.
-    Unnamed operations share a row. The process IDs of the rows follow those of the ranks. CYCLE_START is an instant
-    event at the start of each cycle of rank 0, if cycles were logged.
+    The ranks must share a clock. An operation is NEGOTIATE_ALLREDUCE or the like from when the
+    first rank submits it until the last rank does, with an instant event for each rank, and then
+    ALLREDUCE until all ranks have the result. Unnamed operations share a row. The process IDs of
+    the rows follow those of the ranks. CYCLE_START is an instant event at the start of each cycle
+    of rank 0, if cycles were logged.
     """
     size = 0
     offset = 0.0
@@ -78,12 +90,24 @@ def tensor_events(folder: Path) -> Iterator[dict[str, Any]]:
         title = _row_title(next(iter(records.values())))
         if title not in rows:
             rows[title] = _Row(size + len(rows))
-            yield {"name": "process_name", "ph": "M", "pid": rows[title].pid, "args": {"name": title}}
-            yield {"name": "process_sort_index", "ph": "M", "pid": rows[title].pid, "args": {"sort_index": size}}
+            yield {
+                "name": "process_name",
+                "ph": "M",
+                "pid": rows[title].pid,
+                "args": {"name": title},
+            }
+            yield {
+                "name": "process_sort_index",
+                "ph": "M",
+                "pid": rows[title].pid,
+                "args": {"sort_index": size},
+            }
         yield from _operation_events(rows[title], records, zero)
 
 
-def _operation_events(row: _Row, records: Mapping[int, Record], zero: float) -> Iterator[dict[str, Any]]:
+def _operation_events(
+    row: _Row, records: Mapping[int, Record], zero: float
+) -> Iterator[dict[str, Any]]:
     """Yield the events of one operation, given the record of each rank."""
     submitted = {rank: record.entered for rank, record in records.items()}
     first = min(submitted.values())
@@ -92,10 +116,24 @@ def _operation_events(row: _Row, records: Mapping[int, Record], zero: float) -> 
     record = next(iter(records.values()))
     kind = record.what.partition(" ")[0].upper()
     lane = {"pid": row.pid, "tid": row.occupy_lane(first, end)}
-    args = {"signature": record.what.partition(" (")[2].removesuffix(")"), "number": record.sequence}
-    yield {"name": f"NEGOTIATE_{kind}", "ph": "X", **lane, **_microseconds(first - zero, last - zero)}
+    args = {
+        "signature": record.what.partition(" (")[2].removesuffix(")"),
+        "number": record.sequence,
+    }
+    yield {
+        "name": f"NEGOTIATE_{kind}",
+        "ph": "X",
+        **lane,
+        **_microseconds(first - zero, last - zero),
+    }
     for rank, moment in sorted(submitted.items()):
-        yield {"name": str(rank), "ph": "i", "s": "t", **lane, "ts": _microseconds(moment - zero)["ts"]}
+        yield {
+            "name": str(rank),
+            "ph": "i",
+            "s": "t",
+            **lane,
+            "ts": _microseconds(moment - zero)["ts"],
+        }
     yield {"name": kind, "ph": "X", **lane, **_microseconds(last - zero, end - zero), "args": args}
 
 
@@ -119,13 +157,16 @@ def _row_title(record: Record) -> str:
 
 
 def _microseconds(start: float, end: float = 0.0) -> dict[str, float]:
-    """Convert seconds to microseconds in whole nanoseconds: viewers drop an event that overlaps the next one."""
+    """Convert seconds to microseconds in whole nanoseconds: viewers drop an event that overlaps the
+    next one.
+    """
     first = round(start * 1e9)
     last = round(end * 1e9)
     return {"ts": first / 1e3, "dur": max(0, last - first - 1) / 1e3}
 
 
-# --- Starting and stopping the timeline -------------------------------------------------------------------------------
+# --- Starting and stopping the timeline
+# -------------------------------------------------------------------------------
 
 _DYNAMIC = "DYNAMIC"  # the value of HOROVOD_TIMELINE for a timeline that the program starts
 _STOP_TIMEOUT_S = 10.0  # how long rank 0 waits for the other ranks to stop the timeline
@@ -151,12 +192,15 @@ _timeline: _Timeline | None = None
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Log all operations from now on; all ranks call it, with the same path. An active timeline is stopped.
+    """Log all operations from now on; all ranks call it, with the same path. An active timeline is
+    stopped.
 
     Args:
-        file_path: the file to which `stop_timeline`, or the end of the job, writes the trace, on the host of rank 0.
-            The trace has a row for each rank of that host, and a row for each tensor.
-        mark_cycles: whether the trace has an event CYCLE_START at the start of each negotiation cycle of rank 0.
+        file_path: the file to which `stop_timeline`, or the end of the job, writes the trace, on
+            the host of rank 0. The trace has a row for each rank of that host, and a row for each
+            tensor.
+        mark_cycles: whether the trace has an event CYCLE_START at the start of each negotiation
+            cycle of rank 0.
 
     Raises:
         ConfigError: a ValueError, before `init`, or for a path that is not writable.
@@ -164,21 +208,27 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     global _timeline
     comm = current_job("start_timeline").comm
     close_timeline()
-    path = arguments.path("file_path", file_path, "a file that can be written").expanduser().absolute()
+    path = (
+        arguments.path("file_path", file_path, "a file that can be written").expanduser().absolute()
+    )
     folder = path.with_name(f".{path.name}.records-{_timeline_id()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = OperationLog(folder, comm.rank, comm.size, mark_cycles)
     except OSError as error:
-        raise ConfigError("file_path", "a file that can be written", found=f"{path} ({error.strerror})") from None
+        raise ConfigError(
+            "file_path", "a file that can be written", found=f"{path} ({error.strerror})"
+        ) from None
     _timeline = _Timeline(path, folder, log)
     operation_log.active = log
 
 
 def stop_timeline() -> None:
-    """Stop the timeline; all ranks call it. The last rank of rank 0's host to do so writes the trace.
+    """Stop the timeline; all ranks call it. The last rank of rank 0's host to do so writes the
+    trace.
 
-    On rank 0 this returns after the trace has been written, or after ten seconds if another rank has not called it.
+    On rank 0 this returns after the trace has been written, or after ten seconds if another rank
+    has not called it.
     """
     stopped = _timeline
     close_timeline()
@@ -189,7 +239,9 @@ def stop_timeline() -> None:
 
 
 def close_timeline() -> None:
-    """Close the log of this rank, and write the trace if all other ranks of this host have closed theirs."""
+    """Close the log of this rank, and write the trace if all other ranks of this host have closed
+    theirs.
+    """
     global _timeline
     closed = _timeline
     _timeline = None
@@ -243,7 +295,9 @@ def _write_trace_file(folder: Path, path: Path) -> None:
 
 
 def _timeline_id() -> str:
-    """Return a text that is the same for all ranks of this job and host, and differs for other jobs and timelines."""
+    """Return a text that is the same for all ranks of this job and host, and differs for other jobs
+    and timelines.
+    """
     variables = environment.variables()
     names = ("LOCKSTEP_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     text = " ".join([*(variables.get(name, "") for name in names), str(next(_numbers))])
@@ -255,4 +309,6 @@ def _reset_after_fork() -> None:
     _timeline = operation_log.active = None
 
 
-os.register_at_fork(after_in_child=_reset_after_fork)  # the log belongs to the process that opened it
+os.register_at_fork(
+    after_in_child=_reset_after_fork
+)  # the log belongs to the process that opened it

@@ -38,7 +38,9 @@ _cache = functools.cache  # Horovod's name
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
     """Set environment variables within a context; the variables that are None stay unchanged."""
-    with environment.with_variables({name: value for name, value in variables.items() if value is not None}):
+    with environment.with_variables(
+        {name: value for name, value in variables.items() if value is not None}
+    ):
         yield
 
 
@@ -71,7 +73,9 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(values: Sequence[T], num_parts: int) -> list[list[T]]:
-    """Split `values` into at most `num_parts` non-empty lists, in order; the first lists get the remaining values."""
+    """Split `values` into at most `num_parts` non-empty lists, in order; the first lists get the
+    remaining values.
+    """
     cuts = [bounds(len(values), num_parts, part) for part in range(num_parts)]
     return [list(values[start:stop]) for start, stop in cuts if stop > start]
 

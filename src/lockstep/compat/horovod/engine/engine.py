@@ -1,4 +1,6 @@
-"""The engine: takes requests in any order, and executes each in the cycle in which all ranks have submitted it."""
+"""The engine: takes requests in any order, and executes each in the cycle in which all ranks have
+submitted it.
+"""
 
 from __future__ import annotations
 
@@ -25,29 +27,37 @@ from .stall_inspector import StallInspector
 __all__ = ["Engine"]
 
 
-# --- Events between threads -------------------------------------------------------------------------------------------
+# --- Events between threads
+# -------------------------------------------------------------------------------------------
 
 
 def _record_event(tensors: Sequence[torch.Tensor]) -> Any:
-    """Record and return an event on the current stream of the device of `tensors`; None where it has no streams."""
+    """Record and return an event on the current stream of the device of `tensors`; None where it
+    has no streams.
+    """
     if not tensors or not devices.has_streams(tensors[0].device):
         return None
     return devices.record_event(tensors[0].device)
 
 
 def _wait_for_event(event: Any) -> None:
-    """Let later work on the current stream of this thread start after `event`; return at once if that is None."""
+    """Let later work on the current stream of this thread start after `event`; return at once if
+    that is None.
+    """
     if event is not None:
         event.wait()
 
 
-# --- The engine -------------------------------------------------------------------------------------------------------
+# --- The engine
+# --------------------------------------------------------------------------------------------------
 
-# Requests that are not urgent are negotiated once so many bytes are pending: enough for sending them to pay off ...
+# Requests that are not urgent are negotiated once so many bytes are pending: enough for sending
+# them to pay off ...
 _EAGER_BYTES = 1 << 20
 # ... or when they have been pending for this long.
 _IDLE_S = 0.05
-# After a cycle in which no rank has announced anything the next one is delayed, twice as long each time.
+# After a cycle in which no rank has announced anything the next one is delayed, twice as long each
+# time.
 _MIN_BACKOFF_S = 0.2e-3
 _MAX_BACKOFF_S = 5e-3
 
@@ -55,10 +65,11 @@ _MAX_BACKOFF_S = 5e-3
 class Engine:
     """Negotiates and executes the operations of one set of ranks.
 
-    In each cycle every rank announces its requests since its last cycle, and all ranks execute, in the same order, the
-    requests that all of them have submitted by then. A rank on which nothing waits for a request runs no cycle, and the
-    cycles of the other ranks block until it does: without it no operation can be executed anyway. The thread that waits
-    for a request runs the cycles. A background thread runs them for requests for which no thread waits.
+    In each cycle every rank announces its requests since its last cycle, and all ranks execute, in
+    the same order, the requests that all of them have submitted by then. A rank on which nothing
+    waits for a request runs no cycle, and the cycles of the other ranks block until it does:
+    without it no operation can be executed anyway. The thread that waits for a request runs the
+    cycles. A background thread runs them for requests for which no thread waits.
 
     Args:
         comm: the ranks; from now on only the engine may use it.
@@ -68,13 +79,19 @@ class Engine:
     def __init__(self, comm: Communicator, title: str = "") -> None:
         self.comm = comm
         self._title = title
-        self._completed = 0  # operations, including those that this rank, having joined, did not submit
+        self._completed = (
+            0  # operations, including those that this rank, having joined, did not submit
+        )
         watchdog.exclude_group(comm.group)
         self._message_table = MessageTable(comm.size)
         self._collectives = RawCollectives(comm)
         device = negotiation_device(comm)
-        self._messages = NegotiationMessages(comm, device, self._collectives) if comm.size > 1 else None
-        self._response_cache = ResponseCache(self._collectives if device.type == "cpu" else None, comm.size)
+        self._messages = (
+            NegotiationMessages(comm, device, self._collectives) if comm.size > 1 else None
+        )
+        self._response_cache = ResponseCache(
+            self._collectives if device.type == "cpu" else None, comm.size
+        )
         self._lock = threading.RLock()  # acquiring it directly is faster than through the condition
         self._changed = threading.Condition(self._lock)
         self._requests: dict[bytes, Request] = {}
@@ -84,17 +101,26 @@ class Engine:
         self._waiters = 0
         self._pending_bytes = 0
         self._backoff_s = self._next_cycle_at = 0.0
-        self._failure: BaseException | str | None = None  # why the engine no longer executes anything
-        self._background = threading.Thread(target=self._run_background, name="lockstep horovod", daemon=True)
+        self._failure: BaseException | str | None = (
+            None  # why the engine no longer executes anything
+        )
+        self._background = threading.Thread(
+            target=self._run_background, name="lockstep horovod", daemon=True
+        )
         self._inspector: StallInspector | None = None
         if comm.size > 1:
             self._inspector = StallInspector(
-                comm, lambda: list(self._requests.values()), self._message_table.missing_ranks, self._abort
+                comm,
+                lambda: list(self._requests.values()),
+                self._message_table.missing_ranks,
+                self._abort,
             )
             self._background.start()
 
     def name_for(self, kind: str) -> str:
-        """Return a name for an unnamed request: the same for the n-th one of its kind on every rank."""
+        """Return a name for an unnamed request: the same for the n-th one of its kind on every
+        rank.
+        """
         self._unnamed_counts[kind] += 1
         return f"{kind}.noname.{self._unnamed_counts[kind]}"
 
@@ -107,14 +133,18 @@ class Engine:
         """
         with self._lock:
             self._enqueue(request)
-            self._pending_bytes += sum(tensor.numel() * tensor.element_size() for tensor in request.inputs)
+            self._pending_bytes += sum(
+                tensor.numel() * tensor.element_size() for tensor in request.inputs
+            )
             if request.urgent or self._pending_bytes >= _EAGER_BYTES:
                 self._wake_background()
         if self.comm.size == 1:
             self.wait(request)
 
     def run(self, request: Request) -> Any:
-        """Submit a request, wait for it and return its result; see `submit` and `wait` for what this raises."""
+        """Submit a request, wait for it and return its result; see `submit` and `wait` for what
+        this raises.
+        """
         with self._lock:
             self._enqueue(request)
             self._run_cycles_until_done(request)
@@ -139,7 +169,9 @@ class Engine:
         return request.result
 
     def poll(self, request: Request) -> bool:
-        """Return whether `request` has completed; if not, have the background thread negotiate it from now on."""
+        """Return whether `request` has completed; if not, have the background thread negotiate it
+        from now on.
+        """
         if not request.done:
             with self._lock:
                 if self._failure is None:
@@ -147,10 +179,14 @@ class Engine:
         return request.done
 
     def close(self, reason: str = "Horovod has been shut down on this rank") -> None:
-        """Leave the set of ranks: pending requests of this rank fail with `reason`, those of the other ranks too."""
+        """Leave the set of ranks: pending requests of this rank fail with `reason`, those of the
+        other ranks too.
+        """
         inspector = self._inspector
         self._inspector = None
-        if inspector is not None and self._in_cycle:  # another thread is in a collective, which is about to be aborted
+        if (
+            inspector is not None and self._in_cycle
+        ):  # another thread is in a collective, which is about to be aborted
             inspector.publish_reason(f"rank {self.comm.rank}: {reason}")
         self._abort(reason)
         if inspector is not None:
@@ -170,7 +206,9 @@ class Engine:
         key = request.key
         if key in self._requests:
             expected = f"a name that no pending {request.kind} has"
-            raise ConfigError("name", expected, request.name, "Call synchronize() for the pending one first.")
+            raise ConfigError(
+                "name", expected, request.name, "Call synchronize() for the pending one first."
+            )
         request.inputs_ready = _record_event(request.inputs)
         request.submitted_at = time.monotonic()
         if (log := operation_log.active) is not None:
@@ -212,12 +250,20 @@ class Engine:
         Args:
             own_waiters: how many of `_waiters` are the calling thread.
         """
-        delay = self._next_cycle_at - time.monotonic() if self._backoff_s and not self._unannounced else 0.0
+        delay = (
+            self._next_cycle_at - time.monotonic()
+            if self._backoff_s and not self._unannounced
+            else 0.0
+        )
         if delay > 0:
             self._changed.wait(delay)
             return
         queue = self._unannounced
-        new = [queue.popleft() for _ in range(min(len(queue), NegotiationMessages.max_messages))] if queue else []
+        new = (
+            [queue.popleft() for _ in range(min(len(queue), NegotiationMessages.max_messages))]
+            if queue
+            else []
+        )
         responses: Sequence[Response] = ()
         failure: BaseException | None = None
         try:
@@ -251,7 +297,8 @@ class Engine:
         if request is None:  # this rank has joined
             return
         if response.key == JOIN_KEY:
-            # ranks have joined after different numbers of requests; from now on their counts are equal again
+            # ranks have joined after different numbers of requests; from now on their counts are
+            # equal again
             self._unnamed_counts.clear()
             request.result = list(response.signatures)[-1]
         if (log := operation_log.active) is not None:
@@ -268,7 +315,9 @@ class Engine:
             self._unannounced.clear()
         if self._in_cycle or (isinstance(cause, Exception) and not is_transport_error(cause)):
             abort_waits(self.comm)  # an error of the transport has reached the other ranks already
-        if not self._in_cycle:  # otherwise the thread in the cycle destroys the group when it returns
+        if (
+            not self._in_cycle
+        ):  # otherwise the thread in the cycle destroys the group when it returns
             self._collectives.close()
             destroy_group(self.comm)
         self._changed.notify_all()
@@ -276,7 +325,9 @@ class Engine:
     # The following methods are called without `_lock`, by the one thread that runs the cycle.
 
     def _negotiate_and_execute(self, new: Sequence[Request]) -> Sequence[Response]:
-        """Announce the requests `new`, execute what all ranks have submitted, and return the responses to it."""
+        """Announce the requests `new`, execute what all ranks have submitted, and return the
+        responses to it.
+        """
         if self._response_cache.has_prediction and (confirmed := self._confirm_prediction(new)):
             return confirmed
         own = [request.message for request in new]

@@ -1,4 +1,6 @@
-"""Executes the operations that all ranks have submitted: small all-reduces fused, mismatched requests refused."""
+"""Executes the operations that all ranks have submitted: small all-reduces fused, mismatched
+requests refused.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ __all__ = [
 ]
 
 
-# --- The process group of the engine ----------------------------------------------------------------------------------
+# --- The process group of the engine
+# ----------------------------------------------------------------------------------
 
 
 def abort_waits(comm: Communicator) -> None:
-    """End every wait in the group of `comm` with an error: in all threads, and on the other ranks."""
+    """End every wait in the group of `comm` with an error: in all threads, and on the other
+    ranks.
+    """
     group: Any = comm.group
     if group is None:
         return
@@ -53,27 +58,43 @@ def destroy_group(comm: Communicator) -> None:
             dist.destroy_process_group(group)
 
 
-# --- All-reduces, fused -----------------------------------------------------------------------------------------------
+# --- All-reduces, fused
+# -----------------------------------------------------------------------------------------------
 
-# Tensors up to this size are fused. Reducing a larger one in place is cheaper than copying it twice.
+# Tensors up to this size are fused. Reducing a larger one in place is cheaper than copying it
+# twice.
 _MAX_FUSED_BYTES = 128 << 10
 
-_REDUCE_OPS: dict[int, Any] = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
+_REDUCE_OPS: dict[int, Any] = {
+    Average: "sum",
+    Sum: "sum",
+    Min: "min",
+    Max: "max",
+    Product: "product",
+}
 
 InputOutput = tuple[torch.Tensor, torch.Tensor]
 
 
 def allreduce(comm: Communicator, collectives: RawCollectives, requests: Sequence[Request]) -> None:
-    """Reduce the inputs of `requests` into their outputs; all ranks pass the same requests in the same order."""
+    """Reduce the inputs of `requests` into their outputs; all ranks pass the same requests in the
+    same order.
+    """
     if len(requests) == 1 and len(requests[0].inputs) == 1 and requests[0].options["op"] != Adasum:
         (request,) = requests
-        _reduce_single(comm, collectives, request.inputs[0], request.outputs[0], *request.options.values())
+        _reduce_single(
+            comm, collectives, request.inputs[0], request.outputs[0], *request.options.values()
+        )
         return
     fused: dict[Any, list[InputOutput]] = {}
     for request in requests:
-        options = tuple(request.options[name] for name in ("op", "prescale_factor", "postscale_factor"))
+        options = tuple(
+            request.options[name] for name in ("op", "prescale_factor", "postscale_factor")
+        )
         for pair in zip(request.inputs, request.outputs, strict=True):
-            is_fusible = options[0] == Adasum or pair[0].numel() * pair[0].element_size() <= _MAX_FUSED_BYTES
+            is_fusible = (
+                options[0] == Adasum or pair[0].numel() * pair[0].element_size() <= _MAX_FUSED_BYTES
+            )
             unique = () if is_fusible else (len(fused),)
             fused.setdefault((pair[0].dtype, pair[0].device, options, *unique), []).append(pair)
     for (_, _, options, *_), pairs in fused.items():
@@ -111,10 +132,14 @@ def _reduce_fused(
     _reduce_in_place(comm, collectives, buffer, op, prescale, postscale)
     outputs = [output for _, output in pairs]
     parts = torch.split(buffer, [output.numel() for output in outputs])
-    torch._foreach_copy_(outputs, [part.view(output.shape) for part, output in zip(parts, outputs, strict=True)])
+    torch._foreach_copy_(
+        outputs, [part.view(output.shape) for part, output in zip(parts, outputs, strict=True)]
+    )
 
 
-def _reduce_adasum(comm: Communicator, pairs: Sequence[InputOutput], prescale: float, postscale: float) -> None:
+def _reduce_adasum(
+    comm: Communicator, pairs: Sequence[InputOutput], prescale: float, postscale: float
+) -> None:
     for source, output in pairs:
         if output is not source:
             output.copy_(source)
@@ -125,7 +150,12 @@ def _reduce_adasum(comm: Communicator, pairs: Sequence[InputOutput], prescale: f
 
 
 def _reduce_in_place(
-    comm: Communicator, collectives: RawCollectives, tensor: torch.Tensor, op: int, prescale: float, postscale: float
+    comm: Communicator,
+    collectives: RawCollectives,
+    tensor: torch.Tensor,
+    op: int,
+    prescale: float,
+    postscale: float,
 ) -> None:
     _scale(tensor, prescale)
     if not tensor.numel():
@@ -161,8 +191,12 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def reducescatter(comm: Communicator, request: Request) -> list[torch.Tensor]:
-    """Reduce each input of `request`, and return this rank's rows; the first ranks get the remaining rows."""
-    op, prescale, postscale = (request.options[name] for name in ("op", "prescale_factor", "postscale_factor"))
+    """Reduce each input of `request`, and return this rank's rows; the first ranks get the
+    remaining rows.
+    """
+    op, prescale, postscale = (
+        request.options[name] for name in ("op", "prescale_factor", "postscale_factor")
+    )
     outputs = []
     for source in request.inputs:
         scaled = source.clone() if prescale != 1.0 else source
@@ -177,7 +211,9 @@ def reducescatter(comm: Communicator, request: Request) -> list[torch.Tensor]:
 
 
 def neutral_tensor(shape: Sequence[int], dtype: torch.dtype, device: str, op: int) -> torch.Tensor:
-    """Return a tensor of the neutral element of `op`: reduced with other tensors it does not change the result."""
+    """Return a tensor of the neutral element of `op`: reduced with other tensors it does not change
+    the result.
+    """
     value: float = 1 if op == Product else 0
     if op in (Min, Max):
         info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
@@ -187,7 +223,8 @@ def neutral_tensor(shape: Sequence[int], dtype: torch.dtype, device: str, op: in
     return torch.full(tuple(shape), value, dtype=dtype, device=device)
 
 
-# --- Execution --------------------------------------------------------------------------------------------------------
+# --- Execution
+# --------------------------------------------------------------------------------------------------
 
 JOINABLE_OPS = ("allreduce", "barrier")
 """The operations that run without the ranks that have joined."""
@@ -196,7 +233,8 @@ JOINABLE_OPS = ("allreduce", "barrier")
 def execute(comm: Communicator, collectives: RawCollectives, requests: Sequence[Request]) -> None:
     """Execute `requests` and set their results; all ranks pass the same requests in the same order.
 
-    A ConfigError, which all ranks get alike, becomes the error of its request. All other errors are raised.
+    A ConfigError, which all ranks get alike, becomes the error of its request. All other errors are
+    raised.
     """
     reductions = [request for request in requests if request.kind == "allreduce"]
     try:
@@ -232,7 +270,9 @@ def _alltoall(comm: Communicator, request: Request) -> tuple[torch.Tensor, list[
 
 
 def _allreduce_outputs(comm: Communicator, request: Request) -> list[torch.Tensor]:
-    return list(request.outputs)  # `execute` has reduced them, together with those of the other requests
+    return list(
+        request.outputs
+    )  # `execute` has reduced them, together with those of the other requests
 
 
 def _split(comm: Communicator, request: Request) -> Communicator | None:
@@ -257,19 +297,26 @@ _OPERATIONS: dict[str, Callable[[Communicator, Request], Any]] = {
 
 
 def neutral_request(kind: str, name: str, signature: Signature) -> Request:
-    """Return the request with which a rank that has joined takes part in an operation of the other ranks."""
+    """Return the request with which a rank that has joined takes part in an operation of the other
+    ranks.
+    """
     if kind != "allreduce":
         return Request(kind, name)
     values = dict(signature)
     op = OP_NAMES.index(values["op"])
     is_group = not isinstance(values["dtype"], torch.dtype)
-    pairs = zip(values["dtype"], values["shape"], strict=True) if is_group else [(values["dtype"], values["shape"])]
+    pairs = (
+        zip(values["dtype"], values["shape"], strict=True)
+        if is_group
+        else [(values["dtype"], values["shape"])]
+    )
     tensors = [neutral_tensor(shape, dtype, values["device"], op) for dtype, shape in pairs]
     factors = {label: values[label] for label in ("prescale_factor", "postscale_factor")}
     return Request(kind, name, tensors, tensors, {"op": op, **factors})
 
 
-# --- Mismatched and missing requests ----------------------------------------------------------------------------------
+# --- Mismatched and missing requests
+# ----------------------------------------------------------------------------------
 
 
 def matching_requests(
@@ -280,14 +327,16 @@ def matching_requests(
     Args:
         comm: the ranks, each of which passes the same `responses`.
         responses: the operations that all ranks have submitted.
-        requests: the requests of this rank, by key. A neutral request stands in for one that this rank, having joined,
-            has not submitted.
+        requests: the requests of this rank, by key. A neutral request stands in for one that this
+            rank, having joined, has not submitted.
     """
     irregular = [response.key for response in responses if response.has_mismatch or response.joined]
     if not irregular:
         return [requests[response.key] for response in responses]
     own = [requests.get(key) for key in irregular]
-    descriptions = comm.allgather_object([None if r is None else (r.kind, r.name, r.signature) for r in own])
+    descriptions = comm.allgather_object(
+        [None if r is None else (r.kind, r.name, r.signature) for r in own]
+    )
     matching = []
     for response in responses:
         if response.key not in irregular:
@@ -295,11 +344,15 @@ def matching_requests(
             continue
         index = irregular.index(response.key)
         request = requests.get(response.key)
-        by_rank: dict[int, Any] = {rank: descriptions[rank][index] for rank in sorted(response.signatures)}
+        by_rank: dict[int, Any] = {
+            rank: descriptions[rank][index] for rank in sorted(response.signatures)
+        }
         kind, name, signature = next(iter(by_rank.values()))
         problem = ""
         if response.has_mismatch:
-            problem = mismatch_message(kind, name, {rank: described[2] for rank, described in by_rank.items()})
+            problem = mismatch_message(
+                kind, name, {rank: described[2] for rank, described in by_rank.items()}
+            )
         elif kind not in JOINABLE_OPS:
             problem = missing_ranks_message(kind, name, response.joined)
         if not problem:

@@ -25,8 +25,8 @@ class Job:
     Attributes:
         engine: the engine of all ranks.
         locations: (node, local rank) of every rank.
-        process_sets: by ID, the ranks of each process set and its engine; the engine is None if this rank is not in the
-            set. ID 0 is the set of all ranks.
+        process_sets: by ID, the ranks of each process set and its engine; the engine is None if
+            this rank is not in the set. ID 0 is the set of all ranks.
         next_set_id: the ID of the next process set.
     """
 
@@ -70,12 +70,19 @@ def current(what: str) -> Job:
         ConfigError: `init()` has not been called.
     """
     if _job is None:
-        raise ConfigError(what, "a call of hvd.init() before", found="none", hint="Horovod has not been initialized.")
+        raise ConfigError(
+            what,
+            "a call of hvd.init() before",
+            found="none",
+            hint="Horovod has not been initialized.",
+        )
     return _job
 
 
 def start(comm: Communicator) -> None:
-    """Start the job of the ranks of `comm`, which from now on belongs to its engine; every rank calls it."""
+    """Start the job of the ranks of `comm`, which from now on belongs to its engine; every rank
+    calls it.
+    """
     global _job
     locations: list[tuple[int, int]] = comm.allgather_object((comm.node, comm.local_rank))
     _job = Job(Engine(comm), locations)
@@ -97,7 +104,8 @@ def create_communicator(comm: Any = None) -> Communicator:
     """Create a communicator for the engine.
 
     Args:
-        comm: a list of ranks, or a communicator of mpi4py, whose ranks keep their order; None for all ranks.
+        comm: a list of ranks, or a communicator of mpi4py, whose ranks keep their order; None for
+            all ranks.
 
     Raises:
         ConfigError: for any other value.
@@ -111,7 +119,9 @@ def create_communicator(comm: Any = None) -> Communicator:
         comm = comm.allgather(world.rank)
     if not isinstance(comm, Sequence) or world.rank not in comm:
         hint = "Every rank passes a list in which it is."
-        raise ConfigError("comm", "a list of ranks, this one among them, or a communicator of mpi4py", comm, hint)
+        raise ConfigError(
+            "comm", "a list of ranks, this one among them, or a communicator of mpi4py", comm, hint
+        )
     ranks = [int(rank) for rank in comm]
     return world.split(min(ranks), ranks.index(world.rank))
 
@@ -126,7 +136,9 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _has_gpu_per_rank() -> bool:
-    """Return whether each rank of this host has a GPU; if not, the program may still use the GPUs by itself."""
+    """Return whether each rank of this host has a GPU; if not, the program may still use the GPUs
+    by itself.
+    """
     from lockstep import devices
     from lockstep.environment import find_world
 

@@ -1,4 +1,6 @@
-"""Negotiation: the messages in which ranks announce their requests, and how requests for one operation differ."""
+"""Negotiation: the messages in which ranks announce their requests, and how requests for one
+operation differ.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,23 @@ __all__ = [
 ]
 
 
-# --- The collectives of a cycle ---------------------------------------------------------------------------------------
+# --- The collectives of a cycle
+# ---------------------------------------------------------------------------------------
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
 
 
-# The dtypes that every CPU backend sums. For others `Communicator` knows what each backend supports.
+# The dtypes that every CPU backend sums. For others `Communicator` knows what each backend
+# supports.
 SUMMABLE_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
 class RawCollectives:
     """Blocking collectives on contiguous CPU tensors.
 
-    They call the process group directly. The functions of `torch.distributed` take some 5 µs more, to look up the group
-    and to check all arguments.
+    They call the process group directly. The functions of `torch.distributed` take some 5 µs more,
+    to look up the group and to check all arguments.
 
     Args:
         comm: the ranks; a communicator of one rank has no group.
@@ -70,24 +74,28 @@ def _wait(work: Any) -> None:
 
 
 def negotiation_device(comm: Communicator) -> torch.device:
-    """Return the device of the negotiation messages: the CPU if the group of `comm` has a CPU backend."""
+    """Return the device of the negotiation messages: the CPU if the group of `comm` has a CPU
+    backend.
+    """
     if comm.size == 1 or "cpu" not in dist.get_backend_config(comm.group):
         return comm.device
     return torch.device("cpu")
 
 
-# --- Negotiation messages ---------------------------------------------------------------------------------------------
+# --- Negotiation messages
+# ---------------------------------------------------------------------------------------------
 
 _COUNT = struct.Struct("<q")
 _MESSAGE_BYTES = 2 * KEY_BYTES
 
-# Room for 63 requests. An all-gather of that size takes no longer than one of a single byte; the requests of a model
-# with more parameters are announced in several cycles.
+# Room for 63 requests. An all-gather of that size takes no longer than one of a single byte; the
+# requests of a model with more parameters are announced in several cycles.
 _FRAME_BYTES = _COUNT.size + 63 * _MESSAGE_BYTES
 
 
 class NegotiationMessages:
-    """Exchanges the messages of a cycle: one frame of fixed size per rank, so that one all-gather suffices.
+    """Exchanges the messages of a cycle: one frame of fixed size per rank, so that one all-gather
+    suffices.
 
     Args:
         comm: the ranks; only the engine may use its process group.
@@ -97,7 +105,9 @@ class NegotiationMessages:
 
     max_messages = (_FRAME_BYTES - _COUNT.size) // _MESSAGE_BYTES
 
-    def __init__(self, comm: Communicator, device: torch.device, collectives: RawCollectives) -> None:
+    def __init__(
+        self, comm: Communicator, device: torch.device, collectives: RawCollectives
+    ) -> None:
         on_cpu = device.type == "cpu"
         self._comm = comm
         self._collectives = collectives
@@ -109,8 +119,12 @@ class NegotiationMessages:
         self._device_frame = self._frame if on_cpu else torch.zeros_like(self._frame, device=device)
 
     def exchange(self, messages: Sequence[RequestMessage]) -> list[list[RequestMessage]]:
-        """Send `messages`, at most `max_messages`, and return those of every rank, by rank; blocks for all ranks."""
-        data = b"".join([_COUNT.pack(len(messages)), *[key + signature for key, signature in messages]])
+        """Send `messages`, at most `max_messages`, and return those of every rank, by rank; blocks
+        for all ranks.
+        """
+        data = b"".join(
+            [_COUNT.pack(len(messages)), *[key + signature for key, signature in messages]]
+        )
         self._frame_view[: len(data)] = data
         if self._gathered_view is None:
             self._device_frame.copy_(self._frame)
@@ -126,10 +140,14 @@ def _unpack_frame(received: bytes, start: int) -> list[RequestMessage]:
     (count,) = _COUNT.unpack_from(received, start)
     first = start + _COUNT.size
     offsets = range(first, first + count * _MESSAGE_BYTES, _MESSAGE_BYTES)
-    return [(received[at : at + KEY_BYTES], received[at + KEY_BYTES : at + _MESSAGE_BYTES]) for at in offsets]
+    return [
+        (received[at : at + KEY_BYTES], received[at + KEY_BYTES : at + _MESSAGE_BYTES])
+        for at in offsets
+    ]
 
 
-# --- Mismatch messages (pure) -----------------------------------------------------------------------------------------
+# --- Mismatch messages (pure)
+# -----------------------------------------------------------------------------------------
 
 
 def mismatch_message(kind: str, name: str, signatures: Mapping[int, Signature]) -> str:
@@ -140,18 +158,24 @@ def mismatch_message(kind: str, name: str, signatures: Mapping[int, Signature]) 
         name: its name.
         signatures: the signature on each rank; not all of them are equal.
     """
-    for label in dict.fromkeys(label for signature in signatures.values() for label, _ in signature):
+    for label in dict.fromkeys(
+        label for signature in signatures.values() for label, _ in signature
+    ):
         ranks: dict[str, list[int]] = {}
         for rank, signature in signatures.items():
             ranks.setdefault(_value_text(dict(signature).get(label)), []).append(rank)
         if len(ranks) > 1:
-            values = ", ".join(f"{value} on {ranks_in_words(members)}" for value, members in ranks.items())
+            values = ", ".join(
+                f"{value} on {ranks_in_words(members)}" for value, members in ranks.items()
+            )
             return f"{kind} {name!r}: the ranks do not agree on {label}: {values}"
     return f"{kind} {name!r}: the ranks do not agree"
 
 
 def missing_ranks_message(kind: str, name: str, joined: Sequence[int]) -> str:
-    """Return a sentence for an operation that cannot run, because the ranks `joined` do not take part."""
+    """Return a sentence for an operation that cannot run, because the ranks `joined` do not take
+    part.
+    """
     verb = "has" if len(joined) == 1 else "have"
     who = f"{ranks_in_words(joined)} {verb} joined"
     return f"{kind} {name!r} needs all ranks, but {who}. Only all-reduces run without them"

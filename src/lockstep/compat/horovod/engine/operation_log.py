@@ -43,10 +43,14 @@ class OperationLog:
             program=" ".join(sys.argv)[:256],
         )
         self.path = self._file.path
-        self._cycles = self.path.with_suffix(".cycles").open("w", buffering=1) if mark_cycles else None
+        self._cycles = (
+            self.path.with_suffix(".cycles").open("w", buffering=1) if mark_cycles else None
+        )
 
     def submitted(self, request: Request) -> None:
-        """Log that the program submits `request` now; to be called by the method that the program calls."""
+        """Log that the program submits `request` now; to be called by the method that the program
+        calls.
+        """
         self._call_sites[request] = _call_site(sys._getframe(2))
 
     def cycle_started(self) -> None:
@@ -66,13 +70,19 @@ class OperationLog:
         call_site = self._call_sites.pop(request, None)
         if call_site is None:
             return
-        signature = ", ".join(f"{label} {value}" for label, value in request.signature if not _is_default(label, value))
+        signature = ", ".join(
+            f"{label} {value}"
+            for label, value in request.signature
+            if not _is_default(label, value)
+        )
         what = f"{request.kind} {request.name}" + (f" ({signature})" if signature else "")
         with self._lock:
             self._count += 1
             times = request.submitted_at, time.monotonic()
             if not self._file.closed:
-                self._file.write([Record(self._count, what, *call_site, group, number, None, False, *times)])
+                self._file.write(
+                    [Record(self._count, what, *call_site, group, number, None, False, *times)]
+                )
 
     def close(self) -> None:
         """Close the files."""
@@ -87,7 +97,9 @@ def _is_default(label: str, value: object) -> bool:
 
 
 def _call_site(frame: FrameType | None) -> tuple[str, str]:
-    """Return the innermost line of the user's code at or above `frame`, and its text; "" for none, as in a backward."""
+    """Return the innermost line of the user's code at or above `frame`, and its text; "" for none,
+    as in a backward.
+    """
     while frame is not None:
         if not is_internal(frame.f_code.co_filename):
             return describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -1,4 +1,6 @@
-"""This rank's part in an elastic job: it joins, regroups after a loss, and learns whether ranks join or leave."""
+"""This rank's part in an elastic job: it joins, regroups after a loss, and learns whether ranks
+join or leave.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ from ..common.exceptions import HorovodInternalError
 __all__ = ["ElasticTraining", "current_training", "join_if_late"]
 
 _current: ElasticTraining | None = None
-_has_state = True  # whether this rank has the training's state: one that has joined later gets it from the others
+# whether this rank has the training's state: one that has joined later gets it from the others
+_has_state = True
 
 
 def join_if_late(comm: Any) -> None:
-    """Become a member of the job if this rank was started to join a running one; waits until the others regroup."""
+    """Become a member of the job if this rank was started to join a running one; waits until the
+    others regroup.
+    """
     if comm.is_joining:
         comm.regroup_until(lambda: NO_STATE, lambda view: _note_first_view(comm, view))
 
@@ -38,7 +43,9 @@ def _note_first_view(comm: ElasticCommunicator, view: View) -> None:
 
 
 def _set_variables(comm: ElasticCommunicator) -> None:
-    """Correct this rank and the number of ranks in the variables of `horovodrun`, if they are set."""
+    """Correct this rank and the number of ranks in the variables of `horovodrun`, if they are
+    set.
+    """
     if "HOROVOD_RANK" in environment.variables():
         environment.set_horovod_variables(comm.world, socket.gethostname(), str(FOLDER))
 
@@ -49,10 +56,12 @@ def current_training() -> ElasticTraining | None:
 
 
 class ElasticTraining(ElasticRecovery):
-    """A call of a function of `hvd.elastic.run` in an elastic job: where a rank is lost, the others regroup.
+    """A call of a function of `hvd.elastic.run` in an elastic job: where a rank is lost, the others
+    regroup.
 
-    It is the recovery of its training with Horovod's own manners: what was in flight is not repeated, but the function
-    is called again from the last commit, and the ranks share nothing when they regroup, as `State.sync` does that.
+    It is the recovery of its training with Horovod's own manners: what was in flight is not
+    repeated, but the function is called again from the last commit, and the ranks share nothing
+    when they regroup, as `State.sync` does that.
 
     A context, in which SIGTERM lets this rank leave when the state is committed next.
 
@@ -65,14 +74,18 @@ class ElasticTraining(ElasticRecovery):
         commits: how often the state was saved.
     """
 
-    def __init__(self, comm: ElasticCommunicator, stop: Callable[[], None], start: Callable[[], None]) -> None:
+    def __init__(
+        self, comm: ElasticCommunicator, stop: Callable[[], None], start: Callable[[], None]
+    ) -> None:
         super().__init__(comm)
         self._stop = stop
         self._start = start
         self._context = ExitStack()
 
     @classmethod
-    def in_this_job(cls, stop: Callable[[], None], start: Callable[[], None]) -> ElasticTraining | None:
+    def in_this_job(
+        cls, stop: Callable[[], None], start: Callable[[], None]
+    ) -> ElasticTraining | None:
         """Return the training of a job that is elastic; None in any other."""
         comm = lockstep.init()
         return cls(comm, stop, start) if isinstance(comm, ElasticCommunicator) else None
@@ -94,13 +107,17 @@ class ElasticTraining(ElasticRecovery):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         global _current
         _current = None
         self._context.__exit__(kind, error, trace)
 
-    # --- what the job wants -------------------------------------------------------------------------------------------
+    # --- what the job wants
+    # -------------------------------------------------------------------------------------------
 
     def wants_to_regroup(self) -> bool:
         """Return whether ranks are to join or to leave, as far as this rank knows.
@@ -123,7 +140,8 @@ class ElasticTraining(ElasticRecovery):
         self._client.complete()
         interrupt(self, f"commit {self.commits}")
 
-    # --- state --------------------------------------------------------------------------------------------------------
+    # --- state
+    # ----------------------------------------------------------------------------------------------
 
     def note_sync(self) -> None:
         """Note that this rank has the training's state."""
@@ -134,10 +152,13 @@ class ElasticTraining(ElasticRecovery):
         """Wait until all ranks have completed the training.
 
         Raises:
-            HorovodInternalError: a rank was lost before, so that the others go back to their last commit.
+            HorovodInternalError: a rank was lost before, so that the others go back to their last
+                commit.
         """
         if not self._client.complete():
-            raise HorovodInternalError("a rank was lost before all ranks had completed the training")
+            raise HorovodInternalError(
+                "a rank was lost before all ranks had completed the training"
+            )
 
     def regroup(self, reason: str = "", at_boundary: bool = False) -> bool:
         """Leave the group, form the next one, and start Horovod on it.
@@ -147,7 +168,8 @@ class ElasticTraining(ElasticRecovery):
             at_boundary: whether all ranks have agreed to regroup here.
 
         Returns:
-            Whether the group had to be left because the ranks of the job, or the launcher that leads it, have changed.
+            Whether the group had to be left because the ranks of the job, or the launcher that
+            leads it, have changed.
 
         Raises:
             WorkerLeft: this rank leaves the job, or the job ends.
@@ -159,14 +181,17 @@ class ElasticTraining(ElasticRecovery):
 
     def _adapt(self, view: View) -> None:
         if any(view.commits) and not view.commits[0]:
-            raise LockstepError("the ranks before one that had joined were lost before it had the training's state")
+            raise LockstepError(
+                "the ranks before one that had joined were lost before it had the training's state"
+            )
         self._stop()  # what an interrupted attempt has left
         _set_variables(self._comm)
         self._start()
 
 
 class _NoState:
-    """The state of a training whose ranks share nothing in their recovery, see `recovery.TrainingState`.
+    """The state of a training whose ranks share nothing in their recovery, see
+    `recovery.TrainingState`.
 
     Args:
         stop: ends Horovod on this rank.

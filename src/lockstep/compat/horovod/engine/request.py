@@ -1,4 +1,6 @@
-"""Requests for operations, and the message table, which tracks the ranks that have submitted each request."""
+"""Requests for operations, and the message table, which tracks the ranks that have submitted each
+request.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ __all__ = [
 ]
 
 
-# --- The message table (pure) -----------------------------------------------------------------------------------------
+# --- The message table (pure)
+# -----------------------------------------------------------------------------------------
 
 KEY_BYTES = 8
 
@@ -40,7 +43,9 @@ RequestMessage = tuple[bytes, bytes]
 """What a rank sends to the other ranks about a request: (key, digest of the signature)."""
 
 JOIN: RequestMessage = (bytes(KEY_BYTES), bytes(KEY_BYTES))
-"""The message of a rank that joins: from then on, until all ranks have joined, it submits no requests."""
+"""The message of a rank that joins: from then on, until all ranks have joined, it submits no
+requests.
+"""
 
 JOIN_KEY = JOIN[0]
 
@@ -51,8 +56,8 @@ class Response:
 
     Attributes:
         key: the key of the request; JOIN_KEY when all ranks have joined.
-        signatures: digest of the signature, by rank, for the ranks that have submitted the request. For JOIN_KEY: all
-            ranks, in the order in which they have joined.
+        signatures: digest of the signature, by rank, for the ranks that have submitted the request.
+            For JOIN_KEY: all ranks, in the order in which they have joined.
         joined: the ranks that have joined and have not submitted the request.
     """
 
@@ -69,7 +74,8 @@ class Response:
 class MessageTable:
     """The ranks that have submitted each request.
 
-    The table is the same on every rank, because every rank adds the same messages in the same order.
+    The table is the same on every rank, because every rank adds the same messages in the same
+    order.
 
     Args:
         size: the number of ranks.
@@ -87,7 +93,8 @@ class MessageTable:
             messages: the messages of each rank, by rank.
 
         Returns:
-            The responses to the requests that all ranks have submitted, in the same order on every rank.
+            The responses to the requests that all ranks have submitted, in the same order on every
+            rank.
         """
         touched: dict[bytes, None] = {}
         any_joined = False
@@ -112,15 +119,24 @@ class MessageTable:
 
     def _pop_response(self, key: bytes) -> Response:
         signatures = self._submitted.pop(key)
-        return Response(key, signatures, tuple(rank for rank in sorted(self._joined) if rank not in signatures))
+        return Response(
+            key, signatures, tuple(rank for rank in sorted(self._joined) if rank not in signatures)
+        )
 
     def missing_ranks(self, key: bytes) -> list[int]:
-        """Return the ranks that have neither joined nor, as far as this rank knows, submitted the request `key`."""
+        """Return the ranks that have neither joined nor, as far as this rank knows, submitted the
+        request `key`.
+        """
         signatures = self._submitted.get(key, {})
-        return [rank for rank in range(self._size) if rank not in signatures and rank not in self._joined]
+        return [
+            rank
+            for rank in range(self._size)
+            if rank not in signatures and rank not in self._joined
+        ]
 
 
-# --- Requests ---------------------------------------------------------------------------------------------------------
+# --- Requests
+# --------------------------------------------------------------------------------------------------
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
@@ -142,11 +158,12 @@ class Request:
         kind: the operation: "allreduce", "allgather" and so on.
         name: identifies the operation, together with `kind`, among all ranks.
         inputs: the input tensors, detached.
-        outputs: the tensors to fill, for operations whose outputs have the shapes of the inputs; may be the inputs.
+        outputs: the tensors to fill, for operations whose outputs have the shapes of the inputs;
+            may be the inputs.
         options: further arguments of the operation, by name.
         signature: what must be the same on all ranks.
-        urgent: whether the background thread negotiates the request at once, and not only when a thread waits for it
-            or enough bytes are pending.
+        urgent: whether the background thread negotiates the request at once, and not only when a
+            thread waits for it or enough bytes are pending.
         result: the result of the operation, once it has succeeded.
         error: the error of the operation, once it has failed.
         done: whether the operation has completed.

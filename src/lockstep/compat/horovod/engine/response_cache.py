@@ -1,4 +1,6 @@
-"""The response cache: cycles in which ranks only confirm a repeated operation, together with a small tensor's data."""
+"""The response cache: cycles in which ranks only confirm a repeated operation, together with a
+small tensor's data.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from .request import KEY_BYTES, Average, Request, Signature, Sum
 
 __all__ = ["ResponseCache"]
 
-# Up to this size copying the data twice is faster than one more collective (some 10 µs); measured on two cores.
+# Up to this size copying the data twice is faster than one more collective (some 10 µs); measured
+# on two cores.
 _MAX_DATA_BYTES = 64 << 10
 # Up to this number of ranks the sum of squared bytes is exact in float32.
 _MAX_RANKS = 256
@@ -26,18 +29,21 @@ CacheEntry = tuple[str, Signature]
 class ResponseCache:
     """Predicts the next operation, so that the ranks need not negotiate it in full.
 
-    When two cycles in a row have had a single operation with the same kind and signature, the next cycle is one sum
-    over all ranks instead of an exchange of messages. Each rank contributes a mark: that of its request's key if the
-    request has this kind and signature, otherwise that of no key. From the sum every rank sees whether all ranks have
-    submitted the same request. If they have not, nothing has been executed, and the ranks negotiate in full. The data
-    of a small all-reduce is summed together with the marks, so that a hit completes it. Predictions depend only on what
-    all ranks know, so that all ranks predict the same.
+    When two cycles in a row have had a single operation with the same kind and signature, the next
+    cycle is one sum over all ranks instead of an exchange of messages. Each rank contributes a
+    mark: that of its request's key if the request has this kind and signature, otherwise that of no
+    key. From the sum every rank sees whether all ranks have submitted the same request. If they
+    have not, nothing has been executed, and the ranks negotiate in full. The data of a small
+    all-reduce is summed together with the marks, so that a hit completes it. Predictions depend
+    only on what all ranks know, so that all ranks predict the same.
 
-    A mark consists of the bytes of the key and their squares, as numbers. For N ranks the sums of x and of x² equal N·x
-    and N·x² of a rank's own x only if all ranks have the same x, because only then their variance is 0.
+    A mark consists of the bytes of the key and their squares, as numbers. For N ranks the sums of x
+    and of x² equal N·x and N·x² of a rank's own x only if all ranks have the same x, because only
+    then their variance is 0.
 
     Args:
-        collectives: the collectives of the ranks; None if they do not run on the CPU: nothing is predicted then.
+        collectives: the collectives of the ranks; None if they do not run on the CPU: nothing is
+            predicted then.
         size: the number of ranks.
     """
 
@@ -63,7 +69,9 @@ class ResponseCache:
             return
         entry = request.kind, request.signature
         if entry == self._last != self._predicted:
-            self._buffer = _Buffer(request.inputs[0] if _has_small_data(request) else None, self._size)
+            self._buffer = _Buffer(
+                request.inputs[0] if _has_small_data(request) else None, self._size
+            )
             self._predicted = entry
         self._last = entry
 
@@ -79,7 +87,8 @@ class ResponseCache:
             request: the request that this rank has submitted, if it matches the prediction.
 
         Returns:
-            Whether all ranks have submitted the same request. If its data was in the buffer, it has its result.
+            Whether all ranks have submitted the same request. If its data was in the buffer, it has
+            its result.
         """
         buffer = self._buffer
         collectives = self._collectives
@@ -126,19 +135,25 @@ class _Buffer:
         self._mark[:] = self._own_mark
 
     def all_equal(self) -> bool:
-        """Return whether the summed mark shows that all ranks have contributed the mark of this rank."""
+        """Return whether the summed mark shows that all ranks have contributed the mark of this
+        rank.
+        """
         return self._mark.tobytes() == self._expected_sum
 
 
 @functools.cache
 def _marks(dtype: torch.dtype, ranks: int) -> list[bytes]:
-    """Return, for each value of a byte, the sum of its marks over `ranks` ranks: the value and its square."""
+    """Return, for each value of a byte, the sum of its marks over `ranks` ranks: the value and its
+    square.
+    """
     pair = struct.Struct("=ff" if dtype is torch.float32 else "=dd")
     return [pair.pack(ranks * byte, ranks * byte * byte) for byte in range(256)]
 
 
 def _has_small_data(request: Request) -> bool:
-    """Return whether the data of `request` fits into the buffer; the same for all requests of one signature."""
+    """Return whether the data of `request` fits into the buffer; the same for all requests of one
+    signature.
+    """
     if request.kind != "allreduce" or len(request.inputs) != 1:
         return False
     (tensor,) = request.inputs

@@ -1,4 +1,6 @@
-"""The stall inspector: ends every wait, finds ranks that are lost, and reports those that have not submitted."""
+"""The stall inspector: ends every wait, finds ranks that are lost, and reports those that have not
+submitted.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,21 @@ from lockstep.watchdog.delivery import is_transport_error
 
 from .request import JOIN_KEY, KEY_BYTES, Request
 
-__all__ = ["HostPeers", "StallInspector", "StallLimits", "StalledOps", "StatusBoard", "group_stalled"]
+__all__ = [
+    "HostPeers",
+    "StallInspector",
+    "StallLimits",
+    "StalledOps",
+    "StatusBoard",
+    "group_stalled",
+]
 
 
-# --- Ranks of this host -----------------------------------------------------------------------------------------------
+# --- Ranks of this host
+# -----------------------------------------------------------------------------------------------
 
-# A process counts as ended or stopped after so many checks in a row: this one may have been stopped itself until now.
+# A process counts as ended or stopped after so many checks in a row: this one may have been stopped
+# itself until now.
 _ENDED_CHECKS = 3
 _STOPPED_CHECKS = 10
 
@@ -52,12 +63,18 @@ class HostPeers:
     def __init__(self, comm: Communicator) -> None:
         own_host = host_key()
         processes: list[tuple[str, int]] = comm.allgather_object((own_host, os.getpid()))
-        self._pids = {rank: pid for rank, (host, pid) in enumerate(processes) if host == own_host and rank != comm.rank}
+        self._pids = {
+            rank: pid
+            for rank, (host, pid) in enumerate(processes)
+            if host == own_host and rank != comm.rank
+        }
         self._liveness: ProcessLiveness | None = None
         self._checks: Counter[tuple[str, int]] = Counter()
 
     def check(self) -> TransportError | None:
-        """Return an error if a rank has been ended or stopped for several checks; to be called again during a wait."""
+        """Return an error if a rank has been ended or stopped for several checks; to be called
+        again during a wait.
+        """
         liveness = self._liveness = self._liveness or ProcessLiveness(self._pids)
         problems = {("ended", rank) for rank in liveness.poll()} | {
             ("stopped", rank) for rank in self._pids if liveness.is_stopped(rank)
@@ -67,12 +84,17 @@ class HostPeers:
             if problem == "ended" and checks >= _ENDED_CHECKS:
                 return self.lost(rank)
             if problem == "stopped" and checks >= _STOPPED_CHECKS:
-                text = f"{self._process(rank)} is stopped, by SIGSTOP or Ctrl-Z, while other ranks wait for it"
+                text = (
+                    f"{self._process(rank)} is stopped, by SIGSTOP or Ctrl-Z, while other ranks "
+                    "wait for it"
+                )
                 return TransportError(text)
         return None
 
     def wait_for_end(self, timeout_s: float = 0.0) -> set[int]:
-        """Wait until a rank has ended, for at most `timeout_s` seconds; return the ranks that have ended."""
+        """Wait until a rank has ended, for at most `timeout_s` seconds; return the ranks that have
+        ended.
+        """
         deadline = time.monotonic() + timeout_s
         liveness = ProcessLiveness(self._pids)
         try:
@@ -84,7 +106,9 @@ class HostPeers:
 
     def lost(self, rank: int) -> RankLostError:
         """Return the error for the end of `rank`, a rank of this host."""
-        return RankLostError(rank, f"{self._process(rank)} has ended while other ranks waited for it")
+        return RankLostError(
+            rank, f"{self._process(rank)} has ended while other ranks waited for it"
+        )
 
     def reset(self) -> None:
         """Close the descriptors at the end of a wait."""
@@ -97,12 +121,14 @@ class HostPeers:
         return f"rank {rank} (process {self._pids[rank]})"
 
 
-# --- Limits and stalled operations (pure) -----------------------------------------------------------------------------
+# --- Limits and stalled operations (pure)
+# -----------------------------------------------------------------------------
 
 _MAX_NAMES = 6
 _WARN = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 _SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-# Set by `lockstep run --stall-timeout`, which takes precedence over Horovod's variable in the user's environment.
+# Set by `lockstep run --stall-timeout`, which takes precedence over Horovod's variable in the
+# user's environment.
 _RUN_TIMEOUT = "LOCKSTEP_STALL_TIMEOUT"
 
 
@@ -131,13 +157,18 @@ class StallLimits:
         if variables.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
             return cls(math.inf, math.inf)
         shutdown = _RUN_TIMEOUT if variables.get(_RUN_TIMEOUT) else _SHUTDOWN
-        return cls(_seconds(variables, _WARN, 60.0) or math.inf, _seconds(variables, shutdown, 0.0) or math.inf)
+        return cls(
+            _seconds(variables, _WARN, 60.0) or math.inf,
+            _seconds(variables, shutdown, 0.0) or math.inf,
+        )
 
 
 def _seconds(variables: Mapping[str, str], name: str, default: float) -> float:
     text = variables.get(name, "").strip()
     expected = "a number of seconds, 0 or more"
-    return arguments.parse_number(f"environment variable {name}", text or default, least=0, expected=expected)
+    return arguments.parse_number(
+        f"environment variable {name}", text or default, least=0, expected=expected
+    )
 
 
 @dataclass(frozen=True)
@@ -145,7 +176,8 @@ class StalledOps:
     """Operations that the same ranks have not submitted.
 
     Attributes:
-        missing: the ranks that have not submitted them; empty if all have, and the operations do not complete.
+        missing: the ranks that have not submitted them; empty if all have, and the operations do
+            not complete.
         names: the operations, such as "allreduce 'x'".
         waiting: the ranks that have submitted them.
         waited_s: how long the oldest of them has been pending, in seconds.
@@ -160,10 +192,16 @@ class StalledOps:
         more = len(self.names) - _MAX_NAMES
         operations = ", ".join(self.names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
         if not self.missing:
-            return f"all ranks have submitted {operations}, but no result has arrived after {self.waited_s:.0f} s"
+            return (
+                f"all ranks have submitted {operations}, but no result has arrived after "
+                f"{self.waited_s:.0f} s"
+            )
         missing = _ranks_have(self.missing)
         waiting = _ranks_have(self.waiting)
-        return f"{missing} not submitted {operations}, for which {waiting} waited {self.waited_s:.0f} s"
+        return (
+            f"{missing} not submitted {operations}, for which {waiting} waited "
+            f"{self.waited_s:.0f} s"
+        )
 
 
 def _ranks_have(ranks: Sequence[int]) -> str:
@@ -171,7 +209,11 @@ def _ranks_have(ranks: Sequence[int]) -> str:
 
 
 def group_stalled(
-    requests: Sequence[Request], now: float, submitted: Mapping[bytes, Sequence[int]], size: int, joined: Sequence[int]
+    requests: Sequence[Request],
+    now: float,
+    submitted: Mapping[bytes, Sequence[int]],
+    size: int,
+    joined: Sequence[int],
 ) -> list[StalledOps]:
     """Group `requests` by the ranks that have not submitted them.
 
@@ -198,7 +240,8 @@ def group_stalled(
     ]
 
 
-# --- The status board in the store ------------------------------------------------------------------------------------
+# --- The status board in the store
+# ------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -207,7 +250,8 @@ _STORE_TIMEOUT_S = 3.0
 
 
 class StatusBoard:
-    """Shares, through the job's store, what each rank waits for, and why the first rank has given up.
+    """Shares, through the job's store, what each rank waits for, and why the first rank has given
+    up.
 
     No method raises: without the store, ranks only know less of each other.
 
@@ -233,11 +277,15 @@ class StatusBoard:
             self._access(lambda store: store.set(str(self._rank), data.hex() or "-"), None)
 
     def waits(self) -> dict[int, set[bytes]]:
-        """Return the keys for which each rank waits, by rank, without the ranks that have not published any."""
+        """Return the keys for which each rank waits, by rank, without the ranks that have not
+        published any.
+        """
         return self._access(self._read_waits, {})
 
     def publish_reason(self, text: str) -> str:
-        """Publish why this rank gives up, unless a rank has done so before; return the reason that counts."""
+        """Publish why this rank gives up, unless a rank has done so before; return the reason that
+        counts.
+        """
         return self._access(lambda store: _set_once(store, text), text)
 
     def reason(self) -> str:
@@ -252,7 +300,9 @@ class StatusBoard:
         return waits
 
     def _access(self, call: Callable[[Any], T], default: T) -> T:
-        """Return ``call(store)``, or `default` if that fails or times out; a thread runs it, as it may hang."""
+        """Return ``call(store)``, or `default` if that fails or times out; a thread runs it, as it
+        may hang.
+        """
         results: list[T] = []
 
         def work() -> None:
@@ -272,7 +322,9 @@ class StatusBoard:
     def _open(self) -> Any:
         if self._store is None:
             store = self._default_store
-            if hasattr(store, "clone"):  # a separate connection: the program's own may be blocked in a call
+            if hasattr(
+                store, "clone"
+            ):  # a separate connection: the program's own may be blocked in a call
                 store = store.clone()
                 store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
             self._store = c10d.PrefixStore(self._prefix, store)
@@ -286,23 +338,28 @@ class StatusBoard:
 
 
 def _set_once(store: Any, text: str) -> str:
-    """Set the reason to `text` if no rank has set one, and return the one that is set; "" for `text` only reads."""
+    """Set the reason to `text` if no rank has set one, and return the one that is set; "" for
+    `text` only reads.
+    """
     if text and store.add("gave up", 1) == 1:
         store.set("reason", text)
         return text
     return str(store.get("reason").decode()) if text or store.check(["reason"]) else ""
 
 
-# --- The inspector ----------------------------------------------------------------------------------------------------
+# --- The inspector
+# --------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger("lockstep.horovod")
 
 _CHECK_INTERVAL_S = 0.1
-# Requests that are pending for less than this are not inspected; a cycle takes less than a thousandth of it.
+# Requests that are pending for less than this are not inspected; a cycle takes less than a
+# thousandth of it.
 _MIN_PENDING_S = 1.0
 # The store is accessed at one check in so many.
 _CHECKS_PER_STORE_ACCESS = 5
-# Within this time the operating system reports the end of a process whose connections have been closed.
+# Within this time the operating system reports the end of a process whose connections have been
+# closed.
 _PROCESS_END_S = 1.0
 
 
@@ -331,11 +388,15 @@ class StallInspector:
         self._abort = abort
         self._peers = HostPeers(comm)
         self._board = StatusBoard(comm)
-        self._min_pending_s = min(_MIN_PENDING_S, self._limits.warn_s / 2, self._limits.shutdown_s / 2)
+        self._min_pending_s = min(
+            _MIN_PENDING_S, self._limits.warn_s / 2, self._limits.shutdown_s / 2
+        )
         self._checks = 0  # since the wait began
         self._warned: set[Request] = set()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lockstep horovod monitor", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="lockstep horovod monitor", daemon=True
+        )
         if debug_rank() is None:  # a rank in a debugger may be stopped for any time
             self._thread.start()
 
@@ -352,13 +413,18 @@ class StallInspector:
         self._board.publish_reason(text)
 
     def find_cause(self, error: BaseException) -> BaseException:
-        """Return the cause of an error of a cycle: the reason that another rank has published, or the end of a rank.
+        """Return the cause of an error of a cycle: the reason that another rank has published, or
+        the end of a rank.
 
         An error of this rank itself is published and returned.
         """
-        if not isinstance(error, Exception) or (isinstance(error, LockstepError) and error.report_json):
+        if not isinstance(error, Exception) or (
+            isinstance(error, LockstepError) and error.report_json
+        ):
             return error
-        if isinstance(error, MembershipChangedError):  # in an elastic job, whose launcher knows who is lost
+        if isinstance(
+            error, MembershipChangedError
+        ):  # in an elastic job, whose launcher knows who is lost
             return error
         if not is_transport_error(error):
             self._board.publish_reason(f"rank {self._rank}: {type(error).__name__}: {error}")
@@ -380,12 +446,20 @@ class StallInspector:
         while not self._stop.wait(_CHECK_INTERVAL_S):
             try:
                 self._inspect()
-            except (OSError, ValueError, RuntimeError):  # the host is short of a resource; the next check tries again
+            except (
+                OSError,
+                ValueError,
+                RuntimeError,
+            ):  # the host is short of a resource; the next check tries again
                 continue
 
     def _inspect(self) -> None:
         now = time.monotonic()
-        pending = [request for request in self._pending() if now - request.submitted_at >= self._min_pending_s]
+        pending = [
+            request
+            for request in self._pending()
+            if now - request.submitted_at >= self._min_pending_s
+        ]
         if not pending:
             self._reset()
             return
@@ -410,10 +484,15 @@ class StallInspector:
 
     def _check_limits(self, pending: Sequence[Request], now: float) -> None:
         waits = [request for request in pending if request.kind != "join"]
-        overdue = [request for request in waits if now - request.submitted_at >= self._limits.shutdown_s]
+        overdue = [
+            request for request in waits if now - request.submitted_at >= self._limits.shutdown_s
+        ]
         if overdue:
             (first, *_) = self._stalled(overdue, now)
-            limit = f"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS makes this an error after {self._limits.shutdown_s:g} s"
+            limit = (
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS makes this an error after "
+                f"{self._limits.shutdown_s:g} s"
+            )
             self._publish_and_abort(StallError(f"{first}. {limit}", first.missing))
             return
         slow = [request for request in waits if now - request.submitted_at >= self._limits.warn_s]
@@ -422,7 +501,9 @@ class StallInspector:
             self._warned.update(new)
             for stalled in self._stalled(new, now):
                 if self._rank == min(stalled.waiting):  # one of the waiting ranks logs it
-                    _log.warning("%s. It may be busy, have ended, or call other operations.", stalled)
+                    _log.warning(
+                        "%s. It may be busy, have ended, or call other operations.", stalled
+                    )
 
     def _stalled(self, requests: Sequence[Request], now: float) -> list[StalledOps]:
         waits = self._board.waits()
@@ -430,7 +511,9 @@ class StallInspector:
         submitted = {}
         for request in requests:
             missing = self._missing_ranks(request.key)
-            ranks = [r for r in range(self._size) if r not in missing or request.key in waits.get(r, ())]
+            ranks = [
+                r for r in range(self._size) if r not in missing or request.key in waits.get(r, ())
+            ]
             submitted[request.key] = sorted({*ranks, self._rank})
         joined = [rank for rank, keys in waits.items() if JOIN_KEY in keys]
         return group_stalled(requests, now, submitted, self._size, joined)

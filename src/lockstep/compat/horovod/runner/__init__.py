@@ -1,4 +1,6 @@
-"""``horovod.run``: runs a function on several ranks, for programs and notebooks that start a job themselves."""
+"""``horovod.run``: runs a function on several ranks, for programs and notebooks that start a job
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,26 @@ __all__ = ["run"]
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", socket.gethostname())
 _REJECTED = ("hostfile", "host_discovery_script", "executable")
-# fmt: off
 _IGNORED = (
-    "min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range", "start_timeout",
-    "ssh_port", "ssh_identity_file", "disable_cache", "output_filename", "verbose", "use_gloo", "use_mpi", "mpi_args",
-    "network_interface", "network_interfaces",
+    "min_num_proc",
+    "max_num_proc",
+    "min_np",
+    "max_np",
+    "slots",
+    "reset_limit",
+    "cooldown_range",
+    "start_timeout",
+    "ssh_port",
+    "ssh_identity_file",
+    "disable_cache",
+    "output_filename",
+    "verbose",
+    "use_gloo",
+    "use_mpi",
+    "mpi_args",
+    "network_interface",
+    "network_interfaces",
 )
-# fmt: on
 
 
 def run(
@@ -35,9 +50,11 @@ def run(
     hosts: str | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Run ``func(*args, **kwargs)`` on `num_proc` ranks on this host, and return their results in rank order.
+    """Run ``func(*args, **kwargs)`` on `num_proc` ranks on this host, and return their results in
+    rank order.
 
-    The function and its results are pickled by cloudpickle. The function calls ``hvd.init()`` itself.
+    The function and its results are pickled by cloudpickle. The function calls ``hvd.init()``
+    itself.
 
     Args:
         func: the function to run.
@@ -46,23 +63,30 @@ def run(
         num_proc: number of ranks.
         np: the former name of `num_proc`.
         hosts: ``localhost:4`` or None; functions are not sent to other hosts.
-        options: further options of Horovod. They are accepted and ignored, except those that select other hosts or
-            another executable.
+        options: further options of Horovod. They are accepted and ignored, except those that select
+            other hosts or another executable.
 
     Raises:
-        ConfigError: a ValueError, for such an option, for one that Horovod does not have, and as `lockstep.launch`.
+        ConfigError: a ValueError, for such an option, for one that Horovod does not have, and as
+            `lockstep.launch`.
         WorkerError: as `lockstep.launch`, for the rank that failed first.
     """
     hint = "`lockstep horovodrun` starts programs on several hosts."
-    if hosts is not None and any(host.name not in _LOCAL_NAMES for host in parse_hosts(hosts, "hosts")):
+    if hosts is not None and any(
+        host.name not in _LOCAL_NAMES for host in parse_hosts(hosts, "hosts")
+    ):
         raise ConfigError("hosts", "this host, on which the ranks of a function run", hosts, hint)
     for name in _REJECTED:
         if options.get(name) is not None:
-            raise ConfigError(name, "None: the ranks of a function run on this host", options[name], hint)
+            raise ConfigError(
+                name, "None: the ranks of a function run on this host", options[name], hint
+            )
     for name in set(options) - {*_REJECTED, *_IGNORED}:
         raise ConfigError("options", "those of horovod.run", found=f"{name}={options[name]!r}")
     workers = num_proc if np is None else np
-    results: list[Any] = lockstep.launch(_run_rank, func, tuple(args), dict(kwargs or {}), workers=workers)
+    results: list[Any] = lockstep.launch(
+        _run_rank, func, tuple(args), dict(kwargs or {}), workers=workers
+    )
     return results
 
 

@@ -35,19 +35,26 @@ __all__ = [
 ]
 
 
-# --- Requests for reductions ------------------------------------------------------------------------------------------
+# --- Requests for reductions
+# ------------------------------------------------------------------------------------------
 
 Tensors = Sequence[torch.Tensor]
 
 ReductionOptions = dict[str, Any]
-"""The options of a request for a reduction: op, prescale_factor and postscale_factor, in this order."""
+"""The options of a request for a reduction: op, prescale_factor and postscale_factor, in this
+order.
+"""
 
 
 class UnsupportedOpError(ConfigError, NotImplementedError):
-    """An operation does not support an `op`; a ValueError, and a RuntimeError, which Horovod's programs catch."""
+    """An operation does not support an `op`; a ValueError, and a RuntimeError, which Horovod's
+    programs catch.
+    """
 
 
-def reduction_options(op: int | None, average: bool | None, prescale: float, postscale: float) -> ReductionOptions:
+def reduction_options(
+    op: int | None, average: bool | None, prescale: float, postscale: float
+) -> ReductionOptions:
     """Return the options of a request for a reduction, from Horovod's arguments.
 
     Raises:
@@ -55,7 +62,11 @@ def reduction_options(op: int | None, average: bool | None, prescale: float, pos
     """
     if average is not None:
         if op is not None:
-            raise ConfigError("average", "one of op and average", found=f"both, op={op_text(op)} and average={average}")
+            raise ConfigError(
+                "average",
+                "one of op and average",
+                found=f"both, op={op_text(op)} and average={average}",
+            )
         op = Average if average else Sum
     op = Average if op is None else op
     if op not in range(len(OP_NAMES)):
@@ -75,7 +86,9 @@ def op_text(op: Any) -> str:
     return f"hvd.{OP_NAMES[op]}" if op in range(len(OP_NAMES)) else repr(op)
 
 
-def _allreduce_request(tensors: Tensors, outputs: Tensors, name: str | None, options: ReductionOptions) -> Request:
+def _allreduce_request(
+    tensors: Tensors, outputs: Tensors, name: str | None, options: ReductionOptions
+) -> Request:
     """Return the request for an all-reduce of `tensors` into `outputs`.
 
     Raises:
@@ -105,7 +118,9 @@ def _check_dtype(dtype: torch.dtype, op: int) -> None:
         raise ConfigError("tensor", f"a dtype for which hvd.{OP_NAMES[op]} is defined", dtype, hint)
 
 
-def reducescatter_request(tensors: Tensors, name: str | None, op: int, prescale: float, postscale: float) -> Request:
+def reducescatter_request(
+    tensors: Tensors, name: str | None, op: int, prescale: float, postscale: float
+) -> Request:
     """Return the request for a reduce-scatter.
 
     Raises:
@@ -122,7 +137,8 @@ def reducescatter_request(tensors: Tensors, name: str | None, op: int, prescale:
     return Request("reducescatter", name or "", tensors, (), options, signature)
 
 
-# --- All-reduces ------------------------------------------------------------------------------------------------------
+# --- All-reduces
+# --------------------------------------------------------------------------------------------------
 
 
 def allreduce(
@@ -135,14 +151,17 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the reduction of `tensor` over all ranks. Gradients flow through it; `tensor` is not modified.
+    """Return the reduction of `tensor` over all ranks. Gradients flow through it; `tensor` is not
+    modified.
 
     Args:
         tensor: a tensor of the same shape and dtype on all ranks.
         average: deprecated: True for op=Average, False for op=Sum.
-        name: the name of the operation, the same on all ranks; None for one from the number of such calls.
+        name: the name of the operation, the same on all ranks; None for one from the number of such
+            calls.
         compression: a class with `compress` and `decompress`.
-        op: Average, Sum, Adasum, Min, Max or Product; None for Average. Averages of integers are truncated.
+        op: Average, Sum, Adasum, Min, Max or Product; None for Average. Averages of integers are
+            truncated.
         prescale_factor: multiplies `tensor` before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks.
@@ -169,7 +188,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Return the reductions of several tensors, in one operation under one name; see `allreduce`."""
+    """Return the reductions of several tensors, in one operation under one name; see
+    `allreduce`.
+    """
     handles.checked_group(tensors)
     compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
     options = reduction_options(op, average, prescale_factor, postscale_factor)
@@ -218,7 +239,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an `allreduce`, and return its handle; `tensor` must not be modified until it has completed."""
+    """Start an `allreduce`, and return its handle; `tensor` must not be modified until it has
+    completed.
+    """
     options = reduction_options(op, average, prescale_factor, postscale_factor)
     detached = handles.checked_tensor(tensor)
     request = _allreduce_request([detached], [torch.empty_like(detached)], name, options)
@@ -250,7 +273,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `grouped_allreduce`, and return its handle, for which `synchronize` returns a tuple."""
+    """Start a `grouped_allreduce`, and return its handle, for which `synchronize` returns a
+    tuple.
+    """
     options = reduction_options(op, average, prescale_factor, postscale_factor)
     detached = handles.checked_group(tensors)
     outputs = [torch.empty_like(tensor) for tensor in detached]
@@ -266,21 +291,26 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `grouped_allreduce_`, and return its handle, for which `synchronize` returns a tuple."""
+    """Start a `grouped_allreduce_`, and return its handle, for which `synchronize` returns a
+    tuple.
+    """
     options = reduction_options(op, average, prescale_factor, postscale_factor)
     detached = handles.checked_group(tensors)
     request = _allreduce_request(detached, detached, name, options)
     return handles.submit(process_set, request, lambda _: tuple(tensors))
 
 
-def start_gradient_allreduce(tensors: Tensors, name: str, op: int, predivide: float, process_set: ProcessSet) -> int:
+def start_gradient_allreduce(
+    tensors: Tensors, name: str, op: int, predivide: float, process_set: ProcessSet
+) -> int:
     """Start a `grouped_allreduce_` of gradients, and return its handle; the request is not urgent.
 
     Args:
         tensors: tensors that do not require gradients.
         name: the name of the operation.
         op: the reduction.
-        predivide: for Average, the gradients are divided by it before the sum, and multiplied by it after.
+        predivide: for Average, the gradients are divided by it before the sum, and multiplied by it
+            after.
         process_set: the ranks.
     """
     options = reduction_options(op, None, 1.0 / predivide, predivide)
@@ -295,7 +325,9 @@ def _allreduce_group(
     def forward(inputs: Tensors) -> list[torch.Tensor]:
         detached = handles.checked_group(inputs)
         outputs = [torch.empty_like(tensor) for tensor in detached]
-        results: list[torch.Tensor] = handles.run(process_set, _allreduce_request(detached, outputs, name, options))
+        results: list[torch.Tensor] = handles.run(
+            process_set, _allreduce_request(detached, outputs, name, options)
+        )
         return results
 
     def backward(gradients: Tensors) -> list[torch.Tensor]:

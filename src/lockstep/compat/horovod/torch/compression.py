@@ -10,7 +10,9 @@ __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "Non
 
 
 class Compressor:
-    """The interface of the argument `compression`; any class with these two methods can be passed."""
+    """The interface of the argument `compression`; any class with these two methods can be
+    passed.
+    """
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -42,7 +44,9 @@ class _CastCompressor(Compressor):
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return a floating-point tensor cast to `dtype`, other tensors unchanged; the context is the old dtype."""
+        """Return a floating-point tensor cast to `dtype`, other tensors unchanged; the context is
+        the old dtype.
+        """
         return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod

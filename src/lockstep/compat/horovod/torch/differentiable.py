@@ -14,7 +14,8 @@ Operation = Callable[[Tensors], list[torch.Tensor]]
 
 
 def differentiable(forward: Operation, backward: Operation, tensors: Tensors) -> list[torch.Tensor]:
-    """Return ``forward(tensors)``, and let gradients flow through it if autograd records operations on `tensors`.
+    """Return ``forward(tensors)``, and let gradients flow through it if autograd records operations
+    on `tensors`.
 
     Args:
         forward: the operation.
@@ -35,4 +36,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None, *ctx.backward_operation([gradient.contiguous() for gradient in gradients])
+        return (
+            None,
+            None,
+            *ctx.backward_operation([gradient.contiguous() for gradient in gradients]),
+        )

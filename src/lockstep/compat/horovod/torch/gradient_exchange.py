@@ -1,16 +1,19 @@
-"""How the gradients of a `DistributedOptimizer` reach the other ranks: compressed, dense or sparse, and by name.
+"""How the gradients of a `DistributedOptimizer` reach the other ranks: compressed, dense or sparse,
+and by name.
 
-The optimizer is an adapter of `lockstep.parallel.reducer.Reducer`, which knows which gradients are complete, sends them
-while the backward pass runs, and puts the results into ``.grad``. Only the exchange is Horovod's own. It goes through
-the engine, and not straight over a process group as that of the reducer, for three promises of Horovod's:
+The optimizer is an adapter of `lockstep.parallel.reducer.Reducer`, which knows which gradients are
+complete, sends them while the backward pass runs, and puts the results into ``.grad``. Only the
+exchange is Horovod's own. It goes through the engine, and not straight over a process group as that
+of the reducer, for three promises of Horovod's:
 
-- `hvd.join`: a rank without further batches takes part in the reductions of the others, of which it only learns from
-  what they announce. So a rank cannot know in advance which gradients come next.
-- Ranks may call operations in different orders: the steps of two optimizers, or reductions of gradients and other
-  operations in between. The engine finds by name what belongs together; a process group needs one order.
-- A gradient that differs in shape, dtype or reduction, or that a rank does not submit, is named in an error, in the
-  warning of the stall check and in the timeline. So each gradient, or group, is a bucket of its own; the engine fuses
-  those that are complete on all ranks.
+- `hvd.join`: a rank without further batches takes part in the reductions of the others, of which it
+  only learns from what they announce. So a rank cannot know in advance which gradients come next.
+- Ranks may call operations in different orders: the steps of two optimizers, or reductions of
+  gradients and other operations in between. The engine finds by name what belongs together; a
+  process group needs one order.
+- A gradient that differs in shape, dtype or reduction, or that a rank does not submit, is named in
+  an error, in the warning of the stall check and in the timeline. So each gradient, or group, is a
+  bucket of its own; the engine fuses those that are complete on all ranks.
 """
 
 from __future__ import annotations
@@ -42,9 +45,11 @@ class Reduction:
         compression: a class with `compress` and `decompress`.
         process_set: the ranks.
         op: Average, Sum or Adasum.
-        predivide: for Average, gradients are divided by it before the sum, and multiplied by it after.
+        predivide: for Average, gradients are divided by it before the sum, and multiplied by it
+            after.
         sparse_as_dense: whether sparse gradients are reduced as dense ones.
-        sparse_dims: the number of sparse dimensions, for the parameters that have had a sparse gradient.
+        sparse_dims: the number of sparse dimensions, for the parameters that have had a sparse
+            gradient.
         left_out: whether gradients of this step were complete while there was no other rank.
     """
 
@@ -58,23 +63,29 @@ class Reduction:
     left_out: bool = False
 
     def is_alone(self) -> bool:
-        """Return whether there is no other rank; in an elastic job that may change between two steps."""
+        """Return whether there is no other rank; in an elastic job that may change between two
+        steps.
+        """
         return not self.process_set.included() or self.process_set.size() == 1
 
     def refuse_further_pass(self) -> None:
-        """Refuse a gradient that comes after the last backward pass of a step; a single rank may make any number."""
+        """Refuse a gradient that comes after the last backward pass of a step; a single rank may
+        make any number.
+        """
         if not self.is_alone():
             raise AssertionError(
-                "gradients were computed more than backward_passes_per_step times before step() or synchronize(). "
-                "Increase backward_passes_per_step to accumulate gradients over several passes."
+                "gradients were computed more than backward_passes_per_step times before step() "
+                "or synchronize(). Increase backward_passes_per_step to accumulate gradients over "
+                "several passes."
             )
 
 
 class EngineExchange:
-    """Reduces the gradients of one bucket in one operation of the engine, under the name of its first parameter.
+    """Reduces the gradients of one bucket in one operation of the engine, under the name of its
+    first parameter.
 
-    If one of them is sparse, each is reduced by itself. A missing gradient is one of zeros. Results are in the tensors
-    that the gradients are in already.
+    If one of them is sparse, each is reduced by itself. A missing gradient is one of zeros. Results
+    are in the tensors that the gradients are in already.
 
     Args:
         bucket: the bucket.
@@ -92,11 +103,19 @@ class EngineExchange:
             self._reduction.left_out = True
             return
         ((_, of_rank),) = partial_sums
-        gradients = [self._present(p, gradient) for p, gradient in zip(self._parameters, of_rank, strict=True)]
-        if any(gradient.is_sparse for gradient in gradients) and not self._reduction.sparse_as_dense:
+        gradients = [
+            self._present(p, gradient)
+            for p, gradient in zip(self._parameters, of_rank, strict=True)
+        ]
+        if (
+            any(gradient.is_sparse for gradient in gradients)
+            and not self._reduction.sparse_as_dense
+        ):
             pairs = zip(self._parameters, gradients, strict=True)
             self._pending = [
-                self._start_sparse(p, gradient) if gradient.is_sparse else self._start_dense([p], [gradient])
+                self._start_sparse(p, gradient)
+                if gradient.is_sparse
+                else self._start_dense([p], [gradient])
                 for p, gradient in pairs
             ]
         else:
@@ -115,23 +134,37 @@ class EngineExchange:
         self, parameters: Sequence[Parameter], gradients: list[torch.Tensor]
     ) -> Callable[[], list[torch.Tensor]]:
         reduction = self._reduction
-        dense = [gradient.to_dense() if gradient.is_sparse else gradient.detach() for gradient in gradients]
-        compressed, ctxs = zip(*(reduction.compression.compress(tensor) for tensor in dense), strict=True)
+        dense = [
+            gradient.to_dense() if gradient.is_sparse else gradient.detach()
+            for gradient in gradients
+        ]
+        compressed, ctxs = zip(
+            *(reduction.compression.compress(tensor) for tensor in dense), strict=True
+        )
         name = reduction.names[parameters[0]]
-        handle = start_gradient_allreduce(compressed, name, reduction.op, reduction.predivide, reduction.process_set)
+        handle = start_gradient_allreduce(
+            compressed, name, reduction.op, reduction.predivide, reduction.process_set
+        )
 
         def finish() -> list[torch.Tensor]:
             reduced = [
                 reduction.compression.decompress(tensor, ctx)
                 for tensor, ctx in zip(synchronize(handle), ctxs, strict=True)
             ]
-            return [_stored_as(gradient, tensor) for gradient, tensor in zip(gradients, reduced, strict=True)]
+            return [
+                _stored_as(gradient, tensor)
+                for gradient, tensor in zip(gradients, reduced, strict=True)
+            ]
 
         return finish
 
-    def _start_sparse(self, p: Parameter, gradient: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+    def _start_sparse(
+        self, p: Parameter, gradient: torch.Tensor
+    ) -> Callable[[], list[torch.Tensor]]:
         reduction = self._reduction
-        wait = start_sparse_allreduce(gradient, reduction.names[p], reduction.op, reduction.process_set, urgent=False)
+        wait = start_sparse_allreduce(
+            gradient, reduction.names[p], reduction.op, reduction.process_set, urgent=False
+        )
         return lambda: [wait().coalesce()]
 
     def add_up(self) -> None:

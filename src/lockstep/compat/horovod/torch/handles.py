@@ -51,10 +51,12 @@ def run(process_set: ProcessSet, request: Request) -> Any:
 
 
 def poll(handle: int) -> bool:
-    """Return whether an asynchronous operation has completed, so that `synchronize` would return at once.
+    """Return whether an asynchronous operation has completed, so that `synchronize` would return at
+    once.
 
     Args:
-        handle: the handle of the operation; True is returned for one that has been synchronized or does not exist.
+        handle: the handle of the operation; True is returned for one that has been synchronized or
+            does not exist.
     """
     if handle not in _pending:
         return True
@@ -66,7 +68,8 @@ def synchronize(handle: int) -> Any:
     """Wait for an asynchronous operation, and return its result.
 
     Args:
-        handle: the handle of the operation; None is returned for one that has been synchronized or does not exist.
+        handle: the handle of the operation; None is returned for one that has been synchronized or
+            does not exist.
 
     Raises:
         HorovodInternalError: the operation could not be executed.
@@ -91,7 +94,8 @@ def checked_tensor(tensor: Any, argument: str = "tensor") -> torch.Tensor:
 
 
 def checked_group(tensors: Any) -> list[torch.Tensor]:
-    """Check that `tensors` is a non-empty list of dense tensors on one device, and return them detached.
+    """Check that `tensors` is a non-empty list of dense tensors on one device, and return them
+    detached.
 
     Raises:
         ConfigError: it is not.
@@ -102,7 +106,9 @@ def checked_group(tensors: Any) -> list[torch.Tensor]:
     detached = [checked_tensor(tensor, f"tensors[{index}]") for index, tensor in enumerate(tensors)]
     devices = {tensor.device for tensor in detached}
     if len(devices) > 1:
-        raise ConfigError("tensors", "tensors on one device", found=", ".join(sorted(map(str, devices))))
+        raise ConfigError(
+            "tensors", "tensors on one device", found=", ".join(sorted(map(str, devices)))
+        )
     return detached
 
 
@@ -113,18 +119,23 @@ def check_dimensions(tensor: torch.Tensor) -> None:
         ConfigError: it has none.
     """
     if not tensor.dim():
-        raise ConfigError("tensor", "at least one dimension", found="none", hint="Use tensor.reshape(1).")
+        raise ConfigError(
+            "tensor", "at least one dimension", found="none", hint="Use tensor.reshape(1)."
+        )
 
 
 def tensor_signature(tensors: Sequence[torch.Tensor], skip_dims: int = 0) -> Signature:
-    """Return the part of a request's signature that describes its tensors: dtypes, shapes and device type.
+    """Return the part of a request's signature that describes its tensors: dtypes, shapes and
+    device type.
 
     Args:
         tensors: the tensor of an operation, or those of a grouped one.
         skip_dims: how many leading dimensions may differ between ranks: 0 or 1.
     """
     label = "shape but for the first dimension" if skip_dims else "shape"
-    device = "cpu" if tensors[0].is_cpu else tensors[0].device.type  # torch creates an object for each `device`
+    device = (
+        "cpu" if tensors[0].is_cpu else tensors[0].device.type
+    )  # torch creates an object for each `device`
     if len(tensors) == 1:
         (tensor,) = tensors
         return ("dtype", tensor.dtype), (label, tuple(tensor.shape[skip_dims:])), ("device", device)

@@ -128,7 +128,8 @@ __all__ = [
 Tensors = Sequence[torch.Tensor]
 
 
-# --- All-gathers ------------------------------------------------------------------------------------------------------
+# --- All-gathers
+# --------------------------------------------------------------------------------------------------
 
 
 def allgather(
@@ -136,12 +137,14 @@ def allgather(
 ) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated along the first dimension.
 
-    Gradients flow through it: the gradient of a rank's rows is the average of the gradients that the ranks have for
-    these rows.
+    Gradients flow through it: the gradient of a rank's rows is the average of the gradients that
+    the ranks have for these rows.
 
     Args:
-        tensor: a tensor of the same dtype and, but for the first dimension, the same shape on all ranks.
-        name: the name of the operation, the same on all ranks; None for one from the number of such calls.
+        tensor: a tensor of the same dtype and, but for the first dimension, the same shape on all
+            ranks.
+        name: the name of the operation, the same on all ranks; None for one from the number of such
+            calls.
         process_set: the ranks.
 
     Raises:
@@ -161,16 +164,23 @@ def grouped_allgather(
         return outputs
 
     def backward(gradients: Tensors) -> list[torch.Tensor]:
-        counts = allgather(torch.tensor([[len(tensor) for tensor in tensors]]), process_set=process_set)
+        counts = allgather(
+            torch.tensor([[len(tensor) for tensor in tensors]]), process_set=process_set
+        )
         means = grouped_allreduce(list(gradients), op=Average, process_set=process_set)
         starts = counts[: process_set.rank()].sum(0).tolist()
-        return [mean.narrow(0, start, len(tensor)) for mean, start, tensor in zip(means, starts, tensors, strict=True)]
+        return [
+            mean.narrow(0, start, len(tensor))
+            for mean, start, tensor in zip(means, starts, tensors, strict=True)
+        ]
 
     handles.checked_group(tensors)
     return differentiable(forward, backward, tensors)
 
 
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Start an `allgather`, and return its handle."""
     return handles.submit(process_set, _allgather_request([tensor], name), handles.single_result)
 
@@ -178,7 +188,9 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a `grouped_allgather`, and return its handle, for which `synchronize` returns a tuple."""
+    """Start a `grouped_allgather`, and return its handle, for which `synchronize` returns a
+    tuple.
+    """
     return handles.submit(process_set, _allgather_request(tensors, name), tuple)
 
 
@@ -186,24 +198,31 @@ def _allgather_request(tensors: Tensors, name: str | None) -> Request:
     detached = handles.checked_group(tensors)
     for tensor in detached:
         handles.check_dimensions(tensor)
-    return Request("allgather", name or "", detached, signature=handles.tensor_signature(detached, skip_dims=1))
+    return Request(
+        "allgather", name or "", detached, signature=handles.tensor_signature(detached, skip_dims=1)
+    )
 
 
-# --- Broadcasts -------------------------------------------------------------------------------------------------------
+# --- Broadcasts
+# --------------------------------------------------------------------------------------------------
 
 
 def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Return a copy of the tensor of rank `root_rank`.
 
-    Gradients flow through it: the gradient of the root's tensor is the average of the gradients of all ranks; those of
-    the other tensors are zeros.
+    Gradients flow through it: the gradient of the root's tensor is the average of the gradients of
+    all ranks; those of the other tensors are zeros.
 
     Args:
         tensor: a tensor of the same shape and dtype on all ranks; it is not modified.
         root_rank: a global rank, also for a process set.
-        name: the name of the operation, the same on all ranks; None for one from the number of such calls.
+        name: the name of the operation, the same on all ranks; None for one from the number of such
+            calls.
         process_set: the ranks.
 
     Raises:
@@ -213,7 +232,9 @@ def broadcast(
 
     def forward(inputs: Tensors) -> list[torch.Tensor]:
         detached = handles.checked_tensor(inputs[0])
-        request = _broadcast_request(detached, torch.empty_like(detached), root_rank, name, process_set)
+        request = _broadcast_request(
+            detached, torch.empty_like(detached), root_rank, name, process_set
+        )
         outputs: list[torch.Tensor] = handles.run(process_set, request)
         return outputs
 
@@ -229,7 +250,10 @@ def broadcast(
 
 
 def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Broadcast `tensor` in place, and return it; see `broadcast`."""
     detached = handles.checked_tensor(tensor)
@@ -238,7 +262,10 @@ def broadcast_(
 
 
 def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a `broadcast`, and return its handle."""
     detached = handles.checked_tensor(tensor)
@@ -247,7 +274,10 @@ def broadcast_async(
 
 
 def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start a `broadcast_`, and return its handle."""
     detached = handles.checked_tensor(tensor)
@@ -256,14 +286,19 @@ def broadcast_async_(
 
 
 def _broadcast_request(
-    tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    tensor: torch.Tensor,
+    output: torch.Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
 ) -> Request:
     root = checked_process_set(process_set).root_of(root_rank)
     signature = (("root rank", root_rank), *handles.tensor_signature([tensor]))
     return Request("broadcast", name or "", [tensor], [output], {"root": root}, signature)
 
 
-# --- All-to-alls ------------------------------------------------------------------------------------------------------
+# --- All-to-alls
+# --------------------------------------------------------------------------------------------------
 
 
 def alltoall(
@@ -272,17 +307,20 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the rows that all ranks send to this one, concatenated in rank order. Gradients flow through it.
+    """Return the rows that all ranks send to this one, concatenated in rank order. Gradients flow
+    through it.
 
     Args:
-        tensor: the rows to send, in the order of the receiving ranks; the dtype and, but for the first dimension, the
-            shape are the same on all ranks.
+        tensor: the rows to send, in the order of the receiving ranks; the dtype and, but for the
+            first dimension, the shape are the same on all ranks.
         splits: how many rows to send to each rank; None for the same number to each.
-        name: the name of the operation, the same on all ranks; None for one from the number of such calls.
+        name: the name of the operation, the same on all ranks; None for one from the number of such
+            calls.
         process_set: the ranks.
 
     Returns:
-        A tensor; if `splits` is given, a tuple of the tensor and the number of rows received from each rank.
+        A tensor; if `splits` is given, a tuple of the tensor and the number of rows received from
+        each rank.
 
     Raises:
         ConfigError: a ValueError, for rows that cannot be split this way.
@@ -291,7 +329,9 @@ def alltoall(
     received_splits: list[torch.Tensor] = []
 
     def forward(inputs: Tensors) -> list[torch.Tensor]:
-        output, counts = handles.run(process_set, _alltoall_request(inputs[0], splits, name, process_set))
+        output, counts = handles.run(
+            process_set, _alltoall_request(inputs[0], splits, name, process_set)
+        )
         received_splits.append(_counts_as_tensor(counts, splits))
         return [output]
 
@@ -309,13 +349,20 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an `alltoall`, and return its handle, for which `synchronize` returns tensor and received splits."""
+    """Start an `alltoall`, and return its handle, for which `synchronize` returns tensor and
+    received splits.
+    """
     request = _alltoall_request(tensor, splits, name, process_set)
-    return handles.submit(process_set, request, lambda result: (result[0], _counts_as_tensor(result[1], splits)))
+    return handles.submit(
+        process_set, request, lambda result: (result[0], _counts_as_tensor(result[1], splits))
+    )
 
 
 def _alltoall_request(
-    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None,
+    name: str | None,
+    process_set: ProcessSet,
 ) -> Request:
     detached = handles.checked_tensor(tensor)
     handles.check_dimensions(detached)
@@ -328,10 +375,14 @@ def _split_counts(rows: int, splits: torch.Tensor | Sequence[int] | None, size: 
     if splits is None:
         if rows % size:
             hint = "Or pass the number of rows for each rank as splits."
-            raise ConfigError("tensor", f"a number of rows that is divisible by {size} ranks", rows, hint)
+            raise ConfigError(
+                "tensor", f"a number of rows that is divisible by {size} ranks", rows, hint
+            )
         return [rows // size] * size
     if isinstance(splits, torch.Tensor) and (splits.is_floating_point() or splits.dim() != 1):
-        raise ConfigError("splits", "a vector of integers", found=f"{splits.dtype} of shape {tuple(splits.shape)}")
+        raise ConfigError(
+            "splits", "a vector of integers", found=f"{splits.dtype} of shape {tuple(splits.shape)}"
+        )
     expected = f"{size} whole numbers, one for each rank, with the sum {rows}"
     given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
     counts = [arguments.whole("splits", count, least=0, expected=expected) for count in given]
@@ -340,14 +391,17 @@ def _split_counts(rows: int, splits: torch.Tensor | Sequence[int] | None, size: 
     return counts
 
 
-def _counts_as_tensor(counts: list[int], splits: torch.Tensor | Sequence[int] | None) -> torch.Tensor:
+def _counts_as_tensor(
+    counts: list[int], splits: torch.Tensor | Sequence[int] | None
+) -> torch.Tensor:
     """Return `counts` as a tensor with the dtype and device of `splits`, if that is a tensor."""
     if isinstance(splits, torch.Tensor):
         return torch.tensor(counts, dtype=splits.dtype, device=splits.device)
     return torch.tensor(counts, dtype=torch.int32)
 
 
-# --- Reduce-scatters --------------------------------------------------------------------------------------------------
+# --- Reduce-scatters
+# --------------------------------------------------------------------------------------------------
 
 
 def reducescatter(
@@ -361,11 +415,14 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this rank's rows of the reduction of `tensor`; the first ranks get the remaining rows.
 
-    Gradients flow through it. Arguments and errors are those of `allreduce`; `op` is Average or Sum.
+    Gradients flow through it. Arguments and errors are those of `allreduce`; `op` is Average or
+    Sum.
     """
     handles.checked_tensor(tensor)
     compressed, ctx = compression.compress(tensor)
-    (reduced,) = _reducescatter_group([compressed], name, op, process_set, prescale_factor, postscale_factor)
+    (reduced,) = _reducescatter_group(
+        [compressed], name, op, process_set, prescale_factor, postscale_factor
+    )
     out: torch.Tensor = compression.decompress(reduced, ctx)
     return out
 
@@ -382,7 +439,9 @@ def grouped_reducescatter(
     """Reduce and scatter several tensors, in one operation under one name; see `reducescatter`."""
     handles.checked_group(tensors)
     compressed, ctxs = zip(*(compression.compress(tensor) for tensor in tensors), strict=True)
-    reduced = _reducescatter_group(compressed, name, op, process_set, prescale_factor, postscale_factor)
+    reduced = _reducescatter_group(
+        compressed, name, op, process_set, prescale_factor, postscale_factor
+    )
     return [compression.decompress(tensor, ctx) for tensor, ctx in zip(reduced, ctxs, strict=True)]
 
 
@@ -395,7 +454,9 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a `reducescatter`, and return its handle."""
-    request = reducescatter_request([handles.checked_tensor(tensor)], name, op, prescale_factor, postscale_factor)
+    request = reducescatter_request(
+        [handles.checked_tensor(tensor)], name, op, prescale_factor, postscale_factor
+    )
     return handles.submit(process_set, request, handles.single_result)
 
 
@@ -407,28 +468,43 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a `grouped_reducescatter`, and return its handle, for which `synchronize` returns a tuple."""
-    request = reducescatter_request(handles.checked_group(tensors), name, op, prescale_factor, postscale_factor)
+    """Start a `grouped_reducescatter`, and return its handle, for which `synchronize` returns a
+    tuple.
+    """
+    request = reducescatter_request(
+        handles.checked_group(tensors), name, op, prescale_factor, postscale_factor
+    )
     return handles.submit(process_set, request, tuple)
 
 
 def _reducescatter_group(
-    tensors: Tensors, name: str | None, op: int, process_set: ProcessSet, prescale: float, postscale: float
+    tensors: Tensors,
+    name: str | None,
+    op: int,
+    process_set: ProcessSet,
+    prescale: float,
+    postscale: float,
 ) -> list[torch.Tensor]:
     def forward(inputs: Tensors) -> list[torch.Tensor]:
-        request = reducescatter_request(handles.checked_group(inputs), name, op, prescale, postscale)
+        request = reducescatter_request(
+            handles.checked_group(inputs), name, op, prescale, postscale
+        )
         outputs: list[torch.Tensor] = handles.run(process_set, request)
         return outputs
 
     def backward(gradients: Tensors) -> list[torch.Tensor]:
-        # Horovod's convention, to which the learning rates of programs are tuned: averages are not divided
+        # Horovod's convention, to which the learning rates of programs are tuned: averages are not
+        # divided
         factor = prescale * postscale * (process_set.size() if op == Sum else 1)
-        return grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set)
+        return grouped_allgather(
+            [gradient * factor for gradient in gradients], process_set=process_set
+        )
 
     return differentiable(forward, backward, tensors)
 
 
-# --- Sparse all-reduces -----------------------------------------------------------------------------------------------
+# --- Sparse all-reduces
+# -----------------------------------------------------------------------------------------------
 
 
 def sparse_allreduce_async(
@@ -437,7 +513,8 @@ def sparse_allreduce_async(
     """Start the sum or average of sparse tensors.
 
     Args:
-        tensor: a sparse COO tensor, of the same shape and dtype on all ranks; the indices may differ.
+        tensor: a sparse COO tensor, of the same shape and dtype on all ranks; the indices may
+            differ.
         name: as for `allreduce`.
         op: Sum or Average.
         process_set: the ranks.
@@ -449,7 +526,9 @@ def sparse_allreduce_async(
         ConfigError: a ValueError, for a dense tensor or another `op`.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
-        raise ConfigError("tensor", "a sparse COO tensor", found=getattr(tensor, "layout", type(tensor).__name__))
+        raise ConfigError(
+            "tensor", "a sparse COO tensor", found=getattr(tensor, "layout", type(tensor).__name__)
+        )
     if op not in (Average, Sum):
         raise ConfigError("op", "Average or Sum of a sparse tensor", found=op_text(op))
     name = name or checked_process_set(process_set).engine.name_for("sparse_allreduce")
@@ -481,17 +560,19 @@ def start_sparse_allreduce(
     return finish
 
 
-# --- Join and barrier -------------------------------------------------------------------------------------------------
+# --- Join and barrier
+# -------------------------------------------------------------------------------------------------
 
 
 def join(device: int = -1) -> int:
     """Wait until all ranks have called `join`; for a rank that has no more data.
 
-    Until then this rank takes part in the all-reduces of the other ranks with neutral values; averages are still
-    divided by the number of all ranks. Other operations of the other ranks fail.
+    Until then this rank takes part in the all-reduces of the other ranks with neutral values;
+    averages are still divided by the number of all ranks. Other operations of the other ranks fail.
 
     Args:
-        device: accepted and ignored: the neutral values are on the device of the other ranks' tensors.
+        device: accepted and ignored: the neutral values are on the device of the other ranks'
+            tensors.
 
     Returns:
         The last rank that has joined, the same on every rank.

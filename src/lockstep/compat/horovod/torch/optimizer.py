@@ -1,4 +1,6 @@
-"""`DistributedOptimizer`: an optimizer whose gradients are reduced over all ranks before each step."""
+"""`DistributedOptimizer`: an optimizer whose gradients are reduced over all ranks before each
+step.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,30 @@ from .allreduce import grouped_allreduce_, reduction_options
 from .compression import Compression
 from .gradient_exchange import EngineExchange, NoExchange, Reduction
 
-__all__ = ["AdasumMixin", "AllreduceMixin", "DistributedOptimizer", "gradient_groups", "parameter_names"]
+__all__ = [
+    "AdasumMixin",
+    "AllreduceMixin",
+    "DistributedOptimizer",
+    "gradient_groups",
+    "parameter_names",
+]
 
 
-# --- Names and groups of gradients ------------------------------------------------------------------------------------
+# --- Names and groups of gradients
+# ------------------------------------------------------------------------------------
 
 Parameter = torch.Tensor
 
 
-def parameter_names(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> dict[Parameter, str]:
+def parameter_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None
+) -> dict[Parameter, str]:
     """Return the name of each parameter of `optimizer`.
 
     Args:
         optimizer: the optimizer.
-        named_parameters: (name, parameter) pairs; None for names made from the indices in the parameter groups.
+        named_parameters: (name, parameter) pairs; None for names made from the indices in the
+            parameter groups.
 
     Raises:
         ConfigError: names are missing or not unique.
@@ -48,7 +60,10 @@ def parameter_names(optimizer: torch.optim.Optimizer, named_parameters: Iterable
         for index, p in enumerate(group["params"])
     ]
     pairs: list[Any] = indexed if named_parameters is None else list(named_parameters)
-    if any(not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) for pair in pairs):
+    if any(
+        not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str)
+        for pair in pairs
+    ):
         expected = "(name, parameter) pairs, as from model.named_parameters()"
         raise ConfigError("named_parameters", expected, found="something else")
     names = [name for name, _ in pairs]
@@ -60,19 +75,22 @@ def parameter_names(optimizer: torch.optim.Optimizer, named_parameters: Iterable
     unnamed = sum(p not in name_of for _, p in indexed)
     if unnamed:
         found = f"none for {unnamed} of {len(indexed)}"
-        raise ConfigError("named_parameters", "a name for each parameter of the optimizer", found=found)
+        raise ConfigError(
+            "named_parameters", "a name for each parameter of the optimizer", found=found
+        )
     return name_of
 
 
 def gradient_groups(
     parameters: Sequence[Parameter], groups: int | Sequence[Sequence[Parameter]] | None
 ) -> list[list[Parameter]]:
-    """Return `parameters` in lists of those whose gradients are reduced together, in the order of their first ones.
+    """Return `parameters` in lists of those whose gradients are reduced together, in the order of
+    their first ones.
 
     Args:
         parameters: the parameters that require gradients, in order.
-        groups: the number of groups of consecutive parameters; or the groups, where a parameter in none of them is
-            reduced by itself; None or 0 for no groups.
+        groups: the number of groups of consecutive parameters; or the groups, where a parameter in
+            none of them is reduced by itself; None or 0 for no groups.
 
     Raises:
         ConfigError: for other values, or for a parameter in two groups.
@@ -102,13 +120,16 @@ def _is_list_of_tensors(group: Any) -> bool:
     return isinstance(group, (list, tuple)) and all(isinstance(p, torch.Tensor) for p in group)
 
 
-# --- What all distributed optimizers share ----------------------------------------------------------------------------
+# --- What all distributed optimizers share
+# ----------------------------------------------------------------------------
 
 
 class _DistributedMixin:
-    """Counts backward passes; `DistributedOptimizer` derives a class from a subclass and the optimizer's own class.
+    """Counts backward passes; `DistributedOptimizer` derives a class from a subclass and the
+    optimizer's own class.
 
-    The constructor of the class is not called: the instance shares the attributes of an existing optimizer.
+    The constructor of the class is not called: the instance shares the attributes of an existing
+    optimizer.
     """
 
     state: Any
@@ -125,7 +146,8 @@ class _DistributedMixin:
         self._parameter_names = reduction.names  # under the name by which programs read it
         self._trained = self._parameters_beside([])
         self._groups = gradient_groups(self._trained, groups)
-        # The gradients of this rank are the only shard that the reducer adds up. Other ranks are the exchange's affair.
+        # The gradients of this rank are the only shard that the reducer adds up. Other ranks are
+        # the exchange's affair.
         alone = Communicator.at(World(), torch.device("cpu"))
         self._reducer = Reducer(alone, 1, one_pass=False, exchange=exchange)
         # Hooks must neither keep the optimizer alive nor outlive it.
@@ -135,10 +157,17 @@ class _DistributedMixin:
     def _parameters_beside(self, known: Sequence[Parameter]) -> list[Parameter]:
         """Return the parameters to train that are not among `known`."""
         others = set(known)
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad and p not in others]
+        return [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.requires_grad and p not in others
+        ]
 
     def _train(self, new: Sequence[Parameter]) -> None:
-        """Reduce the gradients of `new` too: parameters that were unfrozen or added, at the same step on all ranks."""
+        """Reduce the gradients of `new` too: parameters that were unfrozen or added, at the same
+        step on all ranks.
+        """
         for p, name in parameter_names(self, None).items():  # type: ignore[arg-type]
             self._parameter_names.setdefault(p, name)
         self._trained = [*self._trained, *new]
@@ -159,16 +188,20 @@ class _DistributedMixin:
         self._reducer.open(0, self.backward_passes_per_step, self._reduction.refuse_further_pass)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero the gradients; raise an AssertionError between the last backward pass of a step and the step."""
+        """Zero the gradients; raise an AssertionError between the last backward pass of a step and
+        the step.
+        """
         if self._reducer.is_sending and not self._reduction.is_alone():
             raise AssertionError(
-                "zero_grad() was called after backward() and before step() or synchronize(), while gradients are being "
-                "reduced. Call it before backward()."
+                "zero_grad() was called after backward() and before step() or synchronize(), "
+                "while gradients are being reduced. Call it before backward()."
             )
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load a state into the objects that this optimizer shares with the wrapped one, and reset the pass counts."""
+        """Load a state into the objects that this optimizer shares with the wrapped one, and reset
+        the pass counts.
+        """
         self._begin_step()
         state = self.state
         groups = self.param_groups
@@ -183,7 +216,8 @@ class _DistributedMixin:
         self.param_groups = groups
 
 
-# --- Adasum: each rank takes its own step, and the changes of the parameters are combined -----------------------------
+# --- Adasum: each rank takes its own step, and the changes of the parameters are combined
+# -----------------------------
 
 
 class AdasumMixin(_DistributedMixin):
@@ -203,7 +237,9 @@ class AdasumMixin(_DistributedMixin):
 
     def skip_synchronize(self) -> None:
         """Raise an AssertionError: Adasum does not support it."""
-        raise AssertionError("skip_synchronize() cannot be used with op=hvd.Adasum: step() itself combines the ranks")
+        raise AssertionError(
+            "skip_synchronize() cannot be used with op=hvd.Adasum: step() itself combines the ranks"
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the step of this rank, and combine its changes with those of the other ranks."""
@@ -214,7 +250,9 @@ class AdasumMixin(_DistributedMixin):
         loss = super().step(closure)  # type: ignore[misc]
         with torch.no_grad():
             changes = [p - old for p, old in zip(self._trained, before, strict=True)]
-            compressed, ctxs = zip(*(reduction.compression.compress(change) for change in changes), strict=True)
+            compressed, ctxs = zip(
+                *(reduction.compression.compress(change) for change in changes), strict=True
+            )
             name = "adasum." + self._parameter_names[self._trained[0]]
             grouped_allreduce_(compressed, name=name, op=Adasum, process_set=reduction.process_set)
             for p, old, tensor, ctx in zip(self._trained, before, compressed, ctxs, strict=True):
@@ -223,14 +261,18 @@ class AdasumMixin(_DistributedMixin):
         return loss
 
 
-# --- All-reduce: gradients are reduced, and all ranks take the same step ----------------------------------------------
+# --- All-reduce: gradients are reduced, and all ranks take the same step
+# ----------------------------------------------
 
 
 class AllreduceMixin(_DistributedMixin):
     """Reduces gradients over all ranks, while the backward pass runs."""
 
     def set_up(
-        self, reduction: Reduction, passes: int, groups: int | Sequence[Sequence[Parameter]] | None = None
+        self,
+        reduction: Reduction,
+        passes: int,
+        groups: int | Sequence[Sequence[Parameter]] | None = None,
     ) -> None:
         """Initialise the attributes; takes the place of a constructor.
 
@@ -263,7 +305,9 @@ class AllreduceMixin(_DistributedMixin):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Return a context in which `step` does not reduce gradients, for use after `synchronize`."""
+        """Return a context in which `step` does not reduce gradients, for use after
+        `synchronize`.
+        """
         self._should_synchronize = False
         try:
             yield
@@ -271,12 +315,15 @@ class AllreduceMixin(_DistributedMixin):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients and take the step; the gradients of each call of `closure` are reduced."""
+        """Reduce the gradients and take the step; the gradients of each call of `closure` are
+        reduced.
+        """
         if self._should_synchronize and closure is None:
             if self._synchronized:
                 text = (
-                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
-                    "gradients are reduced a second time, which costs time and changes nothing."
+                    "optimizer.step() called without optimizer.skip_synchronize() after "
+                    "optimizer.synchronize(): the gradients are reduced a second time, which "
+                    "costs time and changes nothing."
                 )
                 warnings.warn(text, stacklevel=2)
             self.synchronize()
@@ -296,7 +343,8 @@ class AllreduceMixin(_DistributedMixin):
         return evaluate
 
 
-# --- DistributedOptimizer ---------------------------------------------------------------------------------------------
+# --- DistributedOptimizer
+# ---------------------------------------------------------------------------------------------
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -311,26 +359,31 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return an optimizer like `optimizer`, of a class with the same name, whose steps use the gradients of all ranks.
+    """Return an optimizer like `optimizer`, of a class with the same name, whose steps use the
+    gradients of all ranks.
 
-    The reduction of gradients overlaps with the backward pass. A gradient that is missing on a rank counts as zeros.
-    The state and the parameter groups are shared with `optimizer`.
+    The reduction of gradients overlaps with the backward pass. A gradient that is missing on a rank
+    counts as zeros. The state and the parameter groups are shared with `optimizer`.
 
     Args:
         optimizer: any optimizer of torch.
-        named_parameters: (name, parameter) pairs, as from ``model.named_parameters()``; None for names made from
-            indices.
-        compression: compresses gradients for the reduction: a class with `compress` and `decompress`.
-        backward_passes_per_step: number of backward passes before each step; their gradients are summed.
+        named_parameters: (name, parameter) pairs, as from ``model.named_parameters()``; None for
+            names made from indices.
+        compression: compresses gradients for the reduction: a class with `compress` and
+            `decompress`.
+        backward_passes_per_step: number of backward passes before each step; their gradients are
+            summed.
         op: Average, Sum, or Adasum, which combines the changes that the ranks' own steps make.
-        gradient_predivide_factor: f: for Average, gradients are divided by f before the sum, and by size / f after.
+        gradient_predivide_factor: f: for Average, gradients are divided by f before the sum, and by
+            size / f after.
         num_groups: the former name of `groups`.
         groups: gradients to reduce together: a number of groups, or lists of parameters.
         sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: the ranks. Ranks that are not in it train independently.
 
     Raises:
-        ConfigError: a ValueError, for names that are missing or not unique, and other invalid arguments.
+        ConfigError: a ValueError, for names that are missing or not unique, and other invalid
+            arguments.
     """
     _check_arguments(optimizer, compression, op, gradient_predivide_factor)
     included = checked_process_set(process_set).included()
@@ -342,13 +395,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     mixin = AdasumMixin if use_adasum else AllreduceMixin
     derived: Any = type(base.__name__, (mixin, base), {"__module__": base.__module__})
     wrapped = derived.__new__(derived)
-    # The groups and the state are shared, so that schedulers of the optimizer keep working. A `step` with which a
-    # scheduler has replaced the optimizer's own is not: it would take a step of the optimizer alone.
-    wrapped.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
-    # A scheduler that was created before checks on the optimizer itself whether steps have been taken.
+    # The groups and the state are shared, so that schedulers of the optimizer keep working. A
+    # `step` with which a scheduler has replaced the optimizer's own is not: it would take a step of
+    # the optimizer alone.
+    wrapped.__dict__.update(
+        {name: value for name, value in optimizer.__dict__.items() if name != "step"}
+    )
+    # A scheduler that was created before checks on the optimizer itself whether steps have been
+    # taken.
     optimizer.__dict__["_opt_called"] = True
     names = parameter_names(optimizer, named_parameters)
-    reduction = Reduction(names, compression, process_set, op, gradient_predivide_factor, sparse_as_dense)
+    reduction = Reduction(
+        names, compression, process_set, op, gradient_predivide_factor, sparse_as_dense
+    )
     if use_adasum:
         wrapped.set_up(reduction, backward_passes_per_step)
     else:
@@ -363,6 +422,8 @@ def _check_arguments(optimizer: Any, compression: Any, op: int, predivide: float
         raise ConfigError("compression", "hvd.Compression.fp16 or a class like it", compression)
     reduction_options(op, None, 1.0, 1.0)
     expected = "a finite number above 0, and 1 if op is not hvd.Average"
-    arguments.number("gradient_predivide_factor", predivide, above=0, finite=True, expected=expected)
+    arguments.number(
+        "gradient_predivide_factor", predivide, above=0, finite=True, expected=expected
+    )
     if predivide != 1 and op != Average:
         raise ConfigError("gradient_predivide_factor", expected, predivide)

@@ -34,19 +34,26 @@ class _EngineCommunicator:
 
 
 class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
-    """`torch.nn.BatchNorm` for 1, 2 or 3 dimensions with the mean and variance of all ranks' samples.
+    """`torch.nn.BatchNorm` for 1, 2 or 3 dimensions with the mean and variance of all ranks'
+    samples.
 
-    It runs on CPUs and GPUs. The batches of the ranks may differ in size. All ranks must call it equally often.
+    It runs on CPUs and GPUs. The batches of the ranks may differ in size. All ranks must call it
+    equally often.
 
     Args:
         num_features: C of an input (N, C, …).
-        args: further arguments of `torch.nn.BatchNorm2d`: eps, momentum, affine, track_running_stats.
+        args: further arguments of `torch.nn.BatchNorm2d`: eps, momentum, affine,
+            track_running_stats.
         process_set: the ranks.
         kwargs: the same arguments, by name.
     """
 
     def __init__(
-        self, num_features: int, *args: Any, process_set: ProcessSet = global_process_set, **kwargs: Any
+        self,
+        num_features: int,
+        *args: Any,
+        process_set: ProcessSet = global_process_set,
+        **kwargs: Any,
     ) -> None:
         super().__init__(num_features, *args, **kwargs)
         self.exchange = sync_batchnorm.WorkerExchange(_EngineCommunicator(process_set))

@@ -28,7 +28,8 @@ def in_thread(
         args: its positional arguments.
         name: the name of the thread.
         daemon: whether the process may exit before the thread has finished.
-        silent: whether exceptions of `target` are discarded; otherwise `threading.excepthook` reports them.
+        silent: whether exceptions of `target` are discarded; otherwise `threading.excepthook`
+            reports them.
 
     Raises:
         ConfigError: a ValueError, if `args` is not a tuple.
@@ -61,7 +62,8 @@ def on_event(
         args: its positional arguments.
         stop: ends the thread without a call, once it is set.
         check_stop_interval_s: seconds between checks of `stop`.
-        daemon: whether the process may exit before the thread has finished; if not, `stop` is required.
+        daemon: whether the process may exit before the thread has finished; if not, `stop` is
+            required.
         silent: as for `in_thread`.
 
     Raises:

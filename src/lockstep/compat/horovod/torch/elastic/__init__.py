@@ -15,12 +15,14 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a training function, whose first argument is a `State`, so that it is called again after a failure.
+    """Decorate a training function, whose first argument is a `State`, so that it is called again
+    after a failure.
 
-    After an operation has failed on all ranks, the function is called with the state of the last commit; after hosts
-    have joined or left, with the current state. A second failure without a commit in between is raised, unless ranks
-    were lost. Only in an elastic job (``lockstep horovodrun --min-np``, ``lockstep run --elastic``) do the others go on
-    after the loss of a rank; in any other one that is an error.
+    After an operation has failed on all ranks, the function is called with the state of the last
+    commit; after hosts have joined or left, with the current state. A second failure without a
+    commit in between is raised, unless ranks were lost. Only in an elastic job (``lockstep
+    horovodrun --min-np``, ``lockstep run --elastic``) do the others go on after the loss of a rank;
+    in any other one that is an error.
     """
     return run_fn(func, _reset, lambda: ElasticTraining.in_this_job(shutdown, init))
 

@@ -1,4 +1,6 @@
-"""`ElasticSampler`: distributes the samples of a data set over ranks whose number may change within an epoch."""
+"""`ElasticSampler`: distributes the samples of a data set over ranks whose number may change within
+an epoch.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,12 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """A sampler whose order is the same on all ranks; rank r takes every size-th unprocessed sample, beginning at r.
+    """A sampler whose order is the same on all ranks; rank r takes every size-th unprocessed
+    sample, beginning at r.
 
-    All ranks get the same number of samples: if the number is not divisible, the first samples are repeated. The
-    training calls `record_batch` after each batch and `set_epoch` at the end of each epoch, and passes the sampler to a
-    `TorchState`.
+    All ranks get the same number of samples: if the number is not divisible, the first samples are
+    repeated. The training calls `record_batch` after each batch and `set_epoch` at the end of each
+    epoch, and passes the sampler to a `TorchState`.
 
     Args:
         dataset: the data set; only its length is used.
@@ -30,7 +33,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         epoch: the current epoch.
         num_replicas: the number of ranks at the last `reset`.
         rank: this rank at the last `reset`.
-        remaining_indices: the samples that were unprocessed at the last `reset`, in the order of all ranks.
+        remaining_indices: the samples that were unprocessed at the last `reset`, in the order of
+            all ranks.
         num_samples: the number of samples for this rank.
         total_size: the number of samples for all ranks.
     """
@@ -40,12 +44,16 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = self.processed_num = 0
-        self._other_indices: set[int] = set()  # processed samples that `processed_num` does not count
+        self._other_indices: set[int] = (
+            set()
+        )  # processed samples that `processed_num` does not count
         self.indices: list[int] = []
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start epoch `epoch` with no sample processed; to be called at the end of the previous epoch."""
+        """Start epoch `epoch` with no sample processed; to be called at the end of the previous
+        epoch.
+        """
         self.epoch = epoch
         self.processed_num = 0
         self._other_indices = set()
@@ -64,7 +72,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             self.processed_num = max(self.processed_num, last + 1)
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that this rank has processed the samples `indices`; `TorchState` shares them with the other ranks."""
+        """Record that this rank has processed the samples `indices`; `TorchState` shares them with
+        the other ranks.
+        """
         self._other_indices.update(indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
@@ -77,8 +87,14 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self._other_indices.union(self._order()[: self.processed_num])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of processed samples in its order, and the other processed samples."""
-        return {"epoch": self.epoch, "processed_num": self.processed_num, "processed_indices": set(self._other_indices)}
+        """Return the epoch, the number of processed samples in its order, and the other processed
+        samples.
+        """
+        return {
+            "epoch": self.epoch,
+            "processed_num": self.processed_num,
+            "processed_indices": set(self._other_indices),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state, for the current number of ranks."""
@@ -92,7 +108,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.num_replicas = size()
         self.rank = rank()
         order = self._order()
-        self._positions = [n for n in range(self.processed_num, len(order)) if order[n] not in self._other_indices]
+        self._positions = [
+            n for n in range(self.processed_num, len(order)) if order[n] not in self._other_indices
+        ]
         self.remaining_indices = [order[position] for position in self._positions]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas

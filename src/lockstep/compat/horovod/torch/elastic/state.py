@@ -12,23 +12,38 @@ from lockstep.parallel.full_state import load_optimizer
 
 from ...common import elastic
 from ...common.basics import rank
-from ..functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from ..functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from .sampler import ElasticSampler
 
-__all__ = ["ObjectState", "StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
+__all__ = [
+    "ObjectState",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "set_handler_registry",
+]
 
 
 class ObjectState(elastic.ObjectState):
     """A state of values that can be pickled, which are its attributes.
 
     Args:
-        bcast_object: broadcasts an object from rank 0 and returns it; None for `hvd.broadcast_object`.
+        bcast_object: broadcasts an object from rank 0 and returns it; None for
+            `hvd.broadcast_object`.
         get_rank: returns the rank of this process; None for `hvd.rank`.
         kwargs: the values, by name.
     """
 
     def __init__(
-        self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None, **kwargs: Any
+        self,
+        bcast_object: Callable[[Any], Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object or broadcast_object, get_rank or rank, **kwargs)
 
@@ -39,15 +54,23 @@ class TorchState(ObjectState):
     Args:
         model: the model, if any.
         optimizer: the optimizer, if any.
-        kwargs: further values, by name; all values are attributes of the state. For models, optimizers, learning rate
-            schedulers and `ElasticSampler` the `state_dict` is saved; other values are copied.
+        kwargs: further values, by name; all values are attributes of the state. For models,
+            optimizers, learning rate schedulers and `ElasticSampler` the `state_dict` is saved;
+            other values are copied.
     """
 
     def __init__(
-        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
     ) -> None:
         values = {"model": model, "optimizer": optimizer, **kwargs}
-        handlers = {name: handler for name, value in values.items() if (handler := _create_handler(value)) is not None}
+        handlers = {
+            name: handler
+            for name, value in values.items()
+            if (handler := _create_handler(value)) is not None
+        }
         self._handlers: dict[str, StateHandler] = {}
         for name, handler in handlers.items():
             setattr(self, name, handler.value)
@@ -55,7 +78,9 @@ class TorchState(ObjectState):
         super().__init__(**{name: value for name, value in values.items() if name not in handlers})
 
     def save(self) -> None:
-        """Save a copy of all values; all ranks call it, because samplers gather the processed samples of all ranks."""
+        """Save a copy of all values; all ranks call it, because samplers gather the processed
+        samples of all ranks.
+        """
         for handler in self._handlers.values():
             handler.save()
         super().save()
@@ -164,7 +189,9 @@ _handler_registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Return the registry, as (class of values, handler) pairs; the first pair that matches a value is used."""
+    """Return the registry, as (class of values, handler) pairs; the first pair that matches a value
+    is used.
+    """
     return _handler_registry
 
 
@@ -175,4 +202,6 @@ def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> Non
 
 
 def _create_handler(value: Any) -> StateHandler | None:
-    return next((handler(value) for kind, handler in _handler_registry if isinstance(value, kind)), None)
+    return next(
+        (handler(value) for kind, handler in _handler_registry if isinstance(value, kind)), None
+    )
