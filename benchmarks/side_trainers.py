@@ -144,8 +144,8 @@ def lockstep_(job: Job) -> None:
 
 
 def accelerate_(job: Job) -> None:
-    from accelerate import Accelerator  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    from accelerate.utils import set_seed  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
 
     accelerator = Accelerator(cpu=True)
     set_seed(0)
@@ -184,7 +184,7 @@ def accelerate_(job: Job) -> None:
 
 
 def lightning_(job: Job) -> None:
-    import lightning as light  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import lightning as light
 
     class Module(light.LightningModule):  # type: ignore[misc,name-defined,unused-ignore]
         def __init__(self) -> None:

@@ -111,7 +111,7 @@ def by_hand_reading_the_loss(task: Task) -> Round:
 
 def fabric(task: Task) -> Round:
     from lightning_fabric import (
-        Fabric,  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        Fabric,
     )
 
     model, optimizer, loss_fn = task.objects()
@@ -128,7 +128,7 @@ def fabric(task: Task) -> Round:
 
 
 def accelerate(task: Task) -> Round:
-    from accelerate import Accelerator  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from accelerate import Accelerator
 
     model, optimizer, loss_fn = task.objects()
     engine = Accelerator(cpu=True)
@@ -145,7 +145,7 @@ def accelerate(task: Task) -> Round:
 
 
 def lightning_trainer(task: Task) -> Round:
-    import lightning  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import lightning
 
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -23,7 +23,9 @@ def check_public_imports(modules: Mapping[str, Module], extensions: Collection[s
         for source, name, line in _imported(module, modules):
             public = _public_names(modules[source])
             if name.startswith("_") or (public is not None and name not in public):
-                problems.append(f"{module.name}:{line} imports {name}, which is not public in {source}")
+                problems.append(
+                    f"{module.name}:{line} imports {name}, which is not public in {source}"
+                )
     return problems
 
 
@@ -38,19 +40,25 @@ def check_private_names(modules: Mapping[str, Module], extensions: Collection[st
     of_core = {name for module in core for name in _defined(module)}
     problems = []
     for module in _of(modules, extensions):
-        own = {name for each in modules.values() if each.part == module.part for name in _defined(each)}
+        own = {
+            name for each in modules.values() if each.part == module.part for name in _defined(each)
+        }
         bound = _bound_to_core(module, modules)
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
                 continue
             is_of_core = node.attr in of_core and node.attr not in own
-            if _root(node.value) in bound or (is_of_core and not any(hasattr(kind, node.attr) for kind in TORCH)):
+            if _root(node.value) in bound or (
+                is_of_core and not any(hasattr(kind, node.attr) for kind in TORCH)
+            ):
                 problems.append(f"{module.name}:{node.lineno} uses {ast.unparse(node)}")
         problems += _overrides(module, modules, bound)
     return problems
 
 
-def _overrides(module: Module, modules: Mapping[str, Module], bound: Mapping[str, str]) -> Iterator[str]:
+def _overrides(
+    module: Module, modules: Mapping[str, Module], bound: Mapping[str, str]
+) -> Iterator[str]:
     for kind in ast.walk(module.tree):
         if not isinstance(kind, ast.ClassDef):
             continue
@@ -119,8 +127,14 @@ def _public_names(module: Module) -> set[str] | None:
     public: set[str] | None = None
     for node in module.tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(node, ast.Assign | ast.AugAssign) and target is not None and ast.unparse(target) == "__all__":
-            listed = {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+        if (
+            isinstance(node, ast.Assign | ast.AugAssign)
+            and target is not None
+            and ast.unparse(target) == "__all__"
+        ):
+            listed = {
+                str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)
+            }
             public = (public or set()) | listed
     return public
 

@@ -84,7 +84,9 @@ def other(): ...
 
 
 def test_a_name_that_is_not_public_is_found(tree: Tree) -> None:
-    text = "from ..core import Public, run, other\nfrom ..core.inner import run\nfrom . import own\n"
+    text = (
+        "from ..core import Public, run, other\nfrom ..core.inner import run\nfrom . import own\n"
+    )
     modules = tree({**CORE, "more/__init__.py": "", "more/own.py": "_x = 1\n", "more/a.py": text})
     assert extension_access.check_public_imports(modules, ["more/"]) == [
         "pack.more.a:1 imports other, which is not public in pack.core",
@@ -107,19 +109,25 @@ def test_a_private_name_is_not_public_even_where_all_names_are(tree: Tree) -> No
 def test_a_private_attribute_of_the_core_is_found(tree: Tree) -> None:
     text = "class Own:\n    _mine = 1\n\nfound = (x._hidden, own._mine, tensor._version)\n"
     modules = tree({**CORE, "more/__init__.py": "", "more/a.py": text})
-    assert extension_access.check_private_names(modules, ["more/"]) == ["pack.more.a:4 uses x._hidden"]
+    assert extension_access.check_private_names(modules, ["more/"]) == [
+        "pack.more.a:4 uses x._hidden"
+    ]
 
 
 def test_a_private_name_of_a_module_of_the_core_is_found(tree: Tree) -> None:
     text = "from ..core import inner\nx = inner._anything\n"
     modules = tree({**CORE, "more/__init__.py": "", "more/a.py": text})
-    assert extension_access.check_private_names(modules, ["more/"]) == ["pack.more.a:2 uses inner._anything"]
+    assert extension_access.check_private_names(modules, ["more/"]) == [
+        "pack.more.a:2 uses inner._anything"
+    ]
 
 
 def test_a_private_method_that_is_overridden_is_found(tree: Tree) -> None:
     text = "from ..core import Public\n\nclass More(Public):\n    def _run(self): ...\n"
     modules = tree({**CORE, "more/__init__.py": "", "more/a.py": text})
-    assert extension_access.check_private_names(modules, ["more/"]) == ["pack.more.a:4 overrides More._run"]
+    assert extension_access.check_private_names(modules, ["more/"]) == [
+        "pack.more.a:4 overrides More._run"
+    ]
 
 
 @pytest.mark.parametrize(
