@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..parallel.buffers import Buffers
-
 __all__ = ["TrainingModes", "evaluating", "preserving_buffers"]
 
 
@@ -55,12 +53,23 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserving_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers after a `with` block; unchanged ones outside of normalisation
-    keep their versions.
+    """Let the passes of a `with` block change copies of the model's buffers.
+
+    Restoring their values would not do. Batch norm's kernel changes running statistics without a
+    new version of the tensor, so that a change cannot be told; and a graph that is kept may need
+    the tensors unchanged.
     """
-    buffers = Buffers(model)
-    buffers.begin()
+    owners = [
+        (layer, name, buffer)
+        for layer in model.modules()
+        for name, buffer in layer._buffers.items()
+    ]
+    copies = {id(buffer): buffer.clone() for _, _, buffer in owners if buffer is not None}
+    for layer, name, buffer in owners:
+        if buffer is not None:
+            layer._buffers[name] = copies[id(buffer)]
     try:
         yield
     finally:
-        buffers.restore()
+        for layer, name, buffer in owners:
+            layer._buffers[name] = buffer
