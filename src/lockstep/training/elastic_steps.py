@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from .. import arguments
 from ..data.loader import Batch, Loader
 from ..errors import ConfigError
+from .feed import Feed
 from .in_flight import StepsInFlight
-from .loop import Feed
 from .model_state import StateOfStep, UserState
 from .recovery import REGROUP, interrupt
 from .step import TrainStep

@@ -16,7 +16,7 @@ from ..data.loader import Batch, Loader
 from .batch_buffers import BatchBuffers
 from .batch_parts import BatchParts
 from .body_losses import BodyLosses
-from .loop import Feed
+from .feed import Feed
 from .model_state import ModelState, UserState
 from .recovery import Recovery, as_bytes, from_bytes
 

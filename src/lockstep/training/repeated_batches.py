@@ -14,8 +14,8 @@ import torch
 from ..data.loader import Batch, Loader
 from ..errors import ConfigError
 from ..flight_recorder import recorded_collectives
+from .feed import copied
 from .in_flight import LAG, HostCopy
-from .loop import copied
 from .own_loop_state import Loop, OwnLoopState
 from .recovery import REGROUP, Recovery, interrupt, repeat_by
 
