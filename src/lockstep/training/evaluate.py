@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 from .. import arguments
 from ..communicator import Communicator, init
 from ..data.loader import Batch, Loader
-from ..data.torch_dataloaders import dataloader_batch_size, dataloader_settings
 from ..errors import ConfigError, DataError, counted
 from ..flight_recorder import in_method, named
 from ..parallel.nested import map_tensors, narrow, tensors_of
@@ -26,6 +25,7 @@ from ..parallel.strategy import Strategy, accumulation_dtype
 from ..parallel.sync_batchnorm import placeholder_batch
 from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
+from .loaders import loader_of
 from .loss import Computation, Forward, Loss, LossFn
 from .mean_check import MeanCheck, Problem, is_due, raise_problem
 from .mixed_samples import FirstBatch
@@ -356,10 +356,7 @@ def _opened(loader: Loader | DataLoader[Any]) -> Iterator[Loader]:
             "set."
         )
         raise ConfigError("loader", "a lockstep.Loader, or a DataLoader", found=found, hint=hint)
-    size = dataloader_batch_size(loader) or 1
-    comm = init()
-    settings = dataloader_settings(loader, "loader", size, warns=comm.rank == 0)
-    opened = Loader(**settings, global_batch_size=size, comm=comm)
+    opened = loader_of(loader, init())
     try:
         yield opened
     finally:

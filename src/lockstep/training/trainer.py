@@ -31,8 +31,8 @@ from .epoch_totals import EpochTotals, Row
 from .errors_on_all import call_on_all
 from .evaluate import Evaluation, Metric, default_metrics, predict
 from .formats import IN_FLIGHT
-from .given_loaders import GivenLoaders
 from .in_flight import StepsInFlight, check_in_flight
+from .loaders import TrainerLoaders
 from .loop import Loop
 from .loss import LossFn
 from .modes import TrainingModes
@@ -159,7 +159,7 @@ class Trainer:
         self._forward = step.get("forward")
         self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, self._forward)
         virtual_workers = self.step.strategy.virtual_workers
-        self._loaders = GivenLoaders(
+        self._loaders = TrainerLoaders(
             self.comm, global_batch_size, seed, num_workers, virtual_workers
         )
         save_frozen = (

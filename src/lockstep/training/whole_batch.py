@@ -12,7 +12,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..flight_recorder import named
 from ..parallel import shards
-from . import bodies
+from .prepared_loop import running_loop
 
 __all__ = ["whole_batch"]
 
@@ -44,7 +44,7 @@ def whole_batch(output: torch.Tensor) -> torch.Tensor:
         ConfigError: outside of the body of a loop over a prepared loader or `shards`, with virtual
             workers, or for another number of rows than there are samples.
     """
-    loop = bodies.running()
+    loop = running_loop()
     if loop is None or loop.parts.current is None:
         hint = (
             "In an evaluation workers have different numbers of batches: use a metric with "

@@ -31,7 +31,7 @@ from lockstep.topology import World
 from lockstep.training.callbacks.columns import is_higher_better
 from lockstep.training.callbacks.group import CallbackGroup
 from lockstep.training.epoch_totals import COLUMNS
-from lockstep.training.given_loaders import GivenLoaders
+from lockstep.training.loaders import TrainerLoaders
 from lockstep.training.options import TrainOptions
 from lockstep.training.training_run import make_callbacks
 
@@ -351,6 +351,6 @@ def test_other_ranks_do_not_report_it(caplog: pytest.LogCaptureFixture) -> None:
     comm = Communicator.at(
         World(rank=1, world_size=2, local_rank=1, local_world_size=2), torch.device("cpu")
     )
-    loaders = GivenLoaders(comm, 8, seed=0, num_workers=0, virtual_workers=None)
+    loaders = TrainerLoaders(comm, 8, seed=0, num_workers=0, virtual_workers=None)
     loaders.make(DataLoader(DATA, 4, worker_init_fn=print), "train").close()
     assert not caplog.records

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.elastic.membership import View
 from lockstep.errors import ConfigError, InterruptedRunError, MembershipChangedError
-from lockstep.training import own_loop, recovery
+from lockstep.training import prepared_loop, recovery
 from lockstep.training.prepared_optimizer import PreparedOptimizer
 from support.elastic_group import Group, share
 
@@ -56,7 +56,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
             original(self, marks)
 
         monkeypatch.setattr(
-            own_loop, "recovery_of", lambda *_, **__: recovery.ElasticRecovery(comm)
+            prepared_loop, "recovery_of", lambda *_, **__: recovery.ElasticRecovery(comm)
         )
         monkeypatch.setattr(PreparedOptimizer, "_check_replicas", check)
 
@@ -290,7 +290,7 @@ def test_several_optimizers_are_said_at_the_start(
     missing = recovery.Recovery()
     missing.is_missing = True
     monkeypatch.setattr(
-        own_loop,
+        prepared_loop,
         "recovery_of",
         lambda _, can_regroup: recovery.Recovery() if can_regroup else missing,
     )

@@ -1,6 +1,4 @@
-"""Loaders of a trainer's global batches, from what a user gives it as data: a data set, a Loader or
-a DataLoader.
-"""
+"""Loaders of global batches, from what users give: a data set, a Loader or a DataLoader."""
 
 from __future__ import annotations
 
@@ -13,15 +11,41 @@ from torch.utils.data import DataLoader
 
 from ..communicator import Communicator
 from ..data.loader import Loader
-from ..data.torch_dataloaders import dataloader_settings
+from ..data.torch_dataloaders import dataloader_batch_size, dataloader_settings
 from ..errors import ConfigError
 
-__all__ = ["GivenLoaders"]
+__all__ = ["TrainerLoaders", "loader_of"]
 
 _ROLES = {"train": "the training data", "validate": "the data of validate="}  # in messages
 
 
-class GivenLoaders:
+def loader_of(
+    dataloader: DataLoader[Any],
+    comm: Communicator,
+    seed: int = 0,
+    virtual_workers: int | None = None,
+) -> Loader:
+    """Return a loader of the samples of a `DataLoader` of torch.
+
+    Its batch size is that of the global batch.
+
+    Args:
+        dataloader: the `DataLoader`.
+        comm: of the workers.
+        seed: the seed of the order of samples.
+        virtual_workers: number of shards of each global batch; None for a part for each worker.
+
+    Raises:
+        ConfigError: see `dataloader_settings`.
+    """
+    size = dataloader_batch_size(dataloader) or 1
+    settings = dataloader_settings(dataloader, "loader", size, warns=comm.rank == 0)
+    return Loader(
+        **settings, global_batch_size=size, seed=seed, comm=comm, virtual_workers=virtual_workers
+    )
+
+
+class TrainerLoaders:
     """Makes the loaders of a trainer.
 
     Args:
