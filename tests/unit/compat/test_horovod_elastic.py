@@ -341,7 +341,28 @@ def test_a_rank_that_joins_has_no_state_before_the_first_sync(
         training.note_sync()
         job.views = [view(2)]
         training.regroup()
-    assert job.commits == [(), (), (0, 0)]
+    assert job.commits == [(), (), (0, 1)]
+
+
+def test_a_rank_that_joins_counts_commits_as_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else those that have trained longer would always be ahead of it, and none of them could leave."""
+    monkeypatch.setattr(regrouping, "_has_state", True)
+    kept = Noted()
+    first = View(5, (1, 2), (0, 0), ((0, 7), ()), 1)
+    job: Any = Job(kept, [first, View(6, (1, 2, 3), (0, 0, 0), ((0, 9), (0, 9), ()), 1)])
+    job.is_joining = True
+    regrouping.join_if_late(job)
+    job.is_joining = False
+
+    def train(kept: Noted) -> str:
+        kept.commit()
+        job.client.wants_to_regroup = kept._commits == 8
+        kept.commit()
+        return "result"
+
+    run_fn(train, lambda: None, lambda: ElasticTraining(job, lambda: None, lambda: None))(kept)
+    assert job.commits == [(), (0, 9)]
+    assert kept._commits == 11
 
 
 def test_a_rank_without_the_state_is_not_the_first() -> None:

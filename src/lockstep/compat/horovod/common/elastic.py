@@ -206,7 +206,10 @@ def _run_until_complete(
             if not synced:
                 state.sync()
             if training is not None:
-                training.note_sync()
+                state._commits = training.note_sync()
+                failed_at = (
+                    -1 if failed_at < 0 else state._commits
+                )  # what rank 0 had saved is what all go on from
             result = func()
             if training is not None:
                 training.complete()

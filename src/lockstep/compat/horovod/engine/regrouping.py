@@ -25,6 +25,8 @@ __all__ = ["ElasticTraining", "current_training", "join_if_late"]
 _current: ElasticTraining | None = None
 # whether this rank has the training's state: one that has joined later gets it from the others
 _has_state = True
+# how often the state had been saved that this rank gets when it begins
+_first_commits = 0
 
 
 def join_if_late(comm: Any) -> None:
@@ -36,10 +38,16 @@ def join_if_late(comm: Any) -> None:
 
 
 def _note_first_view(comm: ElasticCommunicator, view: View) -> None:
-    global _has_state
+    global _has_state, _first_commits
     _has_state = False
+    _first_commits = _commits_of_rank0(view)
     comm.trainings = max((commit[0] for commit in view.commits if commit), default=0)
     _set_variables(comm)
+
+
+def _commits_of_rank0(view: View) -> int:
+    """Return how often the state was saved that `State.sync` sends to all, which is rank 0's."""
+    return view.commits[0][1] if view.commits[0] else 0
 
 
 def _set_variables(comm: ElasticCommunicator) -> None:
@@ -81,6 +89,7 @@ class ElasticTraining(ElasticRecovery):
         self._stop = stop
         self._start = start
         self._context = ExitStack()
+        self._commits_of_rank0 = 0  # of the state that the next `State.sync` sends to all
 
     @classmethod
     def in_this_job(
@@ -100,9 +109,11 @@ class ElasticTraining(ElasticRecovery):
         self._done = commits
 
     def __enter__(self) -> ElasticTraining:
-        global _current
+        global _current, _first_commits
         self._context.enter_context(self.training(_NoState(self._stop), 1 << 30))
         self._has_state = _has_state
+        self._commits_of_rank0 = _first_commits
+        _first_commits = 0  # another training begins without any, on all ranks
         _current = self
         return self
 
@@ -143,10 +154,15 @@ class ElasticTraining(ElasticRecovery):
     # --- state
     # ----------------------------------------------------------------------------------------------
 
-    def note_sync(self) -> None:
-        """Note that this rank has the training's state."""
+    def note_sync(self) -> int:
+        """Note that this rank has the training's state; returns how often that was saved, on all ranks alike.
+
+        Who has joined later would otherwise count from 0, and be behind the others for ever: none of them could leave.
+        """
         global _has_state
         _has_state = self._has_state = True
+        self.commits = self._commits_of_rank0
+        return self.commits
 
     def complete(self) -> None:
         """Wait until all ranks have completed the training.
@@ -184,6 +200,7 @@ class ElasticTraining(ElasticRecovery):
             raise LockstepError(
                 "the ranks before one that had joined were lost before it had the training's state"
             )
+        self._commits_of_rank0 = _commits_of_rank0(view)
         self._stop()  # what an interrupted attempt has left
         _set_variables(self._comm)
         self._start()
