@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .. import devices, watchdog
-from ..elastic.client import GenerationStore, MembershipClient
+from ..elastic.client import MembershipClient
 from ..elastic.membership import Commit, Down, View
+from ..elastic.store import GenerationStore
 from ..environment import ElasticWorker
 from ..errors import (
     ConfigError,

@@ -7,37 +7,28 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from itertools import count
-from typing import Any
-
-from torch.distributed import Store
 
 from ..errors import LockstepError, MembershipChangedError
 from ..job.client import JobClient
+from .keys import Answer
 from .membership import (
-    Add,
-    Answer,
     Arrived,
     Boundary,
     Broken,
     Bye,
     Change,
-    Check,
     Commit,
-    CompareSet,
     Done,
     Down,
     Enter,
     Events,
-    Get,
     Lease,
     Leave,
     Publish,
     Ready,
-    Set,
     Stop,
     Turn,
     Up,
@@ -45,10 +36,7 @@ from .membership import (
     Wish,
 )
 
-# torch's stubs lack some of the names of torch.distributed
-# mypy: disable-error-code="attr-defined,misc"
-
-__all__ = ["GenerationStore", "MembershipClient", "WorkerLeft"]
+__all__ = ["MembershipClient", "WorkerLeft"]
 
 
 class WorkerLeft(SystemExit):
@@ -344,89 +332,3 @@ class MembershipClient:
         """Drop the answers to requests of earlier generations, which nobody waits for."""
         with self._changed:
             self._answers.clear()
-
-
-class GenerationStore(Store):
-    """The c10d store of one generation: its waits have no time limit and end when the generation is
-    over.
-
-    c10d itself keeps no reference to a store in Python: whoever makes a group with it does.
-
-    Args:
-        client: of this worker.
-        generation: whose members use it.
-    """
-
-    def __init__(self, client: MembershipClient, generation: int) -> None:
-        super().__init__()
-        self._client = client
-        self._generation = generation
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set `key` to `value`."""
-        self._client.check()
-        self._client.send(Set(self._generation, key, _as_bytes(value)))
-
-    def get(self, key: str) -> bytes:
-        """Wait until `key` exists, and return its value."""
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until all `keys` exist, and return their values."""
-        generation = self._generation
-        return list(
-            self._client.request(
-                generation, lambda n: Get(n, generation, tuple(keys)), waits=True
-            ).values
-        )
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all `keys` exist, however long."""
-        self.multi_get(keys)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the number `key`, and return the sum."""
-        generation = self._generation
-        return self._client.request(generation, lambda n: Add(n, generation, key, amount)).number
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all `keys` exist."""
-        generation = self._generation
-        return bool(
-            self._client.request(generation, lambda n: Check(n, generation, tuple(keys))).number
-        )
-
-    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Set `key` if its value is `expected`, or "" and it does not exist; return its value
-        then.
-        """
-        generation = self._generation
-        old = _as_bytes(expected)
-        new = _as_bytes(value)
-        return self._client.request(
-            generation, lambda n: CompareSet(n, generation, key, old, new)
-        ).values[0]
-
-    def delete_key(self, key: str) -> bool:
-        """Do nothing: the keys of a generation end with it."""
-        return False
-
-    def num_keys(self) -> int:
-        """Return 0: nobody counts the keys."""
-        return 0
-
-    def has_extended_api(self) -> bool:
-        """Return whether several keys can be set and read at once."""
-        return True
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: there is no time limit."""
-
-
-def _as_bytes(value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)

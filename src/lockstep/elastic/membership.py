@@ -29,33 +29,28 @@ from msgspec import structs
 
 from ..job.messages import Hello
 from ..messages import Integer, List, Tagged
+from .keys import Answer, Keys, StoreRequest
 
 __all__ = [
     "LEASE_S",
     "NO_STATE",
-    "Add",
-    "Answer",
     "Arrived",
     "Boundary",
     "Broken",
     "Bye",
     "Change",
-    "Check",
     "Commit",
-    "CompareSet",
     "Coordinator",
     "Done",
     "Down",
     "Enter",
     "Events",
-    "Get",
     "HostMemory",
     "HostReport",
     "Lease",
     "Leave",
     "Publish",
     "Ready",
-    "Set",
     "Stop",
     "Turn",
     "Up",
@@ -148,49 +143,6 @@ class Publish(Tagged, frozen=True):
     request: Integer = -1
 
 
-class Set(Tagged, frozen=True):
-    """Set a key of the store of `generation`."""
-
-    generation: Integer
-    key: str
-    value: bytes
-
-
-class Get(Tagged, frozen=True):
-    """Wait until the keys exist; the answer has their values."""
-
-    request: Integer
-    generation: Integer
-    keys: List[str]
-
-
-class Add(Tagged, frozen=True):
-    """Add to a number; the answer has the sum."""
-
-    request: Integer
-    generation: Integer
-    key: str
-    amount: Integer
-
-
-class Check(Tagged, frozen=True):
-    """Ask whether all keys exist."""
-
-    request: Integer
-    generation: Integer
-    keys: List[str]
-
-
-class CompareSet(Tagged, frozen=True):
-    """Set a key if it has the expected value; the answer has its value then."""
-
-    request: Integer
-    generation: Integer
-    key: str
-    expected: bytes
-    value: bytes
-
-
 class Change(Tagged, frozen=True):
     """`generation` is open: leave the group at once, wherever you wait in it."""
 
@@ -248,14 +200,6 @@ class Lease(Tagged, frozen=True):
     until: float
 
 
-class Answer(Tagged, frozen=True):
-    """The answer to a request about keys: values, a sum, or whether they exist."""
-
-    request: Integer
-    values: List[bytes] = ()
-    number: Integer = 0
-
-
 class Stop(Tagged, frozen=True):
     """The whole job stops: save and end, as after this signal."""
 
@@ -268,8 +212,6 @@ class Bye(Tagged, frozen=True):
     leaves: bool = False
 
 
-KeyRequest = Set | Get | Add | Check | CompareSet
-
 Up = (
     Hello
     | Ready
@@ -281,7 +223,7 @@ Up = (
     | Done
     | Events
     | Publish
-    | KeyRequest
+    | StoreRequest
 )
 """From a worker to the coordinator."""
 
@@ -511,7 +453,7 @@ class Coordinator:
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _messages: deque[tuple[int, Down]] = field(default_factory=deque)
     _published: list[Publish] = field(default_factory=list)
-    _keys: dict[int, _Keys] = field(default_factory=dict)
+    _keys: dict[int, Keys] = field(default_factory=dict)
     _seniority: int = 0
     _wished: bool = False
     _at_boundary: bool = False  # whether the members regroup between two steps, and not within one
@@ -924,10 +866,10 @@ class Coordinator:
     # --- keys
     # ----------------------------------------------------------------------------------------------
 
-    def _use_keys(self, worker: _Worker, message: KeyRequest) -> None:
+    def _use_keys(self, worker: _Worker, message: StoreRequest) -> None:
         if message.generation < self.formed:
             return  # the worker is told that it is over, and waits for no answer
-        keys = self._keys.setdefault(message.generation, _Keys())
+        keys = self._keys.setdefault(message.generation, Keys())
         for number, answer in keys.use(worker.number, message):
             self._messages.append((number, answer))
 
@@ -958,56 +900,3 @@ def _restored(record: WorkerRecord, host: int, newest: View | None) -> _Worker:
 
 
 _SIGTERM = 15
-
-
-class _Keys:
-    """The store of one generation, in which its members find each other."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._waiting: list[tuple[int, Get]] = []
-
-    def forget(self, number: int) -> None:
-        """Drop what a worker waits for."""
-        self._waiting = [(waits, message) for waits, message in self._waiting if waits != number]
-
-    def use(self, number: int, message: KeyRequest) -> Iterator[tuple[int, Answer]]:
-        """Do what a worker requests; yields the answers, each with the number of its worker."""
-        match message:
-            case Set():
-                self._values[message.key] = message.value
-            case Get():
-                self._waiting.append((number, message))
-            case Add():
-                total = int(self._values.get(message.key, b"0")) + message.amount
-                self._values[message.key] = str(total).encode()
-                yield number, Answer(message.request, number=total)
-            case Check():
-                yield (
-                    number,
-                    Answer(
-                        message.request,
-                        number=int(all(key in self._values for key in message.keys)),
-                    ),
-                )
-            case CompareSet():
-                value = self._values.get(message.key)
-                if message.expected == (value or b""):
-                    value = self._values[message.key] = message.value
-                yield (
-                    number,
-                    Answer(message.request, (message.expected if value is None else value,)),
-                )
-        yield from self._answer()
-
-    def _answer(self) -> Iterator[tuple[int, Answer]]:
-        still = []
-        for number, message in self._waiting:
-            if all(key in self._values for key in message.keys):
-                yield (
-                    number,
-                    Answer(message.request, tuple(self._values[key] for key in message.keys)),
-                )
-            else:
-                still.append((number, message))
-        self._waiting = still

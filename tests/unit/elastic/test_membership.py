@@ -11,29 +11,24 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from lockstep.elastic.keys import Answer, StoreRequest
 from lockstep.elastic.membership import (
     NO_STATE,
-    Add,
-    Answer,
     Arrived,
     Boundary,
     Broken,
     Bye,
     Change,
-    Check,
     Commit,
-    CompareSet,
     Coordinator,
     Done,
     Down,
     Enter,
-    Get,
     Hello,
     HostMemory,
     Leave,
     Publish,
     Ready,
-    Set,
     Stop,
     Turn,
     Up,
@@ -651,16 +646,17 @@ def test_what_rank_0_sent_is_repeated_to_those_that_join_only() -> None:
 
 def test_keys_belong_to_their_generation() -> None:
     coordinator = formed(2)
-    coordinator.receive(0, Get(1, 1, ("a",)))
+    coordinator.receive(0, StoreRequest(1, "get", ("a",), request=1))
     assert told(coordinator) == []
-    coordinator.receive(1, Set(1, "a", b"x"))
+    coordinator.receive(1, StoreRequest(1, "set", ("a",), (b"x",)))
     assert told(coordinator) == [(0, Answer(1, (b"x",)))]
-    coordinator.receive(0, Add(2, 1, "n", 3))
-    coordinator.receive(1, Add(7, 1, "n", -1))
-    coordinator.receive(0, Check(3, 1, ("a", "n")))
-    coordinator.receive(0, Check(4, 2, ("a",)))
-    coordinator.receive(0, CompareSet(5, 1, "b", b"", b"y"))
-    coordinator.receive(0, CompareSet(6, 1, "b", b"z", b"w"))
+    coordinator.receive(0, StoreRequest(1, "add", ("n",), amount=3, request=2))
+    coordinator.receive(1, StoreRequest(1, "add", ("n",), amount=-1, request=7))
+    coordinator.receive(0, StoreRequest(1, "check", ("a", "n"), request=3))
+    coordinator.receive(0, StoreRequest(2, "check", ("a",), request=4))
+    coordinator.receive(0, StoreRequest(1, "compare_set", ("b",), (b"", b"y"), request=5))
+    coordinator.receive(0, StoreRequest(1, "compare_set", ("b",), (b"z", b"w"), request=6))
+    coordinator.receive(0, StoreRequest(1, "compare_set", ("c",), (b"z", b"w"), request=8))
     assert [message for _, message in told(coordinator)] == [
         Answer(2, number=3),
         Answer(7, number=2),
@@ -668,7 +664,24 @@ def test_keys_belong_to_their_generation() -> None:
         Answer(4, number=0),
         Answer(5, (b"y",)),
         Answer(6, (b"y",)),
+        Answer(8, (b"z",)),
     ]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        StoreRequest(1, "set", (), (b"x",)),
+        StoreRequest(1, "set", ("a",)),
+        StoreRequest(1, "add", ("a", "b"), amount=1, request=1),
+        StoreRequest(1, "compare_set", ("a",), (b"x",), request=1),
+    ],
+)
+def test_a_request_that_lacks_something_changes_nothing(request_: StoreRequest) -> None:
+    coordinator = formed(1)
+    coordinator.receive(0, request_)
+    coordinator.receive(0, StoreRequest(1, "check", ("a",), request=2))
+    assert told(coordinator) == [(0, Answer(2, number=0))]
 
 
 def test_when_all_are_done_all_are_told() -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from lockstep.elastic.membership import Arrived, Down, Get, Set, Up, View
+from lockstep.elastic.keys import StoreRequest
+from lockstep.elastic.membership import Arrived, Down, Up, View
 from lockstep.job.connection import Connection
 from lockstep.job.messages import Hello
 
@@ -30,7 +31,12 @@ def test_messages_arrive_as_they_were_sent(
     ends: tuple[Connection[Down, Up], Connection[Up, Down]],
 ) -> None:
     worker, coordinator = ends
-    sent = [Hello(3), Arrived(2, (0, 7, 1), True), Set(2, "key", b"\0value"), Get(5, 2, ("a", "b"))]
+    sent = [
+        Hello(3),
+        Arrived(2, (0, 7, 1), True),
+        StoreRequest(2, "set", ("key",), (b"\0value",)),
+        StoreRequest(2, "get", ("a", "b"), request=5),
+    ]
     for message in sent:
         worker.send(message)
     assert list(coordinator.receive_available()) == sent

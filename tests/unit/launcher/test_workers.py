@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.elastic.membership import Set
+from lockstep.elastic.keys import StoreRequest
 from lockstep.job.client import JobClient
 from lockstep.job.connection import Connection, connect_to_launcher, take_turn
 from lockstep.job.messages import Failure, Finished, Hello, Note, Peers, Release, ToAnyWorker
@@ -143,7 +143,7 @@ def test_who_is_no_worker_is_closed(
         garbage.sendall(data)
     launcher.turn_until(lambda: is_closed(garbage))
     Connection[Any, Any](idle, ToAnyWorker).send(
-        Set(0, "key", b"")
+        StoreRequest(0, "set", ("key",), (b"",))
     )  # not what a worker sends first
     launcher.turn_until(lambda: is_closed(idle))
     late.connect(launcher.workers.path)
@@ -180,7 +180,9 @@ def test_what_a_worker_tells_is_known(launcher: Launcher) -> None:
 
 def test_what_a_worker_has_said_is_read_though_it_takes_nothing_more(launcher: Launcher) -> None:
     worker = launcher.connect(0)
-    launcher.workers.send(0, Set(0, "key", bytes(8 << 20)))  # more than the socket holds
+    launcher.workers.send(
+        0, StoreRequest(0, "set", ("key",), (bytes(8 << 20),))
+    )  # more than the socket holds
     connection = launcher.workers[0].connection
     assert connection is not None and connection.has_unsent
     worker.send(failure(0))
@@ -246,18 +248,21 @@ def test_a_client_counts_pings_passes_messages_on_and_knows_the_end(
     taken: list[Any] = []
     lost: list[str] = []
     client = JobClient(
-        launcher.workers.path, 0, ToAnyWorker | Set, on_lost=lambda: lost.append("process")
+        launcher.workers.path, 0, ToAnyWorker | StoreRequest, on_lost=lambda: lost.append("process")
     )
     launcher.turn_until(lambda: launcher.workers[0].connection is not None)
-    launcher.workers.send(0, Set(1, "a", b""))
+    launcher.workers.send(0, StoreRequest(1, "set", ("a",), (b"",)))
     launcher.workers.ping()
     launcher.turn_until(lambda: client.pings == 1)
     client.subscribe(taken.append, lambda: lost.append("membership"))  # gets what has come before
-    launcher.workers.send(0, Set(1, "b", b""))
+    launcher.workers.send(0, StoreRequest(1, "set", ("b",), (b"",)))
     launcher.turn_until(lambda: len(taken) == 2)
     launcher.workers.close()
     launcher.turn_until(lambda: len(lost) == 2)
-    assert [message.key for message in taken] == ["a", "b"] and lost == ["membership", "process"]
+    assert [message.keys for message in taken] == [("a",), ("b",)] and lost == [
+        "membership",
+        "process",
+    ]
 
 
 # --- processes

@@ -155,9 +155,10 @@ class ElasticTraining(ElasticRecovery):
     # ----------------------------------------------------------------------------------------------
 
     def note_sync(self) -> int:
-        """Note that this rank has the training's state; returns how often that was saved, on all ranks alike.
+        """Note that this rank has the training's state; returns how often that was saved.
 
-        Who has joined later would otherwise count from 0, and be behind the others for ever: none of them could leave.
+        That is the same on all ranks. If who has joined later counted from 0, it would be behind
+        the others for ever, and none of these could leave.
         """
         global _has_state
         _has_state = self._has_state = True
