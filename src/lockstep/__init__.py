@@ -15,6 +15,7 @@ from .errors import (
     DataError,
     DesyncError,
     DivergedError,
+    FaultyWorkerError,
     InterruptedRunError,
     LockstepError,
     MismatchError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .parallel import replicas
     from .parallel.fingerprints import fingerprint
     from .pipelining import pipeline
+    from .proof.on_spike import OnSpike
     from .topology import World
     from .training.data_parallel import DataParallel
     from .training.evaluate import evaluate, predict, whole_set
@@ -63,10 +65,12 @@ __all__ = [
     "DataParallel",
     "DesyncError",
     "DivergedError",
+    "FaultyWorkerError",
     "InterruptedRunError",
     "Loader",
     "LockstepError",
     "MismatchError",
+    "OnSpike",
     "RankLostError",
     "StallError",
     "TrainStep",
@@ -106,6 +110,7 @@ _LAZY = {
     "Communicator": "communicator:Communicator",
     "DataParallel": "training.data_parallel:DataParallel",
     "Loader": "data.loader:Loader",
+    "OnSpike": "proof.on_spike:OnSpike",
     "TrainStep": "training.step:TrainStep",
     "Trainer": "training.trainer:Trainer",
     "World": "topology:World",

@@ -16,6 +16,7 @@ __all__ = [
     "DataError",
     "DesyncError",
     "DivergedError",
+    "FaultyWorkerError",
     "InterruptedRunError",
     "LockstepError",
     "MembershipChangedError",
@@ -146,6 +147,23 @@ class MismatchError(LockstepError):
 
 class DivergedError(LockstepError, ArithmeticError):
     """The loss is no longer a finite number."""
+
+
+class FaultyWorkerError(LockstepError):
+    """A worker computes wrong numbers, again and again, or two differ and nothing says which is
+    right.
+
+    Attributes:
+        ranks: the worker's rank; of two or more, where it cannot be known which.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message, ranks)
+        self.message = message
+        self.ranks = ranks
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class InterruptedRunError(LockstepError):

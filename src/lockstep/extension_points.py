@@ -15,6 +15,10 @@ EXTENSION_POINTS = Registry(
         "start of a worker on an emulated network": (
             "lockstep.emulation.delayed_groups:install_from_environment"
         ),
+        # (step, every) -> Guard: of a Trainer with cross_check=
+        "cross-check of a training": "lockstep.proof.cross_check:make_guard",
+        # (step, on_spike) -> Guard: of a Trainer with on_spike=
+        "spikes of a training": "lockstep.proof.on_spike:make_guard",
         # (folder, network) -> str: in the launcher of such a job, after it; the text is shown
         "summary of an emulated network": "lockstep.emulation.link_clock:emulation_summary",
     },

@@ -11,7 +11,16 @@ from support import extension_access, layers
 
 ROOT = Path(__file__).parents[2]
 
-EXTENSIONS = ["compat/", "doctor/", "emulation/", "pipelining/", "planning/", "ray/", "submit/"]
+EXTENSIONS = [
+    "compat/",
+    "doctor/",
+    "emulation/",
+    "pipelining/",
+    "planning/",
+    "proof/",
+    "ray/",
+    "submit/",
+]
 
 # Modules that do otherwise still.
 

@@ -30,7 +30,16 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 
 # The core imports none of them: they are in layers above it.
-EXTENSIONS = ["compat/", "doctor/", "emulation/", "pipelining/", "planning/", "ray/", "submit/"]
+EXTENSIONS = [
+    "compat/",
+    "doctor/",
+    "emulation/",
+    "pipelining/",
+    "planning/",
+    "proof/",
+    "ray/",
+    "submit/",
+]
 ABOVE_EXTENSIONS = ["__init__", "__main__", "cli/"]  # what offers them to users
 
 CYCLES: list[tuple[str, str]] = []

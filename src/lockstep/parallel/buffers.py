@@ -4,7 +4,8 @@ workers have the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -135,6 +136,26 @@ class Buffers:
             torch._foreach_copy_([*self._averaged, *self._counters], self._copies)
         for other in self._others:
             other.restore()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Return a context in which all have the values of the beginning of the step, and then
+        those of now again.
+        """
+        now = [
+            (layer, name, buffer, None if buffer is None else buffer.clone())
+            for layer in self._model.modules()
+            for name, buffer in layer._buffers.items()
+        ]
+        self.restore()
+        try:
+            yield
+        finally:
+            for layer, name, buffer, values in now:
+                layer._buffers[name] = buffer
+                if buffer is not None and values is not None and not expanded_dimensions(buffer):
+                    with torch.no_grad():
+                        buffer.copy_(values)
 
     def others_changed(self) -> bool:
         """Return whether a buffer outside of normalisation layers has changed in this step."""

@@ -58,6 +58,7 @@ class Distributed(Strategy):
         self._buffers: Buffers | None = None
         self._in_step = False  # whether the buffers of the running step are noted
         self._sums_late = False
+        self._allows_undo = False
 
     def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
         """Return the strategy that gives the same bits at any number of workers."""
@@ -76,7 +77,7 @@ class Distributed(Strategy):
         self._make_buffers(model)
 
     def _make_buffers(self, model: nn.Module) -> None:
-        saves = isinstance(self.comm, ElasticCommunicator)
+        saves = self._allows_undo or isinstance(self.comm, ElasticCommunicator)
         self._buffers = Buffers(self.with_loss(model), self.comm, saves=saves)
         self._in_step = False
 
@@ -168,6 +169,11 @@ class Distributed(Strategy):
         if self._sums_late:
             return partial(_call_named, self.totals_name, self.comm.allreduce, vector)
         return self.comm.iallreduce(vector).wait
+
+    def allow_undo(self, model: nn.Module) -> None:
+        """See `Strategy.allow_undo`."""
+        self._allows_undo = True
+        self._make_buffers(model)
 
     def begin_step(self) -> None:
         """Save the buffers that the forward pass may change."""

@@ -64,6 +64,7 @@ class Invariant(Strategy):
         self._log_threads()
         self._prepared: tuple[Reducer, Buffers] | None = None
         self._parameters: list[nn.Parameter] = []
+        self._allows_undo = False
         self.joint_layers: list[SyncBatchNorm] = []
         self._unchanged: UnchangedParameters | None = None
 
@@ -111,7 +112,8 @@ class Invariant(Strategy):
         """Make the reducer and the buffers for the present workers."""
         reducer = Reducer(self.comm, self.virtual_workers, one_pass=True)
         self._parameters = list(model.parameters())
-        saves = len(reducer.local_shards) > 1 or isinstance(self.comm, ElasticCommunicator)
+        has_several = len(reducer.local_shards) > 1
+        saves = has_several or self._allows_undo or isinstance(self.comm, ElasticCommunicator)
         buffers = Buffers(self.with_loss(model), self.comm, saves=saves, at_once=True)
         self._prepared = reducer, buffers
 
@@ -170,6 +172,11 @@ class Invariant(Strategy):
         assert self._unchanged is not None
         self._unchanged.check()
         self.buffers.set(sums, samples)
+
+    def allow_undo(self, model: nn.Module) -> None:
+        """See `Strategy.allow_undo`."""
+        self._allows_undo = True
+        self._make_parts(model)
 
     def begin_step(self) -> None:
         """Save the buffers, for `abandon_step`."""

@@ -195,9 +195,16 @@ class Strategy:
     # --- elastic jobs
     # ----------------------------------------------------------------------------------------------
 
+    def allow_undo(self, model: nn.Module) -> None:
+        """From here on copy what passes change at the beginning of each step, for `abandon_step`.
+
+        In an elastic job that is so anyway.
+        """
+
     def begin_step(self) -> None:
-        """Save what a step changes before its update, for `abandon_step`; called in elastic jobs
-        only.
+        """Save what a step changes before its update, for `abandon_step`.
+
+        Called in elastic jobs, and with guards that may undo a step.
         """
 
     def abandon_step(self) -> None:

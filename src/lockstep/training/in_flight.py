@@ -195,11 +195,11 @@ class StepsInFlight:
                 result = result.replaced(grad_norm=torch.tensor(next(numbers)))
             if result.replicas is not None and not queued.of_earlier_group:
                 result.replicas.settle(result.step, list(numbers))
-            if loss - loss != 0:  # NaN or infinite
+            if loss - loss != 0 and not result.is_skipped:  # NaN or infinite
                 self._failed = True
                 result.check()
         if not queued.reported:
             queued.reported = True
-            if self._on_loss is not None:
+            if self._on_loss is not None and not result.is_skipped:
                 self._on_loss(result, loss)
         return stop % REGROUP if queued.of_earlier_group else stop

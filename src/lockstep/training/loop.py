@@ -186,7 +186,8 @@ class Loop:
             # and its loss.
             state.position.advance(self._loader)
             loss, count, _ = result.on_hand
-            state.totals.add(loss, count, batch.global_size)
+            if not result.is_skipped:
+                state.totals.add(loss, count, batch.global_size)
             trainer.steps_in_flight.add(result)
             callbacks.call("on_train_step_end", trainer, result)
             # Results that have arrived are checked; a worker may have requested to stop, to join or
@@ -270,6 +271,9 @@ class Loop:
         ):  # else its evaluation does so, after the callbacks that come before it
             self._recovery.run(trainer.step.check_replicas, meets=False)
         row |= self._validate(row["lr"])
+        since = int(trainer.history[-1]["step"]) if trainer.history else 0
+        for guard in trainer.step.guards:
+            guard.on_row(row, since)
         if ends_epoch:
             trainer.position.end_epoch()
             trainer.step.end_epoch(row)

@@ -173,6 +173,15 @@ class Precision:
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
+    def abandon_step(self) -> None:
+        """Forget that gradients were unscaled, where no update is made with them; the scale stays
+        as it is.
+        """
+        if self._scaler is not None:
+            state = self._scaler.state_dict()
+            self._scaler.update()
+            self._scaler.load_state_dict(state)
+
     def step(self, optimizer: Optimizer) -> None:
         """Update the parameters, or skip the step if fp16 gradients overflowed; the same on all
         workers.

@@ -48,6 +48,7 @@ __all__ = [
     "recovery_of",
     "repeat_by",
     "repeated",
+    "share",
 ]
 
 T = TypeVar("T")
@@ -243,6 +244,16 @@ class Recovery:
             args: its arguments.
         """
         return operation(*args)
+
+    def leave_out(self, rank: int) -> None:
+        """Repeat the operation in flight without a worker, which leaves the job; called by all
+        workers within it.
+
+        In a job of fixed size, and where operations are not repeated, nothing happens.
+
+        Raises:
+            MembershipChangedError: on all workers, so that the operation is repeated.
+        """
 
     def suspend(self) -> None:
         """From here on nothing is repeated: a loss ends the training, and no worker joins or leaves
@@ -497,6 +508,14 @@ class ElasticRecovery(Recovery):
         self._done += 1
         self._last = result
         state.commit(result)
+
+    def leave_out(self, rank: int) -> None:
+        """See `Recovery.leave_out`."""
+        if not self.repeats:
+            return
+        if rank == self._comm.rank:
+            self._client.leave()
+        raise MembershipChangedError(self._client.generation)
 
     def _note_seen(self, states: bytes | None) -> None:
         self._client.note_events(self._commit(), states)

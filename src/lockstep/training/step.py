@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,11 +19,11 @@ from typing_extensions import Never
 from .. import arguments, other_names
 from ..communicator import Communicator
 from ..data.loader import Batch
-from ..errors import ConfigError, counted, unexpected_argument
+from ..errors import ConfigError, LockstepError, TransportError, counted, unexpected_argument
 from ..flight_recorder import named, note_samples
 from ..parallel.distributed import Distributed
 from ..parallel.invariant import Invariant
-from ..parallel.nested import split
+from ..parallel.nested import split, tensors_of
 from ..parallel.randomness import seed_torch
 from ..parallel.replicas_strategy import Replicas
 from ..parallel.shards import mix
@@ -34,6 +34,7 @@ from .divided_batches import describe_division
 from .errors_on_all import raise_on_all
 from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
+from .guards import Decision, Guard, PendingStep
 from .loss import Forward, Loss, LossFn, LossModule
 from .loss_scale import agree_on_loss_scale
 from .mean_check import is_due, raise_problem
@@ -378,6 +379,7 @@ class TrainStep:
         self._trained = [p.requires_grad for p in self._changes.parameters]
         self._parameters: list[nn.Parameter] = []
         self._refresh_param_groups()
+        self._guards: tuple[Guard, ...] = ()
         self._replicas = ReplicaCheck(
             self.comm,
             model,
@@ -395,6 +397,30 @@ class TrainStep:
         self._unchanged = (
             UnchangedParameters(self.model) if type(self.strategy) is Distributed else None
         )
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """The guards, which are asked in every step, in order, on every worker; none by default."""
+        return self._guards
+
+    @guards.setter
+    def guards(self, guards: Sequence[Guard]) -> None:
+        """Set the guards, between two steps, on every worker alike.
+
+        Raises:
+            ConfigError: for one that may undo a step, with a strategy that cannot.
+        """
+        if any(guard.may_undo for guard in guards):
+            if not self.strategy.can_regroup:
+                expected = (
+                    "a strategy whose steps can be undone, with a guard that skips or repeats steps"
+                )
+                hint = "Use strategy='distributed', with or without virtual_workers."
+                raise ConfigError(
+                    "strategy", expected, found=type(self.strategy).__name__.lower(), hint=hint
+                )
+            self.strategy.allow_undo(self.model)
+        self._guards = tuple(guards)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Run one step; returns the loss, a 0-dim tensor, the mean over the global batch."""
@@ -462,8 +488,100 @@ class TrainStep:
         self._trained = [p.requires_grad for p in self._changes.parameters]
         self._replicas.regroup()
         self.measured = {}
+        for guard in self._guards:
+            guard.on_regroup()
 
     def _run(self, batch: Batch, requests: float) -> StepResult:
+        if self._guards:
+            return self._run_with_guards(batch, requests)
+        lr, totals, problem = self._run_passes(batch, requests)
+        result = self._result(lr, totals, problem, batch)
+        self._finish_gradients(self._correction(batch.global_size, result))
+        norm = self._update()
+        return self._completed(result, norm, batch)
+
+    def _run_with_guards(self, batch: Batch, requests: float) -> StepResult:
+        """Run a step in which guards decide, once the gradients are reduced, whether its update is
+        made.
+        """
+        may_undo = any(guard.may_undo for guard in self._guards)
+        versions = _versions_of(batch) if may_undo else []
+        for guard in self._guards:
+            guard.before_passes(self.steps_done, batch)
+        for attempt in itertools.count():
+            if may_undo:
+                self.strategy.begin_step()
+            lr, totals, problem = self._run_passes(batch, requests)
+            if self.comm.device.type == "cpu":
+                totals = totals.tolist() if isinstance(totals, torch.Tensor) else totals
+                if not totals[1]:
+                    self._checked_result(
+                        lr, totals, problem
+                    )  # raises the error of a loss that counts nothing
+            loss_sum, count, stops = totals[:3]
+            seen = StepResult(
+                self.steps_done, loss_sum / count, stops, lr, count, self._samples_of(batch)
+            )
+            self._finish_gradients(self._correction(batch.global_size, seen))
+            pending = PendingStep(
+                step=self.steps_done,
+                batch=batch,
+                loss=seen.on_hand[0],
+                count=count,
+                learning_rate=lr,
+                model=self.model,
+                gradients=[p.grad for p in self._parameters if p.grad is not None],
+                may_overflow=self.precision.name == "fp16",
+                attempt=attempt,
+            )
+            try:
+                pending.decision = self._ask_guards(pending)
+                if pending.decision is Decision.REPEAT:
+                    self._abandon()
+                    if versions != _versions_of(batch):
+                        raise _changed_batch()
+                    continue
+                result = self._result(lr, totals, problem, batch, pending.decision is Decision.SKIP)
+            except TransportError:  # in an elastic job the step is run again by other workers
+                raise
+            except LockstepError as error:
+                pending.error = error
+                for guard in self._guards:
+                    guard.after_step(pending)
+                raise
+            break
+        norm = None
+        if result.is_skipped:
+            self._abandon()
+        else:
+            norm = self._update()
+        result = self._completed(result, norm, batch)
+        for guard in self._guards:
+            guard.after_step(pending)
+        return result
+
+    def _ask_guards(self, pending: PendingStep) -> Decision:
+        """Return the strongest decision of the guards; after one that repeats the step, the others
+        are not asked.
+        """
+        strongest = Decision.GO
+        for guard in self._guards:
+            decision = guard.before_update(pending)
+            if decision is Decision.REPEAT:
+                return decision
+            if decision is Decision.SKIP:
+                strongest = decision
+        return strongest
+
+    def _abandon(self) -> None:
+        """Undo what the passes of a step have changed, of which no update is made."""
+        self.strategy.abandon_step()
+        self.precision.abandon_step()
+
+    def _run_passes(self, batch: Batch, requests: float) -> tuple[Number, Sums, Any]:
+        """Run the passes of a step; returns the learning rate, the totals, and what is wrong with
+        the loss.
+        """
         key = mix((self.steps_done,), self._key)
         lr = self._begin(key)
         unchanged = self._unchanged if self.comm.size > 1 and is_due(self.steps_done) else None
@@ -495,12 +613,36 @@ class TrainStep:
         problem = self._loss.check(self.precision.autocast)
         if is_compared or (problem is not None and self.comm.size == 1):
             raise_problem(problem, self.comm)
-        if self.comm.device.type == "cpu":
-            result = self._checked_result(lr, totals, problem)
-        else:
-            result = self._unchecked_result(lr, totals, batch)
+        return lr, totals, problem
+
+    def parts(self, batch: Batch) -> list[tuple[Any, int]]:
+        """Return (data, samples) of each of this worker's passes over its part of a batch."""
+        return self._passes.parts(batch)
+
+    def repeat_shard(self, shard: int, part: tuple[Any, int], global_size: int) -> None:
+        """Run the pass of one virtual worker of the step in progress once more; called by a guard
+        before its update.
+
+        The pass has the bits of that in the step, also if another worker has made that. Hooks of
+        parameters see its gradients; all else is as it was before.
+
+        Args:
+            shard: the number of the virtual worker, which may be one of another worker.
+            part: the data of its part of the batch, and the number of samples in it, at least one.
+            global_size: samples in the global batch.
+
+        Raises:
+            ConfigError: without virtual workers.
+        """
+        if not isinstance(self._passes, ShardPasses):
+            raise ConfigError(
+                "virtual_workers", "a number, for passes that can be repeated", found="none"
+            )
+        self._passes.repeat(self._loss, self.precision, self.steps_done, shard, part, global_size)
+
+    def _completed(self, result: StepResult, norm: torch.Tensor | None, batch: Batch) -> StepResult:
+        """Count a step that is done; returns its result with what was measured."""
         _, count, _ = result.on_hand
-        norm = self._update(self._correction(batch.global_size, count, result.samples is not None))
         self.precision.end_step(count, batch.global_size)
         self.steps_done += 1
         if self.scheduler is not None:
@@ -511,14 +653,24 @@ class TrainStep:
             self.measured = {}
         return result if norm is None else result.replaced(grad_norm=norm)
 
-    def _checked_result(self, lr: Number, totals: Sums, problem: Any) -> StepResult:
+    def _result(
+        self, lr: Number, totals: Sums, problem: Any, batch: Batch, is_skipped: bool = False
+    ) -> StepResult:
+        """Return the result of a step whose update is about to be made, or left out."""
+        if self.comm.device.type == "cpu":
+            return self._checked_result(lr, totals, problem, is_skipped)
+        return self._unchecked_result(lr, totals, batch, is_skipped)
+
+    def _checked_result(
+        self, lr: Number, totals: Sums, problem: Any, is_skipped: bool = False
+    ) -> StepResult:
         """Return the result of a step on the CPU, where its numbers can be checked before the
         update.
         """
         numbers = totals.tolist() if isinstance(totals, torch.Tensor) else totals
         loss_sum, count, stops, *marks = map(float, numbers)
         loss = loss_sum / count if count else math.nan
-        result = StepResult(self.steps_done, loss, stops, lr, count)
+        result = StepResult(self.steps_done, loss, stops, lr, count, is_skipped=is_skipped)
         if not math.isfinite(loss):
             raise_problem(problem, self.comm)  # rather than the loss, which is that of all workers
         if marks:
@@ -526,7 +678,9 @@ class TrainStep:
         result.check()
         return result
 
-    def _unchecked_result(self, lr: Number, totals: Sums, batch: Batch) -> StepResult:
+    def _unchecked_result(
+        self, lr: Number, totals: Sums, batch: Batch, is_skipped: bool = False
+    ) -> StepResult:
         """Return the result of a step on a device, which nothing waits for; it is checked later."""
         # of a single worker
         marks = None
@@ -535,12 +689,30 @@ class TrainStep:
             marks = totals[3:]
             replicas = self._replicas
         loss_sum, count, stops = totals[:3]
-        # Reading the count would wait for the device, so a loss that counts samples here is assumed
-        # to count them on all workers. `StepResult.check` detects a wrong assumption.
-        samples = batch.global_size if self.loss.counts_samples and batch.collated is None else None
+        samples = self._samples_of(batch)
         return StepResult(
-            self.steps_done, loss_sum / count, stops, lr, count, samples, marks, replicas
+            self.steps_done,
+            loss_sum / count,
+            stops,
+            lr,
+            count,
+            samples,
+            marks,
+            replicas,
+            is_skipped=is_skipped,
         )
+
+    def _samples_of(self, batch: Batch) -> int | None:
+        """Return the samples of a global batch if the loss is taken to count them on all workers;
+        None on the CPU, where the count is on hand.
+
+        Reading the count of another device would wait for it, so a loss that counts samples here is
+        assumed to count them on all workers. `StepResult.check` detects a wrong assumption.
+        """
+        is_on_host = self.comm.device.type == "cpu"
+        if is_on_host or not self.loss.counts_samples or batch.collated is not None:
+            return None
+        return batch.global_size
 
     def _first_batch(self, batch: Batch) -> FirstBatch | None:
         """Return what watches the passes of the first step, if they divide a global batch; virtual
@@ -561,14 +733,15 @@ class TrainStep:
             devices=devices,
         )
 
-    def _correction(self, samples: int, count: Number, counts_samples: bool) -> Number | None:
+    def _correction(self, samples: int, result: StepResult) -> Number | None:
         """Return the factor that makes the reduced gradients those of the mean; None if they
         are.
         """
         if self._passes.gives_means:
             return None
-        if counts_samples and self.precision.name != "fp16":
+        if result.samples is not None and self.precision.name != "fp16":
             return None
+        _, count, _ = result.on_hand
         correction = self.precision.correction(samples, count, self._passes.averaged_over)
         return None if isinstance(correction, float) and correction == 1 else correction
 
@@ -691,10 +864,8 @@ class TrainStep:
         on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
         return lr.detach().clone() if on_device else float(lr)
 
-    def _update(self, correction: Number | None) -> torch.Tensor | None:
-        """Update the parameters with the gradients times `correction`; returns their norm if it is
-        limited.
-        """
+    def _finish_gradients(self, correction: Number | None) -> None:
+        """Make the reduced gradients those of the mean, unscaled and times `correction`."""
         _fill_missing_gradients(self._parameters)
         if cast := self.precision.cast:
             converted = [
@@ -709,6 +880,9 @@ class TrainStep:
         self.precision.unscale(self.optimizer)
         if correction is not None:
             scale_gradients([p.grad for p in self._parameters if p.grad is not None], correction)
+
+    def _update(self) -> torch.Tensor | None:
+        """Update the parameters with the gradients; returns their norm if it is limited."""
         norm = None if self._max_grad_norm is None else clip(self._parameters, self._max_grad_norm)
         self.precision.step(self.optimizer)
         return norm
@@ -717,8 +891,9 @@ class TrainStep:
         """Return the number of steps done and the state of the gradient scaler, without model and
         optimizer.
 
-        If there is a scheduler, its state is in it as well; the buffers and parameters of a loss
-        that is a module; and if the model computes its loss, what that counts, once it is known.
+        If there is a scheduler, its state is in it as well; those of guards; the buffers and
+        parameters of a loss that is a module; and if the model computes its loss, what that counts,
+        once it is known.
         """
         state: dict[str, Any] = {
             "steps_done": self.steps_done,
@@ -726,6 +901,10 @@ class TrainStep:
         }
         if self.scheduler is not None:
             state |= {"scheduler": self.scheduler.state_dict(), "rates": self.learning_rates}
+        if of_guards := {
+            guard.name: saved for guard in self._guards if (saved := guard.state_dict())
+        }:
+            state["guards"] = of_guards
         return state | self.loss.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -737,6 +916,9 @@ class TrainStep:
             self.scheduler.load_state_dict(state["scheduler"])
             self.scheduler.last_rates = list(state["rates"])
         self.loss.load_state_dict(state, self.comm.rank == 0)
+        for guard in self._guards:
+            if guard.name in state.get("guards", {}):
+                guard.load_state_dict(state["guards"][guard.name])
 
 
 def _synchronise_batch_norm(model: nn.Module, strategy: Strategy) -> None:
@@ -761,6 +943,18 @@ def _changed_by_replicas() -> ConfigError:
         "a loss that changes no buffer, with strategy='replicas'",
         found="one that does",
         hint=hint,
+    )
+
+
+def _versions_of(batch: Batch) -> list[int]:
+    """Return numbers that differ once a pass has changed the data of a batch in place."""
+    return [tensor._version for tensor in tensors_of(batch.data) if not tensor.is_inference()]
+
+
+def _changed_batch() -> ConfigError:
+    hint = "Change a copy of its inputs: a step that a guard repeats needs them once more."
+    return ConfigError(
+        "model", "passes that do not change the batch", found="one that does, in place", hint=hint
     )
 
 

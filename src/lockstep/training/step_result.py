@@ -31,7 +31,7 @@ class StepResult:
     """The result of one step; the same on every worker. It cannot be changed, see `replaced`.
 
     Args:
-        step, learning_rate, samples, marks, replicas, grad_norm: see the attributes.
+        step, learning_rate, samples, marks, replicas, grad_norm, is_skipped: see the attributes.
         loss, stop, count: see the attributes; numbers where they are on the host in any case.
 
     Attributes:
@@ -48,6 +48,7 @@ class StepResult:
             None without `max_grad_norm`, which measures it without clipping if it is
             ``float("inf")``.
         measured: what hooks have measured in the step, by name; equal on all workers.
+        is_skipped: whether a guard has left the update out; the loss may then be not finite.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class StepResult:
         "_loss",
         "_stop",
         "grad_norm",
+        "is_skipped",
         "learning_rate",
         "marks",
         "measured",
@@ -73,6 +75,7 @@ class StepResult:
     replicas: ReplicaCheck | None
     grad_norm: torch.Tensor | None
     measured: Mapping[str, torch.Tensor]
+    is_skipped: bool
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class StepResult:
         replicas: ReplicaCheck | None = None,
         grad_norm: torch.Tensor | None = None,
         measured: Mapping[str, torch.Tensor] = _NOTHING,
+        is_skipped: bool = False,
     ) -> None:
         put = partial(object.__setattr__, self)
         put("step", step)
@@ -98,6 +102,7 @@ class StepResult:
         put("replicas", replicas)
         put("grad_norm", grad_norm)
         put("measured", measured)
+        put("is_skipped", is_skipped)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a StepResult cannot be changed: {name}")
@@ -114,6 +119,7 @@ class StepResult:
             "replicas": self.replicas,
             "grad_norm": self.grad_norm,
             "measured": self.measured,
+            "is_skipped": self.is_skipped,
         }
 
     def replaced(self, **changes: Any) -> StepResult:
@@ -187,6 +193,8 @@ class StepResult:
         """
         if self.marks is not None and self.replicas is not None:
             self.replicas.settle(self.step, self.marks.tolist())
+        if self.is_skipped:
+            return
         loss = float(self._loss)
         count = float(self._count)
         if not math.isfinite(loss):

@@ -20,6 +20,7 @@ from ..checkpoint.numerics import NUMERICS, changes_since
 from ..communicator import init
 from ..data.loader import Loader
 from ..errors import CheckpointError, ConfigError, DivergedError, unexpected_argument
+from ..extension_points import EXTENSION_POINTS
 from ..other_names import in_training
 from ..parallel.replicas.scatter import Device
 from ..parallel.strategy import Strategy
@@ -31,6 +32,7 @@ from .epoch_totals import EpochTotals, Row
 from .errors_on_all import call_on_all
 from .evaluate import Evaluation, Metric, default_metrics, predict
 from .formats import IN_FLIGHT
+from .guards import Guard
 from .in_flight import StepsInFlight, check_in_flight
 from .loaders import TrainerLoaders
 from .loop import Loop
@@ -91,6 +93,12 @@ class Trainer:
         save_frozen: whether checkpoints have the parameters that are not trained as well; when
             None, unless the model is one of PEFT. Without them, a run resumes with the same
             pretrained weights only, which is checked.
+        on_spike: what to do about a step that stands out by its loss, or the norm of its gradient
+            or buffers: "stop", "skip", "rollback", or a `lockstep.OnSpike`; nothing when None. Not
+            with strategy="sharded" or "replicas".
+        cross_check: with virtual workers, steps between two in which each worker repeats a pass of
+            another one, to find devices that compute wrong numbers; weights are then compared at
+            every step. Nothing is compared when None.
         step: precision, gradient_accumulation_steps, max_grad_norm, schedule, scheduler,
             scheduler_interval, scheduler_metric, forward, virtual_workers, threads, replica_check
             and sync_batchnorm, see `TrainStep`.
@@ -120,6 +128,8 @@ class Trainer:
         async_save: bool = False,
         allow_different_hardware: bool = False,
         save_frozen: bool | None = None,
+        on_spike: Any = None,
+        cross_check: int | None = None,
         **step: Unpack[StepOptions],
     ) -> None:
         if unknown := [name for name in step if name not in StepOptions.__annotations__]:
@@ -156,6 +166,7 @@ class Trainer:
         self.step = TrainStep(
             model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step
         )
+        self.step.guards = _guards_of(self.step, on_spike, cross_check)
         self._forward = step.get("forward")
         self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, self._forward)
         virtual_workers = self.step.strategy.virtual_workers
@@ -550,6 +561,8 @@ class Trainer:
         recovery.run(self._prepare_to_save, meets=False)
         self._callbacks.call("on_checkpoint_start", self)
         path = recovery.run(self._write_checkpoint, best, meets=False)
+        for guard in self.step.guards:
+            guard.on_checkpoint()
         self._callbacks.call("on_checkpoint_end", self, path)
         return path
 
@@ -606,6 +619,16 @@ class Trainer:
         """
         self._load_state(state, state.get("numerics", 0))
         self._callbacks.load_state_dict(state.get("callbacks", {}))
+
+
+def _guards_of(step: TrainStep, on_spike: Any, cross_check: int | None) -> list[Guard]:
+    """Return the guards of a trainer: the bits are checked before anything is decided from them."""
+    guards: list[Guard] = []
+    if cross_check is not None:
+        guards.append(EXTENSION_POINTS.load("cross-check of a training")(step, cross_check))
+    if on_spike is not None:
+        guards.append(EXTENSION_POINTS.load("spikes of a training")(step, on_spike))
+    return guards
 
 
 def _trainer_arguments() -> list[str]:

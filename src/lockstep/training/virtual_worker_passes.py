@@ -17,7 +17,7 @@ from ..parallel.gradient_buckets import separate_gradients
 from ..parallel.invariant import Invariant
 from ..parallel.joint_passes import JointPasses, run_joint_passes
 from ..parallel.nested import map_tensors, narrow
-from ..parallel.randomness import seed_shard
+from ..parallel.randomness import preserve_generators, seed_shard
 from ..parallel.shards import bounds
 from .loss import LossModule
 from .precision import Precision
@@ -194,6 +194,44 @@ class ShardPasses:
                 "sync_batchnorm and virtual workers"
             )
             raise ConfigError("global_batch_size", expected, global_size, hint)
+
+    def repeat(
+        self,
+        loss: LossModule,
+        precision: Precision,
+        step: int,
+        shard: int,
+        part: tuple[Any, int],
+        global_size: int,
+    ) -> None:
+        """Run the pass of one shard of any worker once more, with the same bits, after the passes
+        of its step.
+
+        Hooks of parameters see its gradients. Gradients, buffers and random generators are then as
+        they were before.
+
+        Args:
+            loss: see `run`.
+            precision: see `run`.
+            step: the number of the step.
+            shard: the number of the shard.
+            part: its data, and the number of its samples, at least one.
+            global_size: samples in the global batch.
+        """
+        strategy = self._strategy
+        device = strategy.comm.device
+        trained = strategy.trained()
+        gradients = [p.grad for p in trained]
+        with preserve_generators(device), strategy.buffers.restored():
+            seed_shard(self._seed, step, shard, device)
+            for p in trained:
+                p.grad = None
+            try:
+                total, _ = precision.run_forward(loss, map_tensors(_aligned, part[0]), part[1])
+                precision.backward(total, precision.pass_scale(global_size))
+            finally:
+                for p, gradient in zip(trained, gradients, strict=True):
+                    p.grad = gradient
 
     def parts(self, batch: Batch) -> Parts:
         """Return (data, samples) of each of this worker's shards."""

@@ -195,7 +195,7 @@ def test_off_the_cpu_it_is_seen_a_few_steps_later_on_all_workers_at_once(
         trainer = make(None, [OnRank0(2, lower if what == "lr" else fill)], replica_check=1)
         trainer._new_steps_in_flight = lambda: StepsInFlight(torch.device("meta"), 3)  # type: ignore[method-assign]
         step: Any = trainer.step
-        step._checked_result = lambda lr, totals, _: step._unchecked_result(
+        step._checked_result = lambda lr, totals, *_: step._unchecked_result(
             lr, totals, trainer._loop.feed.current()
         )
         passes = step._passes

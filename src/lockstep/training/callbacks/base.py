@@ -183,9 +183,9 @@ class Callback:
         `result.grad_norm` is on the host then, too; it is None if the trainer has no
         `max_grad_norm`.
 
-        Called once for every step, in order, after its `on_train_step_end`: on an accelerator up to
-        ``trainer.max_steps_in_flight - 1`` steps later, and for all steps before a checkpoint or
-        `on_row`.
+        Called once for every step with an update, in order, after its `on_train_step_end`: on an
+        accelerator up to ``trainer.max_steps_in_flight - 1`` steps later, and for all steps before
+        a checkpoint or `on_row`.
         """
 
     def on_validation_start(self, trainer: TrainingContext) -> None:

@@ -140,6 +140,8 @@ class GradientNoise(Callback):
         if not self._hooks or self._batch is None:
             return
         self._stop_watching()
+        if result.is_skipped:  # there was no update, before which it is measured
+            return
         samples = self._batch.global_size
         # the sizes of `shards.sizes`, made on the device: a copy of them would be waited for
         least, larger = divmod(samples, len(self._squares))
