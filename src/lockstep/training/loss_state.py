@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import CheckpointError
 from ..parallel.module_sync import move_module, sync_tensors
+from .settings import variables_of
 
 __all__ = ["LossState", "modules_of"]
 
@@ -44,10 +44,7 @@ def modules_of(fn: Any, model: nn.Module | None) -> tuple[list[nn.Module], list[
         return (_without(model, [fn.__self__]) if isinstance(fn.__self__, nn.Module) else []), []
     if not inspect.isfunction(fn):
         return [], []
-    called = [fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__]
-    for cell in fn.__closure__ or ():
-        with suppress(ValueError):  # a variable without a value yet
-            called.append(cell.cell_contents)
+    called = [variable.read() for variable in variables_of(fn)]
     return [], _without(model, [value for value in called if isinstance(value, nn.Module)])
 
 

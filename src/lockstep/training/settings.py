@@ -17,7 +17,16 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-__all__ = ["NONE", "Holder", "Identity", "described", "holders_of", "setting_of"]
+__all__ = [
+    "NONE",
+    "Holder",
+    "Identity",
+    "Variable",
+    "described",
+    "holders_of",
+    "setting_of",
+    "variables_of",
+]
 
 _MOST = 64  # entries of a dict or list that is looked into
 _MOST_OBJECTS = 4096  # looked into from one root: a bound, for what refers to everything
@@ -173,18 +182,39 @@ def _has_settings(value: Any) -> bool:
     return not any(not name.startswith("_") for name in methods)
 
 
-def _read_by(function: types.FunctionType) -> dict[str, Any]:
-    """Return the global variables and those of enclosing functions that a function reads, by
-    name.
+class Variable(NamedTuple):
+    """A variable that a function reads.
+
+    Attributes:
+        name: its name.
+        read: returns its value.
+        assign: assigns another value to it.
     """
-    names = function.__code__.co_names
-    read = {name: function.__globals__[name] for name in names if name in function.__globals__}
+
+    name: str
+    read: Callable[[], Any]
+    assign: Callable[[Any], None]
+
+
+def variables_of(function: types.FunctionType) -> Iterator[Variable]:
+    """Yield the variables with a value that a function reads: global ones, and those around it."""
+    variables = function.__globals__
+    for name in function.__code__.co_names:
+        if name in variables:
+            read = functools.partial(variables.get, name)
+            yield Variable(name, read, functools.partial(variables.__setitem__, name))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        read = functools.partial(getattr, cell, "cell_contents")
         try:
-            read[name] = cell.cell_contents
+            read()
         except ValueError:  # a variable without a value yet
             continue
-    return read
+        yield Variable(name, read, functools.partial(setattr, cell, "cell_contents"))
+
+
+def _read_by(function: types.FunctionType) -> dict[str, Any]:
+    """Return the values of the variables that a function reads, by name."""
+    return {variable.name: variable.read() for variable in variables_of(function)}
 
 
 class Identity(NamedTuple):
