@@ -11,14 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import msgspec
-
 from .. import messages
 from ..errors import LockstepError
-from ..messages import Integer
+from ..messages import Integer, Tagged
 from ..system.strangers import Strangers
 
-__all__ = ["Answer", "ControlSocket", "request"]
+__all__ = ["Answer", "ControlSocket", "Reply", "Request", "request"]
 
 Answer = Callable[[str, bool], None]
 """Called with what the job does, or why it does not, and whether it does."""
@@ -27,19 +25,26 @@ _TIMEOUT_S = 5.0
 _MOST_BYTES = 1 << 16
 
 
-class _Request(msgspec.Struct, frozen=True):
-    """`what` is "resize" to a number, "remove" of a host, or "address" for how another host can
-    join.
+class Request(Tagged, frozen=True):
+    """A request of a user: of a command to a launcher, and of that to the one that leads.
+
+    Attributes:
+        number: of the request, which the reply repeats; 0 for that of a command.
+        what: "resize" to `count` workers; "remove" the host `host`; "address", for how another host
+            can join; and between launchers "leave", of the host that requests it; "slots", that it
+            shall have `count` of them; or "stop" by the signal `count`.
     """
 
+    number: Integer
     what: str
-    number: Integer = 0
+    count: Integer = 0
     host: str = ""
 
 
-class _Reply(msgspec.Struct, frozen=True):
-    """What the launcher does, or why it does not."""
+class Reply(Tagged, frozen=True):
+    """What the job does on a request, or why it does not."""
 
+    number: Integer
     text: str
     accepted: bool
 
@@ -101,9 +106,7 @@ class ControlSocket:
             return
         except OSError:
             data = b""
-        if (
-            asker.has_asked
-        ):  # it does not wait for the answer, or has not understood that one request is all
+        if asker.has_asked:  # it has not understood that one request is all, or waits no more
             self._asked.discard(asker)
             self._close(asker)
             return
@@ -119,16 +122,16 @@ class ControlSocket:
 
         def answer(text: str, accepted: bool) -> None:
             with suppress(OSError):  # who asked may be gone
-                asker.socket.send(messages.encode(_Reply(text, accepted)).encode() + b"\n")
+                asker.socket.send(messages.encode(Reply(0, text, accepted)).encode() + b"\n")
             self._asked.discard(asker)
             self._close(asker)
 
         try:
-            request = messages.decode(bytes(asker.received), _Request)
+            request = messages.decode(bytes(asker.received), Request)
         except ValueError as error:
             answer(f"the request is damaged: {error}", False)
         else:
-            self._ask(request.what, request.number, request.host, answer)
+            self._ask(request.what, request.count, request.host, answer)
 
     def _close(self, asker: _Asker) -> None:
         with suppress(KeyError, ValueError):
@@ -145,7 +148,7 @@ class ControlSocket:
         self._listener.close()
 
 
-def request(path: str, what: str, number: int = 0, host: str = "") -> str:
+def request(path: str, what: str, count: int = 0, host: str = "") -> str:
     """Ask the launcher whose control socket is at `path`; returns what the job does.
 
     Raises:
@@ -155,8 +158,8 @@ def request(path: str, what: str, number: int = 0, host: str = "") -> str:
         with socket.socket(socket.AF_UNIX) as end:
             end.settimeout(_TIMEOUT_S)
             end.connect(path)
-            end.sendall(messages.encode(_Request(what, number, host)).encode() + b"\n")
-            reply = messages.decode(_receive(end, time.monotonic() + _TIMEOUT_S), _Reply)
+            end.sendall(messages.encode(Request(0, what, count, host)).encode() + b"\n")
+            reply = messages.decode(_receive(end, time.monotonic() + _TIMEOUT_S), Reply)
     except (OSError, ValueError) as error:
         raise LockstepError(f"the job's launcher does not answer: {error}") from None
     if not reply.accepted:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from .. import environment, messages
-from ..elastic.control import ControlSocket
+from ..elastic.control import ControlSocket, Reply, Request
 from ..elastic.membership import (
     LEASE_S,
     Change,
@@ -49,7 +49,6 @@ from ..system.job_folders import temporary_job_folder
 from .claims import SharedFolder
 from .elastic_job import (
     AgentState,
-    Ask,
     CutOff,
     ElasticJob,
     Ended,
@@ -64,7 +63,6 @@ from .elastic_job import (
     Look,
     Looked,
     Over,
-    Replied,
     Saved,
     Start,
     Tell,
@@ -807,7 +805,7 @@ class ElasticHost:
                     self._note_looked(host, path, found)
                 case CutOff(hosts):
                     self._leave_out(job, host, hosts)
-                case Ask():
+                case Request():
                     self._answer(job, host, message)
         if job.state.folder and not self._shared.path:
             self._look()
@@ -824,11 +822,11 @@ class ElasticHost:
             self._cut_off.refuse(other.address)
             self._election.exclude(other.number)
 
-    def _answer(self, job: ElasticJob, host: int, request: Ask) -> None:
+    def _answer(self, job: ElasticJob, host: int, request: Request) -> None:
         try:
-            reply = Replied(request.request, job.ask(host, request), True)
+            reply = Reply(request.number, job.ask(host, request), True)
         except LockstepError as error:
-            reply = Replied(request.request, str(error), False)
+            reply = Reply(request.number, str(error), False)
         self._send(host, reply)
 
     def _obey(self, message: HostMessages) -> None:
@@ -854,8 +852,8 @@ class ElasticHost:
             case Over():
                 self._over = message
                 self.knows_outcome = True
-            case Replied(request, text, accepted):
-                reply = self._replies.pop(request, None)
+            case Reply(number, text, accepted):
+                reply = self._replies.pop(number, None)
                 if reply is not None:
                     reply(text, accepted)
 
@@ -932,10 +930,10 @@ class ElasticHost:
             True,
         )
 
-    def _ask(self, what: str, number: int, name: str, reply: Callable[[str, bool], None]) -> None:
+    def _ask(self, what: str, count: int, name: str, reply: Callable[[str, bool], None]) -> None:
         self._asked += 1
         self._replies[self._asked] = reply
-        self._to_leader(Ask(self._asked, what, number, name))
+        self._to_leader(Request(self._asked, what, count, name))
 
     # --- the end
     # ----------------------------------------------------------------------------------------------

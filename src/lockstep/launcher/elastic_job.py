@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from ..elastic.control import Reply, Request
 from ..elastic.membership import (
     NO_STATE,
     Change,
@@ -35,7 +36,6 @@ from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
 
 __all__ = [
     "AgentState",
-    "Ask",
     "CutOff",
     "ElasticJob",
     "Ended",
@@ -51,7 +51,6 @@ __all__ = [
     "Look",
     "Looked",
     "Over",
-    "Replied",
     "Saved",
     "Start",
     "Tell",
@@ -191,14 +190,6 @@ class Over(Tagged, frozen=True):
     signal: Integer = 0
 
 
-class Replied(Tagged, frozen=True):
-    """The answer to `Ask`."""
-
-    request: Integer
-    text: str
-    accepted: bool
-
-
 class AgentState(Tagged, frozen=True):
     """All that a host knows of its workers, for who leads; sent again at each new view of the
     hosts, and connection.
@@ -263,23 +254,7 @@ class CutOff(Tagged, frozen=True):
     hosts: List[Integer]
 
 
-class Ask(Tagged, frozen=True):
-    """A request of a user.
-
-    Attributes:
-        request: its number.
-        what: "resize" to `number` workers; "remove" the host `host`; "leave", of the host that
-            asks; "slots", that this one shall have `number` of them; or "stop" by the signal
-            `number`.
-    """
-
-    request: Integer
-    what: str
-    number: Integer = 0
-    host: str = ""
-
-
-ForLeader = FromWorker | Ended | Kept | Saved | Looked | CutOff | Ask
+ForLeader = FromWorker | Ended | Kept | Saved | Looked | CutOff | Request
 """What the launchers of all hosts send to the one that leads."""
 
 HostMessages = (
@@ -294,7 +269,7 @@ HostMessages = (
     | Tell
     | Look
     | Over
-    | Replied
+    | Reply
 )
 """All messages between them."""
 
@@ -529,7 +504,7 @@ class ElasticJob:
         self._keeping.get((worker, request), set()).discard(host)
         self._answer_if_kept((worker, request))
 
-    def ask(self, host: int, request: Ask) -> str:
+    def ask(self, host: int, request: Request) -> str:
         """Do what a user asks for, and return what is done.
 
         Raises:
@@ -537,13 +512,13 @@ class ElasticJob:
         """
         match request.what:
             case "resize":
-                return self._resize(request.number)
+                return self._resize(request.count)
             case "remove" | "leave":
                 return self._remove_host(host if request.what == "leave" else request.host)
             case "slots":
-                return self._set_slots(host, request.number)
+                return self._set_slots(host, request.count)
             case "stop":
-                self._change_state(stops=(*self.state.stops, request.number))
+                self._change_state(stops=(*self.state.stops, request.count))
                 self.coordinator.stop(self.state.stops[0])
                 return "the job saves and ends"
         raise LockstepError(f"unknown request {request.what!r}")

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from lockstep.elastic.control import Request
 from lockstep.elastic.membership import Leave
 from lockstep.elastic.mesh import (
     NOBODY_LEADS,
@@ -26,7 +27,7 @@ from lockstep.elastic.mesh import (
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launcher import elastic_node
 from lockstep.launcher.elastic_host import ElasticHost, OutsideError, _Inbox
-from lockstep.launcher.elastic_job import Ask, Ended, FromWorker, HostMessages, Saved
+from lockstep.launcher.elastic_job import Ended, FromWorker, HostMessages, Saved
 from lockstep.launcher.elastic_node import Listener
 from lockstep.launcher.elastic_workers import HostSetup
 
@@ -41,7 +42,7 @@ def test_what_a_report_says_is_not_handled_again() -> None:
         Saved("one"),
         FromWorker(3, Leave()),
         ended(3),
-        Ask(1, "resize", 2),
+        Request(1, "resize", 2),
     ]
     after: list[HostMessages] = [FromWorker(4, Leave()), ended(4)]
     for message in before:

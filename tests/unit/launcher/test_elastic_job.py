@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from lockstep.elastic.control import Request
 from lockstep.elastic.membership import (
     Arrived,
     Boundary,
@@ -30,7 +31,6 @@ from lockstep.job.messages import Failure
 from lockstep.launcher import elastic_job
 from lockstep.launcher.elastic_job import (
     FENCE_S,
-    Ask,
     ElasticJob,
     Ended,
     Hosts,
@@ -146,7 +146,7 @@ def places(world: World) -> list[tuple[int, int, int]]:
 def test_workers_that_start_to_join_at_once_have_places_of_their_own() -> None:
     world = World((8,), 4)
     world.train()
-    world.job.ask(0, Ask(1, "resize", 7))
+    world.job.ask(0, Request(1, "resize", 7))
     world.job.supervise()
     assert places(world) == [(4, 5, 5), (5, 6, 6), (6, 7, 7)]
 
@@ -201,7 +201,7 @@ def test_a_host_that_joins_gets_workers_up_to_its_slots_and_the_most() -> None:
 def test_a_host_that_is_removed_gets_no_workers_and_its_own_leave() -> None:
     world = World((2, 2), 4)
     world.train()
-    assert world.job.ask(0, Ask(1, "remove", host="beta")) == (
+    assert world.job.ask(0, Request(1, "remove", host="beta")) == (
         "beta leaves after the step in progress, with 2 workers"
     )
     assert world.of(Kill) == [(1, Kill((2, 3), gently=True))]
@@ -209,7 +209,7 @@ def test_a_host_that_is_removed_gets_no_workers_and_its_own_leave() -> None:
     world.end(2, host=1, code=0)
     assert not world.of(Start)
     with pytest.raises(LockstepError, match="alpha is the job's last host"):
-        world.job.ask(0, Ask(2, "remove", host="alpha"))
+        world.job.ask(0, Request(2, "remove", host="alpha"))
 
 
 def test_workers_that_are_told_to_leave_when_the_training_is_complete_are_not_lost() -> None:
@@ -218,7 +218,7 @@ def test_workers_that_are_told_to_leave_when_the_training_is_complete_are_not_lo
     for number in (0, 1):
         world.job.receive(number, Done(world.job.coordinator.generation))
     assert world.job.coordinator.complete
-    world.job.ask(1, Ask(1, "leave"))
+    world.job.ask(1, Request(1, "leave"))
     world.end(1, host=1, code=-signal.SIGTERM)
     world.end(0, host=0, code=0)
     assert world.job.is_over and not world.job.coordinator.failure and not world.of(Start)
@@ -230,13 +230,13 @@ def test_a_host_cannot_be_removed_below_the_minimum_but_may_leave() -> None:
     with pytest.raises(
         LockstepError, match="expected at least 2 workers, without beta there are 1"
     ):
-        world.job.ask(0, Ask(1, "remove", host="beta"))
+        world.job.ask(0, Request(1, "remove", host="beta"))
     with pytest.raises(
         LockstepError, match="expected one of the job's hosts, alpha, beta, got delta"
     ):
-        world.job.ask(0, Ask(2, "remove", host="delta"))
+        world.job.ask(0, Request(2, "remove", host="delta"))
     assert not world.of(Kill)
-    world.job.ask(1, Ask(3, "leave"))
+    world.job.ask(1, Request(3, "leave"))
     assert world.of(Kill) == [(1, Kill((1,), gently=True))]
     assert world.job.state.target == 2  # for which it waits
 
@@ -253,17 +253,20 @@ def test_limits_of_resize(workers: int, said: str) -> None:
     world = World((2, 2), 3, minimum=2, maximum=6)
     world.train()
     with pytest.raises(LockstepError, match=said):
-        world.job.ask(0, Ask(1, "resize", workers))
+        world.job.ask(0, Request(1, "resize", workers))
     assert not world.sent
 
 
 def test_resize_starts_workers_or_lets_the_newest_leave() -> None:
     world = World((2, 2), 3)
     world.train()
-    assert world.job.ask(0, Ask(1, "resize", 4)) == "3 workers before, 4 after the step in progress"
+    assert (
+        world.job.ask(0, Request(1, "resize", 4))
+        == "3 workers before, 4 after the step in progress"
+    )
     world.job.supervise()
     assert [(host, start.number) for host, start in world.of(Start)] == [(1, 3)]
-    world.job.ask(0, Ask(2, "resize", 2))
+    world.job.ask(0, Request(2, "resize", 2))
     assert sorted(number for _, kill in world.of(Kill) for number in kill.numbers) == [2, 3]
     assert all(kill.gently for _, kill in world.of(Kill))
 
@@ -275,22 +278,25 @@ def test_resize_lets_nobody_leave_where_workers_are_missing() -> None:
     for number in (2, 3):
         world.job.coordinator.lost(number)
     world.job.supervise()
-    assert world.job.ask(0, Ask(1, "resize", 2)) == "2 workers before, 2 after the step in progress"
+    assert (
+        world.job.ask(0, Request(1, "resize", 2))
+        == "2 workers before, 2 after the step in progress"
+    )
     assert not world.of(Kill) and world.job.state.target == 2
-    world.job.ask(0, Ask(2, "resize", 1))
+    world.job.ask(0, Request(2, "resize", 1))
     assert world.of(Kill) == [(0, Kill((1,), gently=True))]
 
 
 def test_a_host_may_have_more_or_fewer_slots() -> None:
     world = World((2, 1), 3, maximum=4)
     world.train()
-    assert world.job.ask(1, Ask(1, "slots", 3)) == "beta had 1 slot, and has 3 now"
+    assert world.job.ask(1, Request(1, "slots", 3)) == "beta had 1 slot, and has 3 now"
     world.job.supervise()
     assert [(host, start.number) for host, start in world.of(Start)] == [
         (1, 3)
     ]  # and not a fifth one
     assert {message.hosts[0].slots for _, message in world.of(Hosts)} == {3}
-    world.job.ask(0, Ask(2, "slots", 1))
+    world.job.ask(0, Request(2, "slots", 1))
     assert [(host, kill.gently) for host, kill in world.of(Kill)] == [(0, True)]
     assert world.job.state.target == 4  # another one on beta
     world.job.supervise()
@@ -459,7 +465,7 @@ def test_while_members_wait_it_is_said_who_leaves(monkeypatch: pytest.MonkeyPatc
     now = fake_clock(monkeypatch)
     world = World((1, 1), 2, minimum=2)
     world.train()
-    world.job.ask(1, Ask(1, "leave"))
+    world.job.ask(1, Request(1, "leave"))
     world.leave(1)
     for _ in range(3):
         world.job.supervise()
@@ -470,13 +476,13 @@ def test_while_members_wait_it_is_said_who_leaves(monkeypatch: pytest.MonkeyPatc
 def test_a_signal_ends_the_job_and_nothing_is_started_any_more() -> None:
     world = World((1, 1), 2)
     world.train()
-    world.job.ask(0, Ask(1, "stop", signal.SIGTERM))
+    world.job.ask(0, Request(1, "stop", signal.SIGTERM))
     world.end(1, host=1)
     assert not world.of(Start) and not world.job.is_over
     world.end(0, host=0, code=0)
     assert world.job.is_over
     with pytest.raises(LockstepError, match="the job is ending"):
-        world.job.ask(0, Ask(2, "resize", 2))
+        world.job.ask(0, Request(2, "resize", 2))
 
 
 def test_who_has_lost_the_host_with_the_state_does_not_start_again_at_once(
@@ -576,7 +582,7 @@ def test_who_is_to_wait_for_ever_does(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_orders_that_may_be_lost_are_sent_again_to_a_host_that_is_back() -> None:
     world = World((2, 2), 3)
     world.train()
-    world.job.ask(0, Ask(1, "resize", 2))
+    world.job.ask(0, Request(1, "resize", 2))
     (leave,) = world.of(Kill)
     number = leave[1].numbers[0]
     world.sent.clear()
@@ -585,7 +591,7 @@ def test_orders_that_may_be_lost_are_sent_again_to_a_host_that_is_back() -> None
     world.sent.clear()
     world.job.resume(reports_of(world, leaving=number), (), None)
     assert not world.of(Kill)  # it has said that it leaves
-    world.job.ask(0, Ask(2, "stop", signal.SIGINT))
+    world.job.ask(0, Request(2, "stop", signal.SIGINT))
     world.job.supervise()
 
 
