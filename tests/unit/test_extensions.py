@@ -23,11 +23,9 @@ EXTENSIONS = [
 ]
 
 # Modules that do otherwise still.
-
 EXCEPTIONS = [
     "lockstep.compat.horovod.engine.regrouping",
     "lockstep.emulation.delayed_groups",
-    "lockstep.planning.observer",
     "lockstep.ray.elastic_nodes",
     "lockstep.ray.rank_actors",
 ]

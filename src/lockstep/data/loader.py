@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Never, Self
 
-from .. import arguments, communicator
+from .. import arguments, communicator, observers
 from ..checkpoint.numerics import NUMERICS, changes_since
 from ..errors import CheckpointError, ConfigError, unexpected_argument
 from ..flight_recorder import note_batch
@@ -275,6 +275,10 @@ class Loader:
             ConfigError: the iterator is used after `close`, or after another epoch has started with
                 the same loader processes.
         """
+        batches = self._batches(epoch)
+        return observers.active().batches(batches, self.comm.size, self.comm.rank)
+
+    def _batches(self, epoch: int) -> Iterator[Batch]:
         first = (
             self._resume_at[1] if self._resume_at is not None and self._resume_at[0] == epoch else 0
         )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from .. import observers
 from ..communicator import Communicator
 from .gradient_buckets import Bucket
 
@@ -103,7 +104,8 @@ class OneBucket:
         self._collect()
         self._places.zero_()
         self._own_place.copy_(pieces)
-        self._comm.allreduce(self._message)
+        with observers.active().reducing(self._comm.size):
+            self._comm.allreduce(self._message)
         for p, view in zip(self._bucket.parameters, self._views, strict=True):
             p.grad = view
         return self._places.to(torch.int16).view(numbers.dtype).sum(0)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .. import arguments, communicator
+from .. import arguments, communicator, observers
 from ..errors import MismatchError
 from .fingerprints import checksum_of
 from .nested import sample_count, tensors_of
@@ -105,7 +105,9 @@ class OrderedReducer:
         samples = batch if isinstance(batch, int) else sample_count(batch)
         if self._batch_check is not None:
             self._batch_check.record(batch, samples)
-        return slice(*bounds(samples, self.virtual_workers, shard))
+        start, stop = bounds(samples, self.virtual_workers, shard)
+        observers.active().note_part(samples, stop - start)
+        return slice(start, stop)
 
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that require a gradient now."""
@@ -122,6 +124,7 @@ class OrderedReducer:
                 `part`. On devices other than the CPU the check runs at steps 0, 1, 2, 4, 8 and so
                 on, because it waits for the device.
         """
+        observers.active().begin_ordered_step(self.virtual_workers)
         self._steps = steps = self._reducer.shards(self.trained())
         if self._generators is not None:
             self._generators.save()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import observers
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..flight_recorder import named
@@ -488,16 +489,17 @@ class Reducer:
         """
         if not self._any_order:  # otherwise the next step needs them at once
             self._hooks.remove()
-        if self._in_place and self._exchange is None:
-            for p in self._trained:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-        else:
-            self._set_gradients()
-        if self._wait_for_sums is not None:
-            self.sums = self._wait_for_sums()
-        elif self._numbers.partial_sums:
-            self.sums = self._numbers.total()
+        with observers.active().reducing(self.comm.size):
+            if self._in_place and self._exchange is None:
+                for p in self._trained:
+                    if p.grad is None:
+                        p.grad = torch.zeros_like(p)
+            else:
+                self._set_gradients()
+            if self._wait_for_sums is not None:
+                self.sums = self._wait_for_sums()
+            elif self._numbers.partial_sums:
+                self.sums = self._numbers.total()
         self._sent = 0
         if self.one_pass and not self._known_order:
             self._known_order = True

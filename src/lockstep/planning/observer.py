@@ -1,15 +1,12 @@
-"""Records the steps of a user's script in a worker: hooks on loaders, backward passes, gradients
-and optimizers.
-"""
+"""Records the steps of a user's script in a worker, by the core's observer and torch's hooks."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,24 +15,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from .. import devices
-from ..data.loader import Batch, Loader
+from .. import devices, observers
+from ..data.loader import Batch
 from ..errors import ConfigError
 from ..messages import encode
 from ..parallel.nested import narrow, sample_count
-from ..parallel.one_bucket import OneBucket
-from ..parallel.ordered_reducer import OrderedReducer
-from ..parallel.reducer import Reducer
 from ..parallel.shards import bounds
 from ..system import atomic_files
 from ..system.patching import Replaced
-from ..training.trainer import Trainer
 from .step_profile import Pass, Profile, StepRecord
 
 __all__ = ["ObserverSettings", "ProfileRecorded", "StepObserver", "profile_file", "progress_file"]
@@ -134,13 +130,13 @@ class _Step:
     updating: float | None = None
 
 
-class StepObserver:
+class StepObserver(observers.Observer):
     """Observes the steps of a script; one for a process.
 
     A step lasts from the end of an optimizer's step to the end of its next one; of several
-    optimizers, the first one counts. While it is recorded the learning rate is 0 during each
-    update, so that small batches do not spoil the weights. Batches are cut to the sizes that a
-    worker among more would have.
+    optimizers, the first one counts. Batches are cut to the sizes that a worker among more would
+    have. So that small batches do not spoil the weights, these are then set back after each step;
+    the optimizer takes it as it would otherwise, with its own learning rate.
 
     Args:
         settings: see there.
@@ -160,7 +156,7 @@ class StepObserver:
         self._depth = 0
         self._ignored = 0
         self._in_backward = False
-        self._rates: list[tuple[Any, Any]] = []
+        self._weights: dict[nn.Parameter, torch.Tensor] = {}  # as they were, on the host
         self._virtual_workers = self._global_batch = self._batch = self._bucket_limit = 0
         self._ddp = self._reducing = False
         self._records: list[StepRecord] = []
@@ -180,25 +176,20 @@ class StepObserver:
     # ----------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Patch torch and Lockstep in this process, until `finish`."""
-        from torch.nn.parallel import DistributedDataParallel
+        """Observe this process, until `finish`."""
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        pre = register_optimizer_step_pre_hook(self._before_update)
-        post = register_optimizer_step_post_hook(self._after_update)
-        replaced = [
-            Replaced(torch.autograd, "_engine_run_backward", self._backward),
-            Replaced(_BaseDataLoaderIter, "__next__", self._next_of_torch),
-            Replaced(Loader, "epoch", self._epoch),
-            Replaced(Reducer, "begin", self._begin_reducer),
-            Replaced(Reducer, "finish", self._finish_reducer),
-            Replaced(OneBucket, "average", self._average),
-            Replaced(OrderedReducer, "part", self._part),
-            Replaced(DistributedDataParallel, "forward", self._forward_of_ddp),
-            Replaced(DistributedDataParallel, "__init__", self._make_ddp),
-            Replaced(Trainer, "__init__", self._make_trainer),
+        # torch has no hooks for these two
+        backward = Replaced(torch.autograd, "_engine_run_backward", self._backward)
+        loading = Replaced(_BaseDataLoaderIter, "__next__", self._next_of_torch)
+        self._undo = [
+            observers.install(self),
+            register_optimizer_step_pre_hook(self._before_update).remove,
+            register_optimizer_step_post_hook(self._after_update).remove,
+            register_module_module_registration_hook(self._note_submodule).remove,
+            loading.undo,
+            backward.undo,
         ]
-        self._undo = [pre.remove, post.remove, *(each.undo for each in reversed(replaced))]
 
     def finish(self) -> None:
         """Remove the patches, and write what was recorded."""
@@ -211,24 +202,16 @@ class StepObserver:
         if self._records:
             self._write()
 
-    def _make_trainer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def make(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-            if kwargs.get("run_dir") is not None:  # the user's stays as it is
-                kwargs["run_dir"] = self._folder / "runs" / Path(kwargs["run_dir"]).name
-            original(trainer, *args, **kwargs)
+    def run_directory(self, path: Path) -> Path:
+        """Return another one: the user's stays as it is."""
+        return self._folder / "runs" / path.name
 
-        return make
-
-    def _make_ddp(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def make(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-            original(wrapper, *args, **kwargs)
-            of_lockstep = (
-                sys._getframe(1).f_globals.get("__name__", "").startswith("lockstep.parallel")
-            )
+    def _note_submodule(self, module: nn.Module, _: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
+            of_lockstep = type(submodule).__module__.startswith("lockstep.")
             self._ddp = self._ddp or not of_lockstep
-            self._bucket_limit = int(getattr(wrapper, "bucket_bytes_cap", 0))
-
-        return make
+            hook = module.register_forward_pre_hook(self._before_forward_of_ddp, with_kwargs=True)
+            self._undo.append(hook.remove)
 
     # --- batches
     # ----------------------------------------------------------------------------------------------
@@ -259,46 +242,37 @@ class StepObserver:
 
         return load
 
-    def _epoch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def epoch(loader: Loader, number: int) -> Iterator[Batch]:
-            batches = original(loader, number)
-            try:
-                while True:
-                    try:
-                        with self._loading():
-                            batch = next(batches)
-                    except StopIteration:
-                        return
-                    yield self._cut_batch(batch, loader.comm.size, loader.comm.rank)
-            finally:
-                batches.close()
+    def batches(self, batches: Iterator[Any], workers: int, rank: int) -> Iterator[Any]:
+        """Return the batches, cut to this step's size; the wait for each is timed."""
+        try:
+            while True:
+                try:
+                    with self._loading():
+                        batch = next(batches)
+                except StopIteration:
+                    return
+                yield self._cut_batch(batch, workers, rank)
+        finally:
+            batches.close()  # type: ignore[attr-defined]
 
-        return epoch
+    def begin_ordered_step(self, virtual_workers: int) -> None:
+        """Note the number of virtual workers."""
+        self._virtual_workers = virtual_workers
 
-    def _part(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def part(reducer: OrderedReducer, batch: Any, shard: int) -> slice:
-            samples = batch if isinstance(batch, int) else sample_count(batch)
-            if self._done < self._settings.warm_up:
-                self._global_batch = max(self._global_batch, samples)
-            found: slice = original(reducer, batch, shard)
-            if not self._step.loaded_samples or self._step.counts_parts:
-                self._step.counts_parts = True
-                self._note_samples(found.stop - found.start, found.stop - found.start)
-            return found
+    def note_part(self, samples: int, size: int) -> None:
+        """Count the samples of this worker's shards, where no loader has told them."""
+        if self._done < self._settings.warm_up:
+            self._global_batch = max(self._global_batch, samples)
+        if not self._step.loaded_samples or self._step.counts_parts:
+            self._step.counts_parts = True
+            self._note_samples(size, size)
 
-        return part
-
-    def _forward_of_ddp(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(wrapper: Any, *inputs: Any, **named: Any) -> Any:
-            if (
-                not self._step.loaded_samples and torch.is_grad_enabled()
-            ):  # the script slices its batches itself
-                with suppress(ConfigError):
-                    samples = sample_count((inputs, named))
-                    self._note_samples(samples, samples)
-            return original(wrapper, *inputs, **named)
-
-        return forward
+    def _before_forward_of_ddp(self, wrapper: Any, inputs: Any, named: Any) -> None:
+        self._bucket_limit = int(getattr(wrapper, "bucket_bytes_cap", 0))
+        if not self._step.loaded_samples and torch.is_grad_enabled():
+            with suppress(ConfigError):  # the script slices its batches itself
+                samples = sample_count((inputs, named))
+                self._note_samples(samples, samples)
 
     def _loading(self) -> _Loading:
         return _Loading(self)
@@ -375,33 +349,13 @@ class StepObserver:
 
         return run
 
-    def _begin_reducer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(reducer: Reducer, trained: list[nn.Parameter]) -> None:
-            if (
-                reducer.one_pass
-            ):  # not that of `prepare`, whose loader says whether there are virtual workers
-                self._virtual_workers = reducer.virtual_workers
-            original(reducer, trained)
-
-        return begin
-
-    def _finish_reducer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def finish(reducer: Reducer) -> None:
-            began = self.now()
-            original(reducer)
-            if reducer.comm.size > 1:
-                self._step.reduce_wait_s += self.now() - began
-
-        return finish
-
-    def _average(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def average(bucket: OneBucket, numbers: torch.Tensor) -> torch.Tensor:
-            began = self.now()
-            sums: torch.Tensor = original(bucket, numbers)
+    @contextmanager
+    def reducing(self, workers: int) -> Iterator[None]:
+        """Time the wait for gradients."""
+        began = self.now()
+        yield
+        if workers > 1:
             self._step.reduce_wait_s += self.now() - began
-            return sums
-
-        return average
 
     def _watch_gradients(self) -> None:
         """Register hooks for the step that begins: on all parameters, or on the one whose gradient
@@ -445,13 +399,17 @@ class StepObserver:
             self._step.updating = self.now()
         if self._is_probing and optimizer is self._optimizer:
             self._note_noise()
-        self._rates = [
-            (group, group["lr"])
-            for group in optimizer.param_groups
-            if isinstance(group.get("lr"), float)
-        ]
-        for group, _ in self._rates:
-            group["lr"] = 0.0
+        if self._cuts_batches:
+            self._keep_weights(optimizer)
+
+    def _keep_weights(self, optimizer: Optimizer) -> None:
+        """Copy the weights that have not been copied yet; to the host, as they are no part of the
+        memory that the script needs on a device.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._weights:
+                    self._weights[parameter] = _local(parameter).to("cpu", copy=True)
 
     def _note_noise(self) -> None:
         """Note the squared norms of gradients over batches of two sizes."""
@@ -474,11 +432,11 @@ class StepObserver:
             self._noise.append((samples, square))
 
     def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        for group, rate in self._rates:
-            group["lr"] = rate
         if optimizer is not self._optimizer:
             return
         record = self._record(self.now())
+        for parameter, before in self._weights.items():
+            _local(parameter).copy_(before)
         number = self._done - self._settings.warm_up
         follows_other_size = number > 0 and number % _BLOCK == 0 and self._cuts_batches
         if record is not None and 0 <= number < self._settings.steps_run and not follows_other_size:
@@ -681,6 +639,12 @@ class _PeakOfPasses:
         self._hooks.__exit__()
         self.end_pass()
         return self._constant + self._most
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this worker's part of a parameter, in the same memory."""
+    found = parameter.detach()
+    return found.to_local() if isinstance(found, DTensor) else found
 
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:

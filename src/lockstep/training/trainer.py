@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Never, Unpack
 
-from .. import arguments, environment, flight_recorder
+from .. import arguments, environment, flight_recorder, observers
 from ..activity import Activity
 from ..checkpoint.folder import Checkpoint, read_tensors
 from ..checkpoint.numerics import NUMERICS, changes_since
@@ -161,6 +161,7 @@ class Trainer:
         self.metrics = default_metrics(loss_fn) if metrics is None else metrics
         if run_dir is not None:
             run_dir = arguments.path("run_dir", run_dir, "the path of a folder, or None")
+            run_dir = observers.active().run_directory(run_dir)
         self.directory = HeldRunDirectory(run_dir, self.comm)
         chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
         self.step = TrainStep(

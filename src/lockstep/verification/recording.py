@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .. import environment
+from .. import environment, observers
 from ..system.patching import Replaced
 from .comparison import RunRecord, StepRecord, TensorRecord
 
@@ -41,7 +41,7 @@ def record_file(folder: Path, rank: int) -> Path:
     return folder / f"steps-{rank}"
 
 
-class StepRecorder:
+class StepRecorder(observers.Observer):
     """Records what each optimizer of this process is about to do, and ends the program after some
     steps.
 
@@ -63,12 +63,9 @@ class StepRecorder:
 
     def install(self) -> None:
         """Begin to record, until `finish`. Trainers make their run directories in the folder."""
-        from ..training.trainer import Trainer
-
         hook = register_optimizer_step_pre_hook(self._before_update)
         autocast = Replaced(torch.amp.autocast, "__enter__", self._note_autocast)
-        trainer = Replaced(Trainer, "__init__", self._move_run)
-        self._undo = [hook.remove, autocast.undo, trainer.undo]
+        self._undo = [hook.remove, autocast.undo, observers.install(self)]
 
     def finish(self) -> None:
         """Stop recording, and write the record; a program that took no step gives an empty one."""
@@ -88,13 +85,9 @@ class StepRecorder:
 
         return enter
 
-    def _move_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def make(trainer: Any, *args: Any, **kwargs: Any) -> None:
-            if kwargs.get("run_dir") is not None:  # the user's stays as it is
-                kwargs["run_dir"] = self._folder / "runs" / Path(kwargs["run_dir"]).name
-            original(trainer, *args, **kwargs)
-
-        return make
+    def run_directory(self, path: Path) -> Path:
+        """Return another one: the user's stays as it is."""
+        return self._folder / "runs" / path.name
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         if id(optimizer) not in self._counts:
