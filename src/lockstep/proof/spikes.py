@@ -50,8 +50,8 @@ class SpikeRule:
     spreads: float = 20.0
     window: int = 64
     floor: float = 0.1
-    scale: float = 0.02
-    jump: float = 2.0
+    scale: float = 0.1
+    jump: float = 3.0
     recent: int = 16
     watched: int = 32
     watched_others: int = 8

@@ -328,6 +328,24 @@ class TrainOptions:
         "compared at checkpoints and ends of epochs, hyperparameters at every step; 0: "
         "nothing is compared",
     )
+    on_spike: str | None = option(
+        None,
+        group=STEP,
+        metavar="stop|skip|rollback",
+        parse=choice(("stop", "skip", "rollback")),
+        help="what to do about a step that stands out by its loss, or the norm of its gradient or "
+        "buffers: end the run, leave the update out, or go back to a copy of the state of at most "
+        "20 steps before (default: nothing)",
+    )
+    cross_check: int | None = option(
+        None,
+        group=STEP,
+        metavar="N",
+        parse=integer(1),
+        help="with virtual workers: steps between two in which each worker repeats a pass of "
+        "another one, to find devices that compute wrong numbers; weights are then compared at "
+        "every step (default: nothing is repeated)",
+    )
 
     # --- the run
     epochs: int = option(
@@ -488,6 +506,11 @@ class TrainOptions:
             self._check_virtual_workers(self.virtual_workers)
         elif self.threads is not None:
             raise ConfigError("threads", "none without virtual workers", self.threads)
+        if self.cross_check is not None and self.virtual_workers is None:
+            hint = "Pass --virtual-workers 8, for example: only then are bits equal on all workers."
+            raise ConfigError("cross_check", "virtual_workers with it", self.cross_check, hint)
+        if self.on_spike is not None and self.strategy != "distributed":
+            raise ConfigError("on_spike", "the strategy distributed with it", self.on_spike)
 
     def _check_replicas(self) -> None:
         if self.virtual_workers is not None:

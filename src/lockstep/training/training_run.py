@@ -452,6 +452,8 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
         virtual_workers=options.virtual_workers,
         threads=options.threads,
         replica_check=options.replica_check,
+        on_spike=options.on_spike,
+        cross_check=options.cross_check,
         precision=options.precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         max_grad_norm=options.max_grad_norm,

@@ -197,3 +197,13 @@ def test_written_options_can_be_read_and_name_no_folder() -> None:
 
 def test_the_formats_offered_are_those_there_are() -> None:
     assert [Precision(name, torch.device("cpu")).name for name in PRECISIONS] == list(PRECISIONS)
+
+
+def test_what_on_spike_and_cross_check_need() -> None:
+    with pytest.raises(ConfigError, match="cross_check: expected virtual_workers with it, got 10"):
+        TrainOptions(cross_check=10).check()
+    with pytest.raises(ConfigError, match="on_spike: expected the strategy distributed with it"):
+        TrainOptions(on_spike="skip", strategy="sharded").check()
+    with pytest.raises(ConfigError, match="on_spike: expected stop, skip or rollback, got 'go'"):
+        TrainOptions.parse({"on_spike": "go"})
+    TrainOptions(cross_check=10, virtual_workers=4, on_spike="rollback").check()
