@@ -20,8 +20,8 @@ from lockstep.data.device_copies import to_device
 from lockstep.errors import ConfigError
 from lockstep.training.callbacks import Checkpoints, Profile
 from lockstep.training.callbacks.base import Callback
+from lockstep.training.check_schedule import is_due
 from lockstep.training.in_flight import HostCopy
-from lockstep.training.mean_check import is_due
 from lockstep.training.out_of_memory import OutOfMemoryError
 from lockstep.training.step import TrainStep
 from lockstep.training.trainer import Trainer

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from .batch_parts import BatchParts, Shard
+from .check_schedule import is_due
 from .loss_graphs import Refusal, divisor, refusal_of
-from .mean_check import is_due
 from .model_calls import ModelCalls
 from .model_check import is_compiled
 

@@ -17,9 +17,10 @@ from ..parallel.module_sync import move_module
 from ..parallel.nested import map_tensors
 from ..parallel.sync_batchnorm import SyncBatchNorm, placeholder_batch
 from ..parallel.unused_parameters import connect_parameters
+from .check_schedule import is_due
 from .halves import Passes
 from .loss_state import LossState
-from .mean_check import MeanCheck, Problem, is_due
+from .mean_check import MeanCheck, Problem
 from .model_check import compare_model
 from .own_loss import Counting, OwnLoss, returning_pair
 from .torch_losses import (

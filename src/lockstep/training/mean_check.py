@@ -8,7 +8,7 @@ import copy
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from .. import devices
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..parallel.nested import tensors_of
-from ..parallel.shards import mix
+from .check_schedule import WITH_GRADIENTS, block_at, is_due
 from .errors_on_all import raise_on_all
 from .halves import (
     MAX_FLOAT64_VALUES,
@@ -36,64 +36,26 @@ from .seen_values import SeenValues
 from .sum_and_count import as_sum, is_known_nan
 
 __all__ = [
-    "WITH_GRADIENTS",
     "MeanCheck",
     "NotAMean",
     "Problem",
-    "block_at",
     "describe_function",
     "describe_shapes",
-    "is_due",
     "raise_problem",
     "without_traces",
 ]
 
 
-# --- When, and with which samples
+# --- With which samples
 # -------------------------------------------------------------------------------------
 
-_EVERY = 1024
-_FIRST_DRAWN = 8
-_SCHEDULE = 17  # the key of this schedule's draws
 _MAX_SAMPLES = 64
 
-WITH_GRADIENTS = (0, 1)
-"""The steps at which gradients are compared in any case; later, the losses of samples differ and
-values alone tell.
-"""
 
 # Samples with values unlike those before are compared beside the steps that are due: at most these,
 # and one more for each of so many steps.
 _MOST_EXTRA = 8
 _STEPS_PER_EXTRA = 64
-
-
-def is_due(number: int) -> bool:
-    """Return whether losses and metrics are compared at this step, or this batch of an evaluation:
-    0, 1, 2, 4 … 1024, and every 1024 after; from 8 on also at one between each two of these.
-
-    The ones between are drawn, the same everywhere: where an epoch has 2ⁿ steps, the others are all
-    first or middle ones of an epoch.
-    """
-    if number >= _EVERY:
-        return number % _EVERY in (0, _drawn(_EVERY, number // _EVERY))
-    power = 1 << max(0, number.bit_length() - 1)
-    return number in (0, power) or (
-        power >= _FIRST_DRAWN and number == power + _drawn(power, power)
-    )
-
-
-@lru_cache(maxsize=64)
-def _drawn(length: int, key: int) -> int:
-    """Return a number from 1 to `length` - 1 that follows from `key`."""
-    return 1 + mix((_SCHEDULE, key)) % (length - 1)
-
-
-def block_at(number: int) -> int:
-    """Return the number of the block of samples that is compared at a step: another one each time
-    that is due.
-    """
-    return number.bit_length() + number // _EVERY
 
 
 # --- What is found

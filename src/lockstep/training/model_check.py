@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from .check_schedule import WITH_GRADIENTS, block_at
 from .divided_batches import FirstPasses
 from .halves import (
     Difference,
@@ -28,7 +29,7 @@ from .halves import (
     device_of,
     rounding_of,
 )
-from .mean_check import WITH_GRADIENTS, NotAMean, block_at, without_traces
+from .mean_check import NotAMean, without_traces
 from .modes import evaluating, preserving_buffers
 
 __all__ = ["DRAWING_LAYERS", "compare_model", "copy_in_float64", "is_compiled"]

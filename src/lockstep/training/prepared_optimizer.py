@@ -21,9 +21,9 @@ from .all_gradients import AllGradients
 from .batch_buffers import BatchBuffers
 from .batch_parts import BatchParts, Shard
 from .body_losses import BodyLosses
+from .check_schedule import is_due
 from .in_flight import LAG, HostCopy
 from .loss_graphs import common_number, ignored_labels_error
-from .mean_check import is_due
 from .precision import clip, scale_gradients
 from .repeated_batches import RepeatedBatches
 from .replica_check import ReplicaCheck

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..parallel.fingerprints import checksum
 from ..parallel.nested import tensors_of
 from .callbacks.base import Callback, TrainingContext
-from .mean_check import is_due
+from .check_schedule import is_due
 from .settings import NONE, Holder, Identity, described, holders_of, setting_of
 
 __all__ = ["Rank0Changes"]
@@ -38,7 +38,7 @@ class Rank0Changes:
     What there is before a hook is compared with what there is after it: hyperparameters, modes,
     ``requires_grad`` and the settings of model, loss and data at all hooks; the values of
     parameters and buffers, which take longer, at hooks that are not called at each step, and at
-    these at some steps, see `lockstep.training.mean_check.is_due`.
+    these at some steps, see `lockstep.training.check_schedule.is_due`.
 
     Three things that change are allowed: what the callback notes, which is an attribute that was
     not there before; what also changes while no callback runs, such as a counter of samples read;

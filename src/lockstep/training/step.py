@@ -30,6 +30,7 @@ from ..parallel.shards import mix
 from ..parallel.strategy import Strategy, Sums
 from ..parallel.sync_batchnorm import convert
 from ..parallel.unchanged_parameters import UnchangedParameters
+from .check_schedule import is_due
 from .divided_batches import describe_division
 from .errors_on_all import raise_on_all
 from .finite_weights import FiniteWeights
@@ -37,7 +38,7 @@ from .formats import REPLICA_CHECK
 from .guards import Decision, Guard, PendingStep
 from .loss import Forward, Loss, LossFn, LossModule
 from .loss_scale import agree_on_loss_scale
-from .mean_check import is_due, raise_problem
+from .mean_check import raise_problem
 from .mixed_samples import FirstBatch
 from .model_changes import ModelChanges, are_same
 from .out_of_memory import explained, is_out_of_memory

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.errors import ConfigError
 from lockstep.parallel.nested import map_tensors
 from lockstep.training import model_check
+from lockstep.training.check_schedule import is_due
 from lockstep.training.loss import Loss, LossFn, LossModule
-from lockstep.training.mean_check import MeanCheck, NotAMean, is_due
+from lockstep.training.mean_check import MeanCheck, NotAMean
 from lockstep.training.sum_and_count import as_sum
 
 CPU = torch.device("cpu")

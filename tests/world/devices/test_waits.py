@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.data.loader import Loader
 from lockstep.training.callbacks import Callback, GradientNoise
+from lockstep.training.check_schedule import is_due
 from lockstep.training.evaluate import accuracy, evaluate
-from lockstep.training.mean_check import is_due
 from support import toy_device
 from support.pool import Pool
 

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import flight_recorder
 from lockstep.data.loader import Batch, Loader
+from lockstep.training.check_schedule import is_due
 from lockstep.training.guards import Decision, Guard, PendingStep
-from lockstep.training.mean_check import is_due
 from lockstep.training.step import TrainStep
 from support.pool import Pool
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import flight_recorder
 from lockstep.data.loader import Batch, Loader
-from lockstep.training.mean_check import is_due
+from lockstep.training.check_schedule import is_due
 from lockstep.training.step import TrainStep
 from support.operation_counts import Operations
 from support.pool import Pool
