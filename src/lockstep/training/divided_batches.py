@@ -1,65 +1,32 @@
-"""What a model has whose results depend on how a global batch is divided, for one line at the start
-of a training.
+"""Results that depend on how a global batch is divided: what of a model makes them so, as its
+layers and its first batch show, for one line at the start of a training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from .. import devices
+from ..communicator import Communicator
+from ..parallel.nested import map_tensors, tensors_of
+from ..parallel.randomness import preserve_generators
 from ..parallel.sync_batchnorm import SyncBatchNorm
+from .model_check import DRAWING_LAYERS, copy_in_float64, is_compiled
+from .pass_effects import PassEffects
 
-__all__ = ["FirstPasses", "describe_division"]
+__all__ = ["FirstBatch", "FirstCall", "describe_division"]
+
+_log = logging.getLogger(__name__)
 
 _MOST_NAMES = 3
-
-
-class FirstPasses:
-    """What the first passes over a worker's part of a batch do beside computing a loss: made before
-    them, asked after.
-
-    Args:
-        modules: the model, and the modules of the loss, by the beginning of their buffers' names.
-        device: the worker's device.
-    """
-
-    def __init__(self, modules: dict[str, nn.Module], device: torch.device) -> None:
-        self._modules = modules
-        self._device = device
-        self._versions = self._buffer_versions()
-        self._generators = self._generator_states()
-
-    def changed_buffers(self) -> list[str]:
-        """Return the names of the buffers that they have changed, except batch norm's statistics
-        and counters.
-        """
-        before = self._versions
-        now = self._buffer_versions()
-        return [name for name in now if now[name] != before.get(name)]
-
-    def drew(self) -> bool:
-        """Return whether they have drawn random numbers from torch's global generators."""
-        states = zip(self._generators, self._generator_states(), strict=True)
-        return not all(torch.equal(before, now) for before, now in states)
-
-    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        found = {}
-        for prefix, module in self._modules.items():
-            for path, layer in module.named_modules(prefix=prefix):
-                if not isinstance(layer, _BatchNorm):
-                    for name, buffer in layer.named_buffers(path, recurse=False):
-                        if buffer.is_floating_point():
-                            found[name] = id(buffer), buffer._version
-        return found
-
-    def _generator_states(self) -> list[torch.Tensor]:
-        own = devices.generator_of(self._device)
-        return [torch.get_rng_state(), *([] if own is None else [own.get_state()])]
 
 
 def describe_division(
@@ -68,7 +35,7 @@ def describe_division(
     passes: int = 1,
     devices: int = 1,
     own_hooks: bool = False,
-    seen: FirstPasses | None = None,
+    seen: PassEffects | None = None,
     mixes_samples: bool = False,
 ) -> str:
     """Return in one line what of the model depends on the division of global batches; "" if nothing
@@ -134,7 +101,7 @@ def _of_hooks(model: nn.Module, own_hooks: bool) -> list[str]:
     return _listed("a hook of a parameter sees the gradient of a part", hooked)
 
 
-def _of_passes(model: nn.Module, seen: FirstPasses) -> list[str]:
+def _of_passes(model: nn.Module, seen: PassEffects) -> list[str]:
     found = _listed("a buffer is changed by a part", seen.changed_buffers())
     if seen.drew() and not any(_draws(layer) for layer in model.modules()):
         found.append("the passes draw random numbers, others in each part")
@@ -163,3 +130,164 @@ def _is_batch_norm(layer: nn.Module, passes: int) -> bool:
         return False
     synchronised = isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
     return passes > 1 or not synchronised
+
+
+# The model is called with 4 to 8 samples, and with half of them. A first dimension of less than 4
+# is as often another one: channels, views.
+_FEWEST_SAMPLES = 4
+_MOST_SAMPLES = 8
+# Relative difference of outputs in float64. Batch norm of 8 and of 4 samples differs by a tenth.
+_TOLERANCE = 1e-6
+
+
+class FirstBatch:
+    """What the passes of the first batch that is divided show of a model: made before them, told
+    after them.
+
+    Args:
+        model: the model.
+        comm: of the workers among which batches are divided.
+        samples: number of samples in the global batch.
+        called: the models that the passes call; `model` itself when None.
+        loss: the modules of the loss.
+        passes: passes of each worker.
+        devices: devices of each worker.
+        own_hooks: see `describe_division`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        samples: int,
+        *,
+        called: Sequence[nn.Module] | None = None,
+        loss: nn.Module | None = None,
+        passes: int = 1,
+        devices: int = 1,
+        own_hooks: bool = False,
+    ) -> None:
+        self._model = model
+        self._comm = comm
+        self._passes = passes
+        self._devices = devices
+        self._own_hooks = own_hooks
+        self._seen = PassEffects(
+            {"": model} if loss is None else {"": model, "loss": loss}, comm.device
+        )
+        parts = comm.size * passes * devices
+        self._calls = [FirstCall(each, samples, parts) for each in (called or [model])]
+
+    def tell(self) -> None:
+        """Say in one line on rank 0 what of the model depends on how a global batch is divided;
+        called by all ranks.
+        """
+        mixes = [call.mixes_samples() for call in self._calls]  # of all models, on all workers
+        said = describe_division(
+            self._model,
+            self._comm.size,
+            self._passes,
+            self._devices,
+            own_hooks=self._own_hooks,
+            seen=self._seen,
+            mixes_samples=any(mixes),
+        )
+        if said and self._comm.rank == 0:
+            _log.warning("%s", said)
+
+
+class FirstCall:
+    """The first call of a model after this was made, of which a copy of the model computes a part
+    anew.
+
+    Batch norm that a model computes by itself, and everything else over the samples of a pass,
+    depends on how a global batch is divided. No type of layer tells so.
+
+    A model that draws random numbers, or that is compiled or sharded, is not looked at; nor is what
+    hooks compute.
+
+    Args:
+        model: the model.
+        samples: number of samples in the global batch.
+        parts: how many parts it is divided into, each of which is a call.
+    """
+
+    def __init__(self, model: nn.Module, samples: int, parts: int) -> None:
+        self._model = model
+        self._samples = {samples // parts, -(-samples // parts)}
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        if min(self._samples) >= _FEWEST_SAMPLES and not is_compiled(model) and not is_sharded:
+            self._hook = model.register_forward_pre_hook(self._keep, with_kwargs=True)
+
+    def _keep(self, _model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._hook.remove()  # now: the passes may end with an error, or the loop be left
+        self._arguments = inputs, named
+
+    def mixes_samples(self) -> bool:
+        """Return whether the outputs for some samples are others without the remaining ones.
+
+        The model and the random generators stay as they are. If the model communicates, all workers
+        must ask.
+        """
+        arguments = self._arguments
+        self._arguments = None
+        if arguments is None:
+            return False
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                return self._compare(arguments)
+        except (
+            Exception
+        ) as error:  # a model that does not compute in float64, or not for so few samples
+            _log.debug(
+                "the model is not called with a part of a batch: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            return False
+
+    def _compare(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+        tensors = tensors_of(arguments)
+        sizes = [
+            tensor.shape[0]
+            for tensor in tensors
+            if tensor.dim() and tensor.shape[0] in self._samples
+        ]
+        if not sizes:
+            return False
+        half = min(sizes[0], _MOST_SAMPLES) // 2
+        copied = copy_in_float64(self._model)
+        if copied is None:
+            return False
+        for layer in copied.modules():
+            if isinstance(
+                layer, DRAWING_LAYERS
+            ):  # which are named by themselves, see `describe_division`
+                layer.eval()
+        outputs = []
+        device = tensors[0].device
+        with preserve_generators(device):
+            for count in (2 * half, half):
+                inputs, named = map_tensors(
+                    partial(_first, count=count, samples=sizes[0]), arguments
+                )
+                passes = PassEffects({"": copied}, device)
+                outputs.append(tensors_of(copied(*inputs, **named)))
+                if passes.drew():
+                    return False
+        return any(_differ(whole, part) for whole, part in zip(*outputs, strict=True))
+
+
+def _first(tensor: torch.Tensor, count: int, samples: int) -> torch.Tensor:
+    """Return the first `count` of a tensor's samples, if it has so many, in float64."""
+    kept = tensor[:count] if tensor.dim() and tensor.shape[0] == samples else tensor
+    return kept.double() if kept.is_floating_point() else kept
+
+
+def _differ(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    if not whole.dim() or not whole.is_floating_point() or whole.shape[0] != 2 * part.shape[0]:
+        return False
+    return not torch.allclose(
+        whole[: part.shape[0]], part, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True
+    )

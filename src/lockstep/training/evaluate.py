@@ -24,12 +24,12 @@ from ..parallel.shards import bounds
 from ..parallel.strategy import Strategy, accumulation_dtype
 from ..parallel.sync_batchnorm import placeholder_batch
 from .check_schedule import is_due
+from .divided_batches import FirstBatch
 from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
 from .loaders import loader_of
 from .loss import Computation, Forward, Loss, LossFn
 from .mean_check import MeanCheck, Problem, raise_problem
-from .mixed_samples import FirstBatch
 from .modes import evaluating
 from .out_of_memory import explaining_out_of_memory
 from .own_loss import IGNORED

@@ -14,7 +14,7 @@ from ..flight_recorder import named
 from ..parallel.randomness import preserve_generators
 from ..parallel.strategy import Strategy, accumulation_dtype
 from .loss import Computation, LossModule
-from .modes import preserving_buffers
+from .pass_effects import preserving_buffers
 from .precision import Precision
 
 __all__ = ["agree_on_loss_scale"]

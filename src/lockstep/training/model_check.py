@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .check_schedule import WITH_GRADIENTS, block_at
-from .divided_batches import FirstPasses
 from .halves import (
     Difference,
     Halves,
@@ -30,7 +29,8 @@ from .halves import (
     rounding_of,
 )
 from .mean_check import NotAMean, without_traces
-from .modes import evaluating, preserving_buffers
+from .modes import evaluating
+from .pass_effects import PassEffects, preserving_buffers
 
 __all__ = ["DRAWING_LAYERS", "compare_model", "copy_in_float64", "is_compiled"]
 
@@ -153,7 +153,7 @@ def _in_training(
     """
     for layer in training:
         layer.training = True
-    passes = FirstPasses({"": model}, device_of(list(model.parameters())))
+    passes = PassEffects({"": model}, device_of(list(model.parameters())))
     found = halves.difference(gradients)
     return None if passes.drew() or passes.changed_buffers() else found
 

@@ -1,6 +1,4 @@
-"""Training and evaluation modes of a model's layers, frozen ones included, and passes that leave no
-trace in it.
-"""
+"""Training and evaluation modes of a model's layers, frozen ones included."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["TrainingModes", "evaluating", "preserving_buffers"]
+__all__ = ["TrainingModes", "evaluating"]
 
 
 class TrainingModes:
@@ -49,27 +47,3 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-@contextmanager
-def preserving_buffers(model: nn.Module) -> Iterator[None]:
-    """Let the passes of a `with` block change copies of the model's buffers.
-
-    Restoring their values would not do. Batch norm's kernel changes running statistics without a
-    new version of the tensor, so that a change cannot be told; and a graph that is kept may need
-    the tensors unchanged.
-    """
-    owners = [
-        (layer, name, buffer)
-        for layer in model.modules()
-        for name, buffer in layer._buffers.items()
-    ]
-    copies = {id(buffer): buffer.clone() for _, _, buffer in owners if buffer is not None}
-    for layer, name, buffer in owners:
-        if buffer is not None:
-            layer._buffers[name] = copies[id(buffer)]
-    try:
-        yield
-    finally:
-        for layer, name, buffer in owners:
-            layer._buffers[name] = buffer

@@ -18,7 +18,8 @@ from torch import nn
 from ..errors import ConfigError
 from ..parallel.nested import map_tensors, tensors_of
 from ..parallel.randomness import preserve_generators
-from .modes import evaluating, preserving_buffers
+from .modes import evaluating
+from .pass_effects import preserving_buffers
 from .sum_and_count import as_sum
 
 __all__ = ["IGNORED", "Counting", "OwnLoss", "loss_in", "returning_pair"]

@@ -29,8 +29,8 @@ from .all_gradients import AllGradients
 from .batch_buffers import BatchBuffers
 from .batch_parts import BatchParts, Shard
 from .body_losses import BodyLosses
+from .divided_batches import FirstBatch
 from .loaders import loader_of
-from .mixed_samples import FirstBatch
 from .model_changes import ModelChanges
 from .model_state import UserState
 from .once_a_batch import OnceABatch

@@ -31,7 +31,7 @@ from ..parallel.strategy import Strategy, Sums
 from ..parallel.sync_batchnorm import convert
 from ..parallel.unchanged_parameters import UnchangedParameters
 from .check_schedule import is_due
-from .divided_batches import describe_division
+from .divided_batches import FirstBatch, describe_division
 from .errors_on_all import raise_on_all
 from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
@@ -39,7 +39,6 @@ from .guards import Decision, Guard, PendingStep
 from .loss import Forward, Loss, LossFn, LossModule
 from .loss_scale import agree_on_loss_scale
 from .mean_check import raise_problem
-from .mixed_samples import FirstBatch
 from .model_changes import ModelChanges, are_same
 from .out_of_memory import explained, is_out_of_memory
 from .precision import Number, Precision, clip, scale_gradients

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.training.mixed_samples import FirstCall
+from lockstep.training.divided_batches import FirstCall
 
 
 class Normalised(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep.training.modes import preserving_buffers
+from lockstep.training.pass_effects import preserving_buffers
 
 
 class OwnNorm(nn.Module):
