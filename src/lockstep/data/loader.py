@@ -334,6 +334,13 @@ class Loader:
         return self._epoch, self._step
 
     @property
+    def next_start(self) -> tuple[int, int]:
+        """(epoch, step) of the first batch of the next iteration: the loaded position, or the
+        beginning of the epoch, also of one that was left before its end.
+        """
+        return self._resume_at or (self._epoch, 0)
+
+    @property
     def ended(self) -> bool:
         """Whether the last batch yielded was the last one of its epoch."""
         return self._source.has_ended(self._step)

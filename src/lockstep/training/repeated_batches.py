@@ -355,7 +355,7 @@ class OwnLoopState(ModelState):
             dict[str, Any]
         ] = []  # the hyperparameters when the batch in progress began
         if loader is not None:
-            self.at = loader.position
+            self.at = loader.next_start
             self.feed = Feed(loader, self._seek, repeats.recovery)
 
     @property

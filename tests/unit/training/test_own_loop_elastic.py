@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.elastic.membership import View
 from lockstep.errors import ConfigError, InterruptedRunError, MembershipChangedError
-from lockstep.training import prepared_loop, recovery
+from lockstep.training import feed, prepared_loop, recovery
 from lockstep.training.prepared_optimizer import PreparedOptimizer
 from support.elastic_group import Group, share
 
@@ -256,6 +256,36 @@ def test_a_loop_that_is_left_is_outside_of_a_training_from_there_on(use: Use) ->
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
     assert comm.client.entered == [0, -1, 1, -1] and comm.keeps_values
+
+
+@pytest.mark.parametrize("last", [4, 9], ids=["within the epoch", "at its last batch"])
+def test_an_epoch_after_one_that_was_left_begins_with_its_first_batch_also_after_a_loss(
+    last: int, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = Failures("load 1")
+    use(Alone(), failures)
+    model, optimizer, _, _, loader = prepare()
+    loads = [0]
+
+    def copied(*args: Any) -> Any:
+        place = f"load {loads[0]}"
+        loads[0] += 1
+        failures.pass_by(place)  # before the first batch of the second loop
+        return original(*args)
+
+    original = feed.copied
+    monkeypatch.setattr(feed, "copied", copied)
+    steps: list[list[int]] = [[], []]
+    for epoch in range(2):
+        for inputs, targets in loader:
+            steps[epoch].append(loader.state_dict()["step"])
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            if epoch == 0 and steps[0][-1] == last:
+                break
+    assert not failures.places
+    assert sorted(set(steps[1])) == list(range(1, 10)), steps
 
 
 def test_passes_after_the_step_of_a_later_batch_are_refused(use: Use) -> None:
