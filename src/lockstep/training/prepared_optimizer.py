@@ -32,9 +32,15 @@ from .step_arguments import parameters_of, refuse_closure
 
 __all__ = ["PreparedOptimizer"]
 
-# In the sums beside the gradients: the loss, its denominator, four marks of the replicas, samples
-# left out of this batch and of accumulated ones, ignored labels, and requests. The buffers follow,
-# where they are part of the step.
+# The places of numbers in the sums beside the gradients. The buffers follow, where they are part of
+# the step.
+_LOSS = 0
+_COUNT = 1  # the denominator of the loss
+_MARKS = slice(2, 6)  # of the replicas, see `ReplicaCheck.marks`
+_LEFT_OUT = 6  # samples that were left out of this batch
+_LEFT_OUT_BEFORE = 7  # those, and samples left out of batches whose gradients are accumulated
+_IGNORED = 8  # labels that losses have ignored
+_REQUESTS = 9
 _NUMBERS = 10
 
 
@@ -248,25 +254,25 @@ class PreparedOptimizer:
         assert sums is not None
         norm = None
         if self._counted:
-            self._divide_by_count(sums[1])
+            self._divide_by_count(sums[_COUNT])
         elif shard.left_out is not None:
             self._left_out_before = 0
-            self._check_later(sums[7], self._check_left_out)
+            self._check_later(sums[_LEFT_OUT_BEFORE], self._check_left_out)
             if self._loop.parts.virtual_workers > 1:
                 gradients = [p.grad for p in self._gradients.trained if p.grad is not None]
-                scale_gradients(gradients, shard.total / (shard.total - sums[6]))
+                scale_gradients(gradients, shard.total / (shard.total - sums[_LEFT_OUT]))
         if (
             self._loop.comm.device.type != "cpu"
             and not self._counted
             and not self._loop.parts.exact
         ):
-            self._check_later(sums[8], _check_ignored)
+            self._check_later(sums[_IGNORED], _check_ignored)
         if self._loop.max_grad_norm is not None:
             norm = clip(self._gradients.trained, self._loop.max_grad_norm)
             self.optimizer.grad_norm = norm  # type: ignore[attr-defined]  # for hooks of the optimizer
-        self._check_replicas(sums[2:6])
+        self._check_replicas(sums[_MARKS])
         if self._sums_buffers:
-            samples = shard.total if shard.left_out is None else shard.total - sums[6]
+            samples = shard.total if shard.left_out is None else shard.total - sums[_LEFT_OUT]
             self._loop.buffers.set(sums[_NUMBERS:], samples)
         with (
             self._loop.gradients.update()
@@ -275,9 +281,9 @@ class PreparedOptimizer:
         self._unread += self._of_step
         while len(self._unread) > LAG:
             self._unread.pop(0).settle()
-        self._loop.repeats.note_requests(sums[9])
+        self._loop.repeats.note_requests(sums[_REQUESTS])
         self.steps_done += 1
-        return None if loss is None else sums[0] / sums[1], norm
+        return None if loss is None else sums[_LOSS] / sums[_COUNT], norm
 
     def _check_left_out(self, left_out: float) -> None:
         """Check that no samples were left out of batches whose gradients are accumulated.
@@ -422,18 +428,20 @@ class PreparedOptimizer:
             numbers = torch.cat([numbers, of_buffers.to(device)])
         if loss is not None and shard.samples:
             # Where nothing counts, a mean is no number.
-            numbers[0] = torch.where(scale == 0, 0.0, torch.as_tensor(loss).detach() * scale)
-        numbers[1] = weight
+            numbers[_LOSS] = torch.where(scale == 0, 0.0, torch.as_tensor(loss).detach() * scale)
+        numbers[_COUNT] = weight
         if marks is not None:
-            numbers[2 : 2 + len(marks)] = marks
+            numbers[_MARKS.start : _MARKS.start + len(marks)] = marks
         if self._ignored:
-            numbers[8] = torch.stack(self._ignored).sum()
+            numbers[_IGNORED] = torch.stack(self._ignored).sum()
         self._accumulates |= self._gradients.any_carried()
         if shard.left_out is not None:
-            numbers[6].fill_(shard.left_out)  # an assignment of a number waits for a device
-            numbers[7].fill_(self._left_out_before + shard.left_out if self._accumulates else 0)
+            numbers[_LEFT_OUT].fill_(shard.left_out)  # an assignment of a number waits for a device
+            numbers[_LEFT_OUT_BEFORE].fill_(
+                self._left_out_before + shard.left_out if self._accumulates else 0
+            )
         if shard.last and (requests := self._loop.repeats.recovery.requests):
-            numbers[9].fill_(requests)
+            numbers[_REQUESTS].fill_(requests)
         if self._waiting and self._waiting[0] < shard.number:
             present = self._gradients.current()
             self._add_empty(numbers, before=shard.number)
