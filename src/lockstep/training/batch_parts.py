@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..parallel.nested import narrow, sample_count
 from ..parallel.shards import bounds, check_virtual_workers, mix
 
-__all__ = ["BatchParts", "Shard"]
+__all__ = ["BatchParts", "Shard", "parts_of"]
 
 # In place of (epoch, step) for batches of no loader; no loader has as many epochs.
 _NO_LOADER = (1 << 32, 1 << 32)
@@ -51,6 +51,29 @@ class Shard:
     whole_batch: bool = False
     divisors: list[torch.Tensor | None] = field(default_factory=list)
     collectives: int | None = None
+
+
+def parts_of(batch: Batch, comm: Communicator) -> list[tuple[int, Any, int]]:
+    """Return (shard, data, samples) of each of this worker's shards of a loader's batch.
+
+    Without virtual workers each worker has one shard, which has the number of its rank.
+
+    Args:
+        batch: this worker's part of a global batch.
+        comm: of the workers.
+    """
+    if batch.virtual_workers is None:
+        shards = range(comm.rank, comm.rank + 1)
+        data = [batch.data]
+        sizes = [batch.size]
+    else:
+        shards = range(*bounds(batch.virtual_workers, comm.size, comm.rank))
+        data = batch.data
+        cuts = [bounds(batch.global_size, batch.virtual_workers, shard) for shard in shards]
+        sizes = [stop - start for start, stop in cuts]
+    if batch.collated is not None:  # a collate function may leave samples out
+        sizes = list(batch.collated)
+    return list(zip(shards, data, sizes, strict=True))
 
 
 class BatchParts:
@@ -101,19 +124,18 @@ class BatchParts:
                 samples.
         """
         if isinstance(batch, Batch):
-            total = batch.global_size
-            data = batch.data if batch.virtual_workers is not None else [batch.data]
+            parts = parts_of(batch, self.comm)
+            return [part for part in parts if part[2]], batch.global_size
+        total = batch if isinstance(batch, int) else sample_count(batch)
+        cuts = [(shard, *bounds(total, self.virtual_workers, shard)) for shard in self.local]
+        if isinstance(batch, int):
+            parts = [(shard, slice(start, stop), stop - start) for shard, start, stop in cuts]
         else:
-            total = batch if isinstance(batch, int) else sample_count(batch)
-            data = []
-        cuts = [bounds(total, self.virtual_workers, shard) for shard in self.local]
-        if not data:
-            numbers = isinstance(batch, int)
-            data = [slice(*cut) if numbers else narrow(batch, *cut, total) for cut in cuts]
-        collated = batch.collated if isinstance(batch, Batch) else None
-        sizes = [stop - start for start, stop in cuts] if collated is None else collated
-        parts = zip(self.local, data, sizes, strict=True)
-        return [(shard, part, size) for shard, part, size in parts if size], total
+            parts = [
+                (shard, narrow(batch, start, stop, total), stop - start)
+                for shard, start, stop in cuts
+            ]
+        return [part for part in parts if part[2]], total
 
     def left_out(self, batch: Any) -> int | None:
         """Return how many samples a collate function has left out of this worker's shards; None

@@ -20,9 +20,9 @@ from ..data.loader import Batch, Loader
 from ..errors import ConfigError, DataError, counted
 from ..flight_recorder import in_method, named
 from ..parallel.nested import map_tensors, narrow, tensors_of
-from ..parallel.shards import bounds
 from ..parallel.strategy import Strategy, accumulation_dtype
 from ..parallel.sync_batchnorm import placeholder_batch
+from .batch_parts import parts_of
 from .check_schedule import is_due
 from .divided_batches import FirstBatch
 from .formats import IN_FLIGHT
@@ -407,7 +407,7 @@ class Prediction(Computation):
         outputs: list[Any] = []
         with evaluating(self.model):
             for batch in loader.epoch(0):
-                parts = [(data, size) for _, data, size in _parts_of(loader, batch) if size]
+                parts = [(data, size) for _, data, size in parts_of(batch, comm) if size]
                 results: list[Any] = []
                 for data, size in parts or [(loader.stand_in(), 0)]:
                     first = _first_batch(self.model, loader, batch)
@@ -502,11 +502,11 @@ class Evaluation(Computation):
         ):
             for number, batch in enumerate(loader.epoch(0)):
                 self._expect(number, is_last=number + 1 == loader.steps)
-                for shard, data, size in _parts_of(loader, batch):
+                for shard, data, size in parts_of(batch, comm):
                     with precision.autocast():
                         if size:
                             first = _first_batch(self.model, loader, batch)
-                            totals[shard] += wrapped(data, size)
+                            totals[shard if loader.virtual_workers else 0] += wrapped(data, size)
                             if first is not None:
                                 first.tell()
                         elif strategy.collective_forward:
@@ -637,19 +637,6 @@ class Evaluation(Computation):
         sums, counts = totals.unbind(1)
         # The sum over nothing may be no number: the mean over nothing, times nothing.
         return torch.stack([sums.where(sums.isfinite() | (counts != 0), 0.0), counts], dim=1)
-
-
-def _parts_of(loader: Loader, batch: Batch) -> Iterator[tuple[int, Any, int]]:
-    """Yield (shard, data, samples) of this worker's shards; without virtual workers, its part of a
-    batch is shard 0.
-    """
-    if not loader.virtual_workers:
-        yield 0, batch.data, batch.size if batch.collated is None else batch.collated[0]
-        return
-    shards = range(*bounds(loader.virtual_workers, loader.comm.size, loader.comm.rank))
-    for number, (shard, data) in enumerate(zip(shards, batch.data, strict=True)):
-        start, stop = bounds(batch.global_size, loader.virtual_workers, shard)
-        yield shard, data, stop - start if batch.collated is None else batch.collated[number]
 
 
 def _means(names: list[str], totals: list[list[float]]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from ..parallel.joint_passes import JointPasses, run_joint_passes
 from ..parallel.nested import map_tensors, narrow
 from ..parallel.randomness import preserve_generators, seed_shard
 from ..parallel.shards import bounds
+from .batch_parts import parts_of
 from .loss import LossModule
 from .precision import Precision
 from .totals import make_totals
@@ -247,17 +248,15 @@ class ShardPasses:
                 found=f"one in {batch.virtual_workers or 'none'}",
                 hint=hint,
             )
-        samples = batch.global_size
-        if not batch.virtual_workers and batch.collated is not None:
-            samples = batch.collated[0]
-        cuts = [bounds(samples, reducer.virtual_workers, shard) for shard in reducer.local_shards]
-        sizes: Sequence[int] = [stop - start for start, stop in cuts]
         if batch.virtual_workers:
-            data = batch.data
-            sizes = batch.collated or sizes
+            parts = [(data, size) for _, data, size in parts_of(batch, comm)]
         else:
-            data = [narrow(batch.data, *cut, samples) for cut in cuts]
-        return [(map_tensors(_aligned, part), size) for part, size in zip(data, sizes, strict=True)]
+            ((_, whole, samples),) = parts_of(batch, comm)
+            cuts = [
+                bounds(samples, reducer.virtual_workers, shard) for shard in reducer.local_shards
+            ]
+            parts = [(narrow(whole, *cut, samples), cut[1] - cut[0]) for cut in cuts]
+        return [(map_tensors(_aligned, data), size) for data, size in parts]
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
