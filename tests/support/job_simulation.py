@@ -33,19 +33,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from lockstep.elastic.membership import (
     NO_STATE,
     Arrived,
-    Boundary,
-    Broken,
     Bye,
-    Change,
     Commit,
     Done,
     Enter,
     Hello,
     Lease,
     Leave,
+    LeftGroup,
     Ready,
+    Regroup,
     Stop,
-    Turn,
     Up,
     View,
     Wish,
@@ -326,10 +324,9 @@ class Node:
 
     def take(self, message: object) -> None:
         match message:
-            case Change(generation):
-                self.due = self.next = max(self.next, generation)
-            case Turn(generation):
+            case Regroup(generation, at_once):
                 self.next = max(self.next, generation)
+                self.due = self.next if at_once else self.due
             case Wish(generation):
                 self.wished = generation
             case View():
@@ -374,7 +371,7 @@ class Node:
         """Leave the group."""
         self.doing = "regroups"
         if self.next <= self.generation:
-            self.tell(Broken(self.generation, "an error"))
+            self.tell(LeftGroup(self.generation, "an error"))
         self.react()
 
     def leave_if_told(self) -> None:
@@ -481,7 +478,7 @@ class Node:
             self.finish()
         elif any(regroups for regroups, _ in requests):
             self.doing = "regroups"
-            self.tell(Boundary(self.generation))
+            self.tell(LeftGroup(self.generation))
             self.react()
         else:
             self.begin_step()

@@ -16,10 +16,7 @@ from ..job.client import JobClient
 from .keys import Answer
 from .membership import (
     Arrived,
-    Boundary,
-    Broken,
     Bye,
-    Change,
     Commit,
     Done,
     Down,
@@ -27,10 +24,11 @@ from .membership import (
     Events,
     Lease,
     Leave,
+    LeftGroup,
     Publish,
     Ready,
+    Regroup,
     Stop,
-    Turn,
     Up,
     View,
     Wish,
@@ -90,7 +88,7 @@ class MembershipClient:
         with self._changed:
             self._take(message)
             self._changed.notify_all()
-        if isinstance(message, Change):
+        if isinstance(message, Regroup) and message.at_once:
             with suppress(OSError):  # of the group's sockets, which say nothing of the connection
                 self.on_change()
 
@@ -102,10 +100,10 @@ class MembershipClient:
 
     def _take(self, message: Down) -> None:
         match message:
-            case Change():
-                self._due = self._next = max(self._next, message.generation)
-            case Turn():
-                self._next = max(self._next, message.generation)
+            case Regroup(generation, at_once):
+                self._next = max(self._next, generation)
+                if at_once:
+                    self._due = self._next
             case Wish():
                 self._wished = message.generation
             case View():
@@ -256,9 +254,7 @@ class MembershipClient:
         """
         while True:
             if self._next <= self.generation:
-                self.send(
-                    Boundary(self.generation) if at_boundary else Broken(self.generation, reason)
-                )
+                self.send(LeftGroup(self.generation, None if at_boundary else reason))
             with self._changed:
                 self._changed.wait_for(lambda: self._next > self.generation or self._is_lost)
                 generation = self.generation = self._next

@@ -35,10 +35,7 @@ __all__ = [
     "LEASE_S",
     "NO_STATE",
     "Arrived",
-    "Boundary",
-    "Broken",
     "Bye",
-    "Change",
     "Commit",
     "Coordinator",
     "Done",
@@ -49,10 +46,11 @@ __all__ = [
     "HostReport",
     "Lease",
     "Leave",
+    "LeftGroup",
     "Publish",
     "Ready",
+    "Regroup",
     "Stop",
-    "Turn",
     "Up",
     "View",
     "Wish",
@@ -97,17 +95,17 @@ class Arrived(Tagged, frozen=True):
     leaving: bool = False
 
 
-class Broken(Tagged, frozen=True):
-    """The group of `generation` has failed, and this member does not know why."""
+class LeftGroup(Tagged, frozen=True):
+    """A member has left the group of `generation` before the next one was open.
+
+    Attributes:
+        generation: whose group it was.
+        failed: why that has failed, of which this member does not know the cause; None if it is
+            between two steps, where all members have agreed to regroup.
+    """
 
     generation: Integer
-    reason: str
-
-
-class Boundary(Tagged, frozen=True):
-    """A member is between two steps, where all members of `generation` have agreed to regroup."""
-
-    generation: Integer
+    failed: str | None = None
 
 
 class Leave(Tagged, frozen=True):
@@ -143,22 +141,23 @@ class Publish(Tagged, frozen=True):
     request: Integer = -1
 
 
-class Change(Tagged, frozen=True):
-    """`generation` is open: leave the group at once, wherever you wait in it."""
-
-    generation: Integer
-
-
 class Wish(Tagged, frozen=True):
     """Agree with the members of `generation` to regroup after a step."""
 
     generation: Integer
 
 
-class Turn(Tagged, frozen=True):
-    """`generation` is open: regroup when your step is complete."""
+class Regroup(Tagged, frozen=True):
+    """`generation` is open: leave the group, and arrive.
+
+    Attributes:
+        generation: the new one.
+        at_once: whether to do so wherever this worker waits in its group, and not only when the
+            step in progress is complete.
+    """
 
     generation: Integer
+    at_once: bool
 
 
 class View(Tagged, frozen=True):
@@ -212,22 +211,10 @@ class Bye(Tagged, frozen=True):
     leaves: bool = False
 
 
-Up = (
-    Hello
-    | Ready
-    | Enter
-    | Arrived
-    | Broken
-    | Boundary
-    | Leave
-    | Done
-    | Events
-    | Publish
-    | StoreRequest
-)
+Up = Hello | Ready | Enter | Arrived | LeftGroup | Leave | Done | Events | Publish | StoreRequest
 """From a worker to the coordinator."""
 
-Down = Change | Wish | Turn | View | Lease | Answer | Publish | Stop | Bye
+Down = Regroup | Wish | View | Lease | Answer | Publish | Stop | Bye
 """From the coordinator to a worker."""
 
 
@@ -354,7 +341,7 @@ class HostMemory:
     def note_down(self, number: int, message: Down) -> None:
         """A worker is sent a message."""
         match message:
-            case Change() | Turn():
+            case Regroup():
                 self.generation = max(self.generation, message.generation)
             case View():
                 self.generation = max(self.generation, message.generation)
@@ -554,10 +541,8 @@ class Coordinator:
                 self._enter(worker, message.fit)
             case Arrived():
                 self._arrived(worker, message)
-            case Broken():
-                self._broke(worker, message)
-            case Boundary():
-                self._boundary(message.generation)
+            case LeftGroup():
+                self._left_group(worker, message)
             case Leave():
                 self._leave()
             case Done():
@@ -615,9 +600,8 @@ class Coordinator:
 
     def _arrived(self, worker: _Worker, message: Arrived) -> None:
         if message.generation > self.generation and worker.status is _Status.MEMBER:
-            self.generation = (
-                message.generation - 1
-            )  # its host has let it leave its group: all others have to follow
+            # its host has let it leave its group: all others have to follow
+            self.generation = message.generation - 1
             self._open_next()
         if message.generation == self.generation and worker.status is _Status.MEMBER:
             worker.arrived = message.generation
@@ -625,20 +609,19 @@ class Coordinator:
             worker.leaving = message.leaving
             self._give_view()
 
-    def _broke(self, worker: _Worker, message: Broken) -> None:
+    def _left_group(self, worker: _Worker, message: LeftGroup) -> None:
         if not self.generation == self.formed == message.generation:
-            return  # it has failed because others have left it, and is told so
+            return  # others have left it before, and this worker is told so
+        if message.failed is None:
+            self._open(at_once=False)
+            return
         commit, times = self._broken
         self._broken = worker.commit, times + 1 if worker.commit == commit else 1
         if self._broken[1] > _MOST_BROKEN:
             self.failure = (
-                f"the workers' group failed {times} times at the same step: {message.reason}"
+                f"the workers' group failed {times} times at the same step: {message.failed}"
             )
         self._open_next()
-
-    def _boundary(self, generation: int) -> None:
-        if self.generation == self.formed == generation:
-            self._open(Turn)
 
     def _leave(self) -> None:
         if self._stop is None:
@@ -751,16 +734,16 @@ class Coordinator:
         if not self.members:
             self.failure = self.failure or "all workers that had the training's state were lost"
             return
-        self._open(Change)
+        self._open(at_once=True)
 
-    def _open(self, kind: type[Change] | type[Turn]) -> None:
-        self._at_boundary = kind is Turn or self.waiting  # those that wait are still there
+    def _open(self, at_once: bool) -> None:
+        self._at_boundary = not at_once or self.waiting  # those that wait are still there
         self.generation += 1
         self._wished = self.waiting = False
         for number in self.members:
             worker = self._workers[number]
             worker.done = False
-            self._send(worker, kind(self.generation))
+            self._send(worker, Regroup(self.generation, at_once))
 
     def _give_view(self) -> None:
         """Send the view of the open generation if all of its members have arrived."""

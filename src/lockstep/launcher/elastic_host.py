@@ -21,12 +21,12 @@ from .. import environment, messages
 from ..elastic.control import ControlSocket, Reply, Request
 from ..elastic.membership import (
     LEASE_S,
-    Change,
     Events,
     HostMemory,
     HostReport,
     Lease,
     Publish,
+    Regroup,
     Up,
     View,
 )
@@ -592,7 +592,7 @@ class ElasticHost:
         own = self._memory.members_in_training
         generation = self._memory.generation + 1
         for number in own:
-            self._deliver(number, Change(generation))
+            self._deliver(number, Regroup(generation, at_once=True))
         self._are_held = self._are_held or bool(own)
 
     def _renew_leases(self, members: Iterable[int]) -> None:

@@ -17,7 +17,6 @@ from msgspec import structs
 from ..elastic.control import Reply, Request
 from ..elastic.membership import (
     NO_STATE,
-    Change,
     Commit,
     Coordinator,
     Down,
@@ -25,6 +24,7 @@ from ..elastic.membership import (
     Events,
     HostReport,
     Publish,
+    Regroup,
     Up,
     View,
 )
@@ -411,9 +411,9 @@ class ElasticJob:
         there are any.
         """
         members = self.coordinator.members_in_training
-        change = Change(self.coordinator.generation + 1)
+        regroup = Regroup(self.coordinator.generation + 1, at_once=True)
         for number in members:
-            self.send(self._living.get(number, -1), ToWorker(number, change))
+            self.send(self._living.get(number, -1), ToWorker(number, regroup))
         return bool(members)
 
     def workers_on(self, host: int) -> int:

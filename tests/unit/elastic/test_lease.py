@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from lockstep.elastic.client import MembershipClient
-from lockstep.elastic.membership import Change, Lease
+from lockstep.elastic.membership import Lease, Regroup
 from lockstep.job.client import JobClient
 
 
@@ -69,7 +69,7 @@ def test_who_has_to_leave_its_group_waits_no_more(
     job.receive(Lease(0.0))
     thread = begun(client)
     if end == "change":
-        job.receive(Change(1))
+        job.receive(Regroup(1, at_once=True))
     else:
         job.lose()
     thread.join(20.0)

@@ -15,10 +15,7 @@ from lockstep.elastic.keys import Answer, StoreRequest
 from lockstep.elastic.membership import (
     NO_STATE,
     Arrived,
-    Boundary,
-    Broken,
     Bye,
-    Change,
     Commit,
     Coordinator,
     Done,
@@ -27,10 +24,11 @@ from lockstep.elastic.membership import (
     Hello,
     HostMemory,
     Leave,
+    LeftGroup,
     Publish,
     Ready,
+    Regroup,
     Stop,
-    Turn,
     Up,
     View,
     Wish,
@@ -83,10 +81,9 @@ class Node:
 
     def take(self) -> None:
         match self.inbox.popleft():
-            case Change(generation):
-                self.due = self.next = max(self.next, generation)
-            case Turn(generation):
+            case Regroup(generation, at_once):
                 self.next = max(self.next, generation)
+                self.due = self.next if at_once else self.due
             case Wish(generation):
                 self.wished = generation
             case View() as view:
@@ -200,7 +197,7 @@ class Node:
         if step in self.group.regroups:
             self.is_at_boundary = True
             self._leave_group()
-            self.outbox.append(Boundary(self.generation))
+            self.outbox.append(LeftGroup(self.generation))
             self.doing = "regroups"
 
     def _leave_group(self) -> None:
@@ -211,7 +208,7 @@ class Node:
     def _fail(self) -> None:
         self._leave_group()
         if self.next <= self.generation:
-            self.outbox.append(Broken(self.generation, "an error"))
+            self.outbox.append(LeftGroup(self.generation, "an error"))
         self.doing = "regroups"
 
     def _regroups(self) -> Callable[[], None] | None:
@@ -476,7 +473,7 @@ def test_members_that_wait_below_the_minimum_save_and_end_when_they_are_told_to(
 def lose_the_second(coordinator: Coordinator) -> None:
     """The second of two workers is lost in a step, which the first completes alone."""
     coordinator.lost(1)
-    assert told(coordinator) == [(0, Change(2))]
+    assert told(coordinator) == [(0, Regroup(2, at_once=True))]
     coordinator.receive(0, Arrived(2, (0, 5, 0)))
     (_, view), (_, wish) = told(coordinator)
     assert (
@@ -485,8 +482,8 @@ def lose_the_second(coordinator: Coordinator) -> None:
         and wish == Wish(2)
         and not coordinator.waiting
     )
-    coordinator.receive(0, Boundary(2))
-    assert told(coordinator) == [(0, Turn(3))]
+    coordinator.receive(0, LeftGroup(2))
+    assert told(coordinator) == [(0, Regroup(3, at_once=False))]
     coordinator.receive(0, Arrived(3, (0, 6, 0)))
 
 
@@ -515,7 +512,7 @@ def test_below_the_minimum_the_members_wait_until_a_worker_has_joined() -> None:
 def test_who_is_lost_while_the_others_wait_below_the_minimum_leaves_them_waiting() -> None:
     coordinator = formed(3, minimum=3)
     coordinator.receive(0, Leave())
-    coordinator.receive(0, Boundary(1))
+    coordinator.receive(0, LeftGroup(1))
     for number in range(3):
         coordinator.receive(number, Arrived(2, (0, 5, 0), leaving=number == 0))
     assert coordinator.waiting
@@ -539,7 +536,7 @@ def test_after_a_loss_those_that_are_left_make_the_step_and_then_others_join() -
     coordinator.receive(1, Arrived(2, (0, 4)))
     assert coordinator.view == (0, 1)
     assert told(coordinator)[2:] == [(0, Wish(2)), (1, Wish(2))]
-    coordinator.receive(1, Boundary(2))
+    coordinator.receive(1, LeftGroup(2))
     coordinator.receive(1, Arrived(3, (0, 5)))
     coordinator.receive(0, Arrived(3, (0, 5)))
     assert coordinator.view == (0, 1, 3)
@@ -548,7 +545,7 @@ def test_after_a_loss_those_that_are_left_make_the_step_and_then_others_join() -
 def test_who_has_made_a_step_that_nobody_else_has_made_hands_it_over_before_it_leaves() -> None:
     coordinator = formed(3)
     coordinator.receive(0, Leave())
-    coordinator.receive(0, Boundary(1))
+    coordinator.receive(0, LeftGroup(1))
     coordinator.receive(0, Arrived(2, (0, 5), leaving=True))
     coordinator.receive(1, Arrived(2, (0, 4)))
     coordinator.receive(2, Arrived(2, (0, 4)))
@@ -558,7 +555,7 @@ def test_who_has_made_a_step_that_nobody_else_has_made_hands_it_over_before_it_l
 def test_a_member_whose_host_has_let_it_leave_the_group_takes_the_others_with_it() -> None:
     coordinator = formed(2)
     coordinator.receive(1, Arrived(2, (0, 5, 0)))  # the coordinator knows of no change
-    assert told(coordinator) == [(0, Change(2)), (1, Change(2))]
+    assert told(coordinator) == [(0, Regroup(2, at_once=True)), (1, Regroup(2, at_once=True))]
     coordinator.receive(0, Arrived(2, (0, 5, 0)))
     assert [view.members for _, view in told(coordinator) if isinstance(view, View)] == [(0, 1)] * 2
 
@@ -580,8 +577,8 @@ def test_who_alone_has_the_state_hands_it_over_before_it_leaves() -> None:
     coordinator.receive(1, Ready())
     coordinator.receive(0, Leave())
     assert told(coordinator) == [(0, Wish(1))]
-    coordinator.receive(0, Boundary(1))
-    assert told(coordinator) == [(0, Turn(2))]
+    coordinator.receive(0, LeftGroup(1))
+    assert told(coordinator) == [(0, Regroup(2, at_once=False))]
     coordinator.receive(0, Arrived(2, (0, 3, 0), leaving=True))
     messages = told(coordinator)
     assert [(number, type(message)) for number, message in messages] == [
@@ -590,7 +587,7 @@ def test_who_alone_has_the_state_hands_it_over_before_it_leaves() -> None:
         (0, Wish),
         (1, Wish),
     ]
-    coordinator.receive(0, Boundary(2))
+    coordinator.receive(0, LeftGroup(2))
     coordinator.receive(0, Arrived(3, (0, 4, 0), leaving=True))
     coordinator.receive(1, Arrived(3, (0, 4, 0)))
     leaves = [
@@ -603,7 +600,7 @@ def test_if_all_leave_the_job_saves_and_ends() -> None:
     coordinator = formed(2)
     coordinator.receive(0, Leave())
     coordinator.receive(1, Leave())
-    coordinator.receive(0, Boundary(1))
+    coordinator.receive(0, LeftGroup(1))
     told(coordinator)
     coordinator.receive(0, Arrived(2, (0, 3, 0), leaving=True))
     coordinator.receive(1, Arrived(2, (0, 3, 0), leaving=True))
@@ -617,7 +614,7 @@ def test_no_more_workers_join_than_the_training_can_have() -> None:
         coordinator.started(number)
         coordinator.receive(number, Hello(number))
         coordinator.receive(number, Ready())
-    coordinator.receive(0, Boundary(1))
+    coordinator.receive(0, LeftGroup(1))
     for number in range(7):
         coordinator.receive(number, Arrived(2, (0, 1, 0)))
     assert coordinator.view == tuple(range(8)) and coordinator.candidates == [8, 9]
@@ -626,7 +623,7 @@ def test_no_more_workers_join_than_the_training_can_have() -> None:
 def test_a_group_that_fails_again_and_again_at_one_step_ends_the_job() -> None:
     coordinator = formed(2)
     for generation in range(1, 20):
-        coordinator.receive(0, Broken(generation, "no route"))
+        coordinator.receive(0, LeftGroup(generation, "no route"))
         if coordinator.failure:
             break
         for number in (0, 1):

@@ -14,15 +14,15 @@ import pytest
 from lockstep.elastic.control import Request
 from lockstep.elastic.membership import (
     Arrived,
-    Boundary,
     Bye,
-    Change,
     Done,
     Enter,
     Hello,
     HostMemory,
     HostReport,
+    LeftGroup,
     Ready,
+    Regroup,
     View,
 )
 from lockstep.elastic.mesh import HostEntry
@@ -95,7 +95,7 @@ class World:
     def leave(self, leaver: int) -> None:
         """A member leaves after the step in progress."""
         for number in self.job.coordinator.members:
-            self.job.receive(number, Boundary(self.job.coordinator.formed))
+            self.job.receive(number, LeftGroup(self.job.coordinator.formed))
         for number in self.job.coordinator.members:
             generation = self.job.coordinator.generation
             self.job.receive(number, Arrived(generation, (0, 5, 0), leaving=number == leaver))
@@ -429,7 +429,7 @@ def test_it_is_said_once_that_members_wait(monkeypatch: pytest.MonkeyPatch) -> N
     world.job.host_lost(1)
     world.job.coordinator.lost(1)
     world.arrive()  # for a view of the one that is left, which completes its step and waits then
-    world.job.receive(0, Boundary(world.job.coordinator.formed))
+    world.job.receive(0, LeftGroup(world.job.coordinator.formed))
     world.arrive()
     assert world.said == [
         "lockstep: beta was lost with 1 worker; 1 worker is left of the 2 that the training needs"
@@ -537,7 +537,7 @@ def test_all_members_are_held_wherever_they_are() -> None:
     world.train()
     assert world.job.hold()
     held = [(host, message.number, message.message) for host, message in world.of(ToWorker)]
-    assert held == [(0, 0, Change(2)), (1, 1, Change(2))]
+    assert held == [(0, 0, Regroup(2, at_once=True)), (1, 1, Regroup(2, at_once=True))]
 
 
 def waiting_below_the_minimum(
@@ -551,7 +551,7 @@ def waiting_below_the_minimum(
     for _ in range(2):  # after the loss, and at the boundary that follows
         for number in world.job.coordinator.members:
             if world.job.coordinator.formed == world.job.coordinator.generation:
-                world.job.receive(number, Boundary(world.job.coordinator.formed))
+                world.job.receive(number, LeftGroup(world.job.coordinator.formed))
         world.arrive()
     assert world.job.coordinator.waiting
     return world, now
