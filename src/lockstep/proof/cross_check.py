@@ -269,7 +269,10 @@ class CrossCheck(Guard):
             of_pass = judge_pass(owner, other, one_more)
             has_wrong_sum |= any(rank in fault.ranks for fault in of_pass)
             faults += of_pass
-        self._report("gradient", faults, pending)
+        # A worker may be wrong in its own pass and in that of another one: that is one fault.
+        of_worker = {fault.ranks: fault for fault in faults if not fault.is_persistent}
+        of_worker |= {fault.ranks: fault for fault in faults if fault.is_persistent}
+        self._report("gradient", list(of_worker.values()), pending)
         return Decision.REPEAT if has_wrong_sum else Decision.GO
 
     def _repeated(self, repeated: _Pass | None, pending: PendingStep) -> list[int | None]:

@@ -80,7 +80,7 @@ def test_who_is_wrong_again_ends_the_job_by_name(pool: Pool) -> None:
     )
     for each in runs(pool, 3, flip):
         assert (each.end, each.ranks) == ("faulty worker", (2,))
-        assert each.faults[-1].is_persistent
+        assert [(fault.ranks, fault.is_persistent) for fault in each.faults] == [((2,), True)]
         assert str(each.faults[-1]).startswith("rank 2 (host ")
 
 
