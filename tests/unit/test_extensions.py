@@ -25,7 +25,6 @@ EXTENSIONS = [
 # Modules that do otherwise still.
 EXCEPTIONS = [
     "lockstep.compat.horovod.engine.regrouping",
-    "lockstep.emulation.delayed_groups",
     "lockstep.ray.elastic_nodes",
     "lockstep.ray.rank_actors",
 ]

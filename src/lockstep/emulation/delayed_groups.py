@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,9 @@ from .. import environment
 from ..errors import LockstepError, TransportError
 from ..network import VirtualNetwork, parse_network
 from ..system.patching import Replaced
-from ..transports.hierarchical import connections
-from ..transports.runtime import host_identity
+from ..transports.runtime import virtual_host
 from ..transports.runtime.backoff import Steps
 from ..transports.runtime.c10d import Store
-from ..transports.runtime.op_queue import OpQueue
-from ..transports.runtime.work import CPUWork
 from ..watchdog.process_groups import GroupProxy, replace_group
 from ..watchdog.signatures import OPERATIONS
 from .link_clock import GroupClock, LinkClock
@@ -375,7 +371,7 @@ for _name in (*OPERATIONS, *_MESSAGES):
 # --------------------------------------------------------------------------------------------------
 
 
-class Emulation:
+class Emulation(virtual_host.Host):
     """This process as a rank on a virtual host, until `undo`.
 
     Args:
@@ -389,22 +385,12 @@ class Emulation:
         self.host = host
         self._groups: list[GroupClock] = []
         self._awake = AwakeCore()
-        self._real_key = host_identity.host_key
-        host_identity.host_key = lambda: f"{self._real_key()} virtual host {host}"
-        connections.wrap_group = lambda group, store, timeout: DelayedGroup(
-            self._delays(group, store, timeout)
-        )
-        self._hooks = [
-            Replaced(c10d, "_new_process_group_helper", self._making),
-            Replaced(OpQueue, "enqueue", partial(_in_virtual_time, self.clock.virtual)),
-            Replaced(CPUWork, "wait", partial(_waiting_in_virtual_time, self.clock.virtual)),
-        ]
+        self._hook = Replaced(c10d, "_new_process_group_helper", self._making)
+        virtual_host.enter(self)
 
     def undo(self) -> None:
         """Be on the real host again; groups that were made meanwhile cannot be used any more."""
         self.unhook()
-        host_identity.host_key = self._real_key
-        connections.wrap_group = connections.unwrapped
         for each in self._groups:
             each.close()
         self.clock.close()
@@ -412,8 +398,22 @@ class Emulation:
 
     def unhook(self) -> None:
         """Undo what was replaced in torch and in the transports."""
-        for hook in self._hooks:
-            hook.undo()
+        virtual_host.leave()
+        self._hook.undo()
+
+    def key(self, real: str) -> str:
+        """Return the key of the virtual host."""
+        return f"{real} virtual host {self.host}"
+
+    def group_between_hosts(self, group: Any, store: Store, timeout: timedelta) -> Any:
+        """Return the group with the delays of the emulated network."""
+        return DelayedGroup(self._delays(group, store, timeout))
+
+    def timed(self, queue: Any, steps: Steps) -> tuple[Steps, virtual_host.WorkTime | None]:
+        """Return the steps in a virtual time of their own."""
+        virtual = self.clock.virtual
+        operation = OperationTime(virtual.now())
+        return _timed(queue, steps, operation, virtual), _VirtualWorkTime(virtual, operation)
 
     def _delays(self, group: Any, store: Store, timeout: timedelta) -> Delays:
         name = store.compare_set("emulated network", "", secrets.token_hex(8)).decode()
@@ -445,23 +445,26 @@ class Emulation:
         return make
 
 
-def _in_virtual_time(
-    virtual: VirtualTime, original: Callable[..., CPUWork]
-) -> Callable[..., CPUWork]:
-    """Return `OpQueue.enqueue` whose operations have a virtual time, and their callers wait in
-    theirs.
-    """
+class _VirtualWorkTime:
+    """The virtual time of an operation, which the calling thread queues."""
 
-    def enqueue(queue: Any, what: str, steps: Steps, *args: Any, **kwargs: Any) -> CPUWork:
-        operation = OperationTime(virtual.now())
-        caller = threading.get_ident()
-        work: Any = original(queue, what, _timed(queue, steps, operation, virtual), *args, **kwargs)
-        virtual.skip()
-        work.operation_time = operation
-        work.add_done_callback(lambda _: virtual.release(caller, operation.now))
-        return work  # type: ignore[no-any-return]
+    def __init__(self, virtual: VirtualTime, operation: OperationTime) -> None:
+        self._virtual = virtual
+        self._operation = operation
+        self._caller = threading.get_ident()
 
-    return enqueue
+    def note_queued(self, work: Any) -> None:
+        """Release the caller when the operation has ended."""
+        self._virtual.skip()
+        work.add_done_callback(lambda _: self._virtual.release(self._caller, self._operation.now))
+
+    def begin_wait(self) -> None:
+        """Stop the clock of this thread."""
+        self._virtual.begin_wait()
+
+    def end_wait(self) -> None:
+        """Let this thread be as late as the operation."""
+        self._virtual.end_wait(self._operation.now)
 
 
 def _timed(queue: Any, steps: Steps, operation: OperationTime, virtual: VirtualTime) -> Steps:
@@ -480,23 +483,6 @@ def _timed(queue: Any, steps: Steps, operation: OperationTime, virtual: VirtualT
     finally:
         queue.virtual_end = operation.now
         steps.close()
-
-
-def _waiting_in_virtual_time(
-    virtual: VirtualTime, original: Callable[..., bool]
-) -> Callable[..., bool]:
-    """Return `CPUWork.wait`, after which the caller is as late as the operation."""
-
-    def wait(work: Any, timeout: timedelta | None = None) -> bool:
-        operation = work.__dict__.get("operation_time")
-        if operation is None:
-            return original(work, timeout)
-        virtual.begin_wait()
-        answer = original(work, timeout)
-        virtual.end_wait(operation.now)
-        return answer
-
-    return wait
 
 
 def _backends(group: Any) -> set[str]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ...errors import StallError, TransportError
 from ...gloo import SocketTracker, abort_gloo
+from ..runtime import virtual_host
 from ..runtime.backoff import CHECK_S, Steps
 from ..runtime.c10d import PrefixStore, Store, backend_as_group
 from ..shm.context import ShmContext
@@ -32,16 +33,6 @@ __all__ = ["GlooConnection", "LazyPairs"]
 
 _CLOSE_TIMEOUT_S = 0.2
 _CLOSED = "shm: this group has been destroyed, or cannot be used since an earlier error"
-
-
-def unwrapped(group: dist.ProcessGroup, store: Store, timeout: timedelta) -> Any:
-    """Return `group` itself."""
-    return group
-
-
-wrap_group = unwrapped
-"""What is used in place of each group over Gloo between hosts, given its store and time limit; an
-emulated network replaces this function."""
 
 
 class GlooConnection:
@@ -74,7 +65,7 @@ class GlooConnection:
                 store, rank, size, _lazy_options(timeout) if lazy else timeout
             )
         sockets.retransmit_often()
-        self._group: dist.ProcessGroup | None = wrap_group(
+        self._group: dist.ProcessGroup | None = virtual_host.current().group_between_hosts(
             backend_as_group(gloo, store, "cpu"), store, timeout
         )
 

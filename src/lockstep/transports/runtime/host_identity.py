@@ -12,6 +12,7 @@ import msgspec
 
 from ... import messages
 from ...stores import Ranges, exchange, from_ranges, read_message, to_ranges
+from . import virtual_host
 from .c10d import Store
 
 __all__ = ["Host", "find_hosts", "host_key"]
@@ -59,8 +60,8 @@ def host_key() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]  # noqa: PTH115 - not a path
     except OSError:  # no Linux
-        return socket.gethostname()
-    return " ".join([boot, *spaces, str(os.getuid())])
+        return virtual_host.current().key(socket.gethostname())
+    return virtual_host.current().key(" ".join([boot, *spaces, str(os.getuid())]))
 
 
 def find_hosts(store: Store, rank: int, ranks: int, size: int | None) -> list[Host]:

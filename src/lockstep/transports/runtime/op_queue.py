@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 
 from ...errors import TransportError
+from . import virtual_host
 from .backoff import CHECK_S, UNCHECKED, Awaited, Backoff, Check, Steps
 from .work import COMPLETED, CPUWork
 
@@ -329,6 +330,7 @@ class OpQueue:
             wait_s: limit of a wait that is given none, in seconds; `timeout` when 0.
         """
         limit = wait_s or timeout or 0.0
+        steps, time_of_work = virtual_host.current().timed(self, steps)
         work = CPUWork(
             result, lambda waiting, seconds: self._drive(what, waiting, seconds or limit)
         )
@@ -348,6 +350,9 @@ class OpQueue:
             progress_thread.add(
                 self, wake=timeout is not None
             )  # a collective; most messages are waited for at once
+        if time_of_work is not None:
+            work.time = time_of_work
+            time_of_work.note_queued(work)
         return work
 
     def attempt(self, action: Callable[[], bool]) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .virtual_host import WorkTime
+
 __all__ = ["COMPLETED", "CPUWork"]
 
 _lock = (
@@ -49,6 +51,7 @@ class CPUWork(dist.Work):
         self.get_source: Callable[[], int | None] = (
             _unknown  # the rank a received message is from, once it is there
         )
+        self.time: WorkTime | None = None  # of a virtual host
         self.on_wait_error: Callable[[BaseException], None] | None = (
             None  # called when a wait for it fails
         )
@@ -132,6 +135,8 @@ class CPUWork(dist.Work):
         Raises:
             RankLostError, StallError, TransportError: the operation failed.
         """
+        if self.time is not None:
+            self.time.begin_wait()
         wait = self._wait
         if wait is not None:
             try:
@@ -144,6 +149,8 @@ class CPUWork(dist.Work):
             raise self._error.with_traceback(
                 None
             )  # each wait begins its own; a shared one would grow and keep frames
+        if self.time is not None:
+            self.time.end_wait()
         return True
 
     def block_current_stream(self) -> None:
