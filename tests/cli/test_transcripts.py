@@ -499,10 +499,10 @@ def test_a_host_is_lost(lost: int, tmp_path: Path) -> None:
 
 
 OTHER_TORCH = """
-import sys, lockstep.launcher.host_protocol as host_protocol
+import sys, lockstep.launcher.host_description as host_description
 from lockstep.cli.main import main
-known = host_protocol._version
-host_protocol._version = lambda name: "2.0.1" if name == "torch" else known(name)
+known = host_description._version
+host_description._version = lambda name: "2.0.1" if name == "torch" else known(name)
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -46,7 +46,7 @@ def failure_text(stream: TextIO, error: LockstepError, lead: int) -> str:
     """Return the message for an `error` with a report, from column `lead` on: the first failure,
     and the report.
     """
-    from ..launcher.host_protocol import WATCHDOG_ERROR_KINDS
+    from ..job.messages import WATCHDOG_ERROR_KINDS
     from ..watchdog.report import from_json
 
     try:

@@ -108,7 +108,7 @@ def run_command(
     try:
         start.start(config, listed)
     except LockstepError as error:
-        if error.report_json and not config.as_host:
+        if error.report_json:
             error.report_path = _write_report(error.report_json, config)
         raise
     return 0

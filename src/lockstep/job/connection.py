@@ -1,13 +1,17 @@
-"""Connections between the processes of a job: messages over a socket, each after its length; an
-empty one is a ping.
+"""Connections between the processes of a job: messages, each after its length; an empty one is a
+ping.
+
+They travel over sockets, or over the pipes of an ssh session (`Pipes`).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +20,20 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-__all__ = ["AT_ONCE", "Connection", "connect_to_launcher", "take_turn", "watch_unsent"]
+__all__ = [
+    "AT_ONCE",
+    "START",
+    "Connection",
+    "Pipes",
+    "connect_over_standard_streams",
+    "connect_to_launcher",
+    "take_turn",
+    "watch_unsent",
+]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+_Socket = socket.socket
 
 _LENGTH = struct.Struct("!I")
 _PING = _LENGTH.pack(0)
@@ -29,12 +43,56 @@ _MOST_OF_STRANGERS = 1 << 16  # bytes of a message with which the other side ide
 AT_ONCE = 1 << 20
 """The bytes that are read of one connection before the others have their turn."""
 
+START = b"\x1elockstep: messages follow\n"
+"""The line after which the standard output of a launcher that was started over ssh holds messages.
+
+Before it, a login shell may write. The launcher also writes it to its standard error, for the same
+reason.
+"""
+
+
+class Pipes:
+    """Two descriptors, to read from and to write to, as the end of a `Connection` on which nothing
+    waits in vain.
+
+    Args:
+        source: the descriptor that is read.
+        target: the one that is written.
+    """
+
+    def __init__(self, source: int, target: int) -> None:
+        self._source = source
+        self._target = target
+
+    def fileno(self) -> int:
+        """Return the descriptor that is read."""
+        return self._source
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        """Wait for data, and return at most `size` bytes; b"" at the end."""
+        if flags:
+            raise ValueError(f"expected no flags for pipes, got {flags}")
+        return os.read(self._source, size)
+
+    def send(self, data: bytes | bytearray) -> int:
+        """Write some of the data, and return how many bytes."""
+        return os.write(self._target, data)
+
+    def settimeout(self, seconds: float) -> None:
+        """Refuse a time limit, which pipes have none of."""
+        raise ValueError(f"expected no time limit for pipes, got {seconds:g} s")
+
+    def close(self) -> None:
+        """Close both."""
+        os.close(self._source)
+        os.close(self._target)
+
 
 class Connection(Generic[In, Out]):
     """One end of a connection. A thread of its own may send while another one receives.
 
     Args:
-        end: the socket; non-blocking where `send` must not wait.
+        end: the socket, non-blocking where `send` must not wait; or the pipes.
         incoming: the type of the messages that are received.
 
     Attributes:
@@ -44,8 +102,8 @@ class Connection(Generic[In, Out]):
             long messages.
     """
 
-    def __init__(self, end: socket.socket, incoming: object) -> None:
-        self.socket = end
+    def __init__(self, end: socket.socket | Pipes, incoming: object) -> None:
+        self._end = end
         self.most = _MOST
         self.pings = 0
         self.is_strange = False
@@ -55,9 +113,16 @@ class Connection(Generic[In, Out]):
         self._received = bytearray()
         self._unsent = bytearray()
 
+    @property
+    def socket(self) -> _Socket:
+        """The socket; a connection over pipes has none."""
+        if isinstance(self._end, Pipes):
+            raise TypeError("expected a connection over a socket, got one over pipes")
+        return self._end
+
     def fileno(self) -> int:
-        """Return the socket's descriptor."""
-        return self.socket.fileno()
+        """Return the descriptor from which messages are received."""
+        return self._end.fileno()
 
     def send(self, message: Out) -> None:
         """Send a message, or keep what a non-blocking socket does not take yet, for `flush`.
@@ -97,7 +162,7 @@ class Connection(Generic[In, Out]):
     def _flush(self) -> None:
         with suppress(BlockingIOError):
             while self._unsent:
-                del self._unsent[: self.socket.send(self._unsent)]
+                del self._unsent[: self._end.send(self._unsent)]
 
     def receive(self, deadline: float = math.inf) -> In | None:
         """Wait for the next message; returns None when the other side has closed the connection.
@@ -111,12 +176,33 @@ class Connection(Generic[In, Out]):
         """
         while (message := self._next()) is None:
             if deadline < math.inf:
-                self.socket.settimeout(max(0.001, deadline - time.monotonic()))
-            data = self.socket.recv(1 << 16)
+                self._end.settimeout(max(0.001, deadline - time.monotonic()))
+            data = self._end.recv(1 << 16)
             if not data:
                 return None
             self._received += data
         return message
+
+    def skip_to_start(self) -> Iterator[bytes]:
+        """Yield what comes before the line `START`, or before the end of the connection; waits for
+        it.
+        """
+        while START not in self._received:
+            data = b""
+            with suppress(ConnectionError):  # the other side has ended, and has not read all
+                data = self._end.recv(1 << 16)
+            if not data:
+                yield bytes(self._received)
+                self._received.clear()
+                return
+            self._received += data
+            before = len(self._received) - len(START)  # of which no byte can belong to the line
+            if before > 0 and START not in self._received:
+                yield bytes(self._received[:before])
+                del self._received[:before]
+        before = self._received.index(START)
+        yield bytes(self._received[:before])
+        del self._received[: before + len(START)]
 
     def receive_available(self, at_once: float = math.inf) -> Iterator[In]:
         """Yield the messages that have come.
@@ -131,7 +217,7 @@ class Connection(Generic[In, Out]):
         """
         with suppress(BlockingIOError):
             while at_once > 0:
-                data = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
+                data = self._end.recv(1 << 16, socket.MSG_DONTWAIT)
                 at_once -= len(data)
                 self._received += data
                 while (message := self._next()) is not None:
@@ -143,7 +229,7 @@ class Connection(Generic[In, Out]):
     def is_at_end(self) -> bool:
         """Whether the other side has closed the connection, and nothing is left to be received."""
         try:
-            return not self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+            return not self._end.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
@@ -175,8 +261,8 @@ class Connection(Generic[In, Out]):
             raise msgspec.DecodeError("expected a message, got deeply nested data") from None
 
     def close(self) -> None:
-        """Close the socket."""
-        self.socket.close()
+        """Close the socket, or the pipes."""
+        self._end.close()
 
 
 def connect_to_launcher(path: str, incoming: object) -> Connection[Any, Any]:
@@ -192,6 +278,30 @@ def connect_to_launcher(path: str, incoming: object) -> Connection[Any, Any]:
     end = socket.socket(socket.AF_UNIX)
     end.connect(path)
     return Connection(end, incoming)
+
+
+def connect_over_standard_streams(incoming: object) -> Connection[Any, Any]:
+    """Return the connection to whoever has started this process over ssh: its standard input and
+    output.
+
+    From here on both streams are others, which this process and those that it starts may use:
+    standard input is empty,
+    and what is written to standard output goes to standard error.
+
+    Args:
+        incoming: the type of the messages that come from there.
+    """
+    pipes = Pipes(os.dup(0), os.dup(1))
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    for descriptor in (1, 2):
+        os.write(descriptor, START)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    return Connection(pipes, incoming)
 
 
 def take_turn(

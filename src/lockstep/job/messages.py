@@ -1,21 +1,51 @@
-"""The messages between a worker and the launcher of its host."""
+"""The messages between the processes of a job: workers and the launcher of their host, and the
+launcher typed in.
+
+Messages of launchers of several hosts to each other are in `launcher/coordinator.py`, those of
+elastic jobs in
+`elastic/membership.py` and `launcher/elastic_job.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+from msgspec import structs
+
+from ..errors import WorkerError
 from ..messages import Integer, List, Tagged
 
 __all__ = [
+    "WATCHDOG_ERROR_KINDS",
+    "AgentError",
+    "AgentFailure",
+    "AgentHello",
+    "Begin",
     "Failure",
     "Finished",
+    "FromAgent",
     "FromAnyWorker",
     "Hello",
+    "HostDescription",
+    "HostFailure",
+    "JobIsOver",
+    "Listen",
+    "Listening",
     "Note",
+    "Output",
     "Peers",
     "Release",
+    "Request",
+    "Say",
+    "TakesPart",
+    "ToAgent",
     "ToAnyWorker",
 ]
+
+
+# --- A worker and the launcher of its host --------------------------------------------------------
 
 
 class Hello(Tagged, frozen=True):
@@ -99,3 +129,221 @@ FromAnyWorker = Hello | Failure | Finished | Note
 
 ToAnyWorker = Peers | Release
 """From a launcher to any of its workers."""
+
+
+# --- A host, and the first failure of its workers -------------------------------------------------
+
+
+class HostDescription(msgspec.Struct, frozen=True):
+    """What a host reports about itself before the start.
+
+    Attributes:
+        host: its name.
+        lockstep, torch, python: versions; Python's without its last number, which does not matter.
+        workers: how many ranks it will run.
+        problem: why it cannot run the program, or "".
+        connection: SSH_CONNECTION of the launcher, as sshd sets it; "" without ssh.
+    """
+
+    host: str
+    lockstep: str
+    torch: str
+    python: str
+    workers: int
+    problem: str = ""
+    connection: str = ""
+
+    @property
+    def address(self) -> str:
+        """The host's address in the network of the launcher that connected to it; "" if unknown."""
+        return next(iter(self.connection.split()[2:3]), "")
+
+    @property
+    def caller(self) -> str:
+        """The address of the launcher that connected to the host, as the host sees it; "" if
+        unknown.
+        """
+        return next(iter(self.connection.split()[:1]), "")
+
+
+WATCHDOG_ERROR_KINDS = ("DesyncError", "RankLostError", "StallError")
+"""The errors with which a worker repeats the watchdog's report, if there is one."""
+
+
+class HostFailure(msgspec.Struct, frozen=True):
+    """The first failure of a host's workers.
+
+    Attributes:
+        rank: the rank that failed.
+        kind: the class name of its exception, or "exit" if it died.
+        reason: the message, of one or more lines.
+        traceback: as text, "" if there is none.
+        exit_code: of the process.
+        host: the name of its host.
+        others: a summary of workers that failed later.
+        time: nanoseconds since the epoch, on the clock of the first host.
+        report: the watchdog's report on all ranks, as JSON; "" if there is none.
+        repeats_watchdog: whether the worker's error only repeats that report.
+        checkpoint: the newest checkpoint that this host's workers have saved; None without one.
+    """
+
+    rank: int
+    kind: str
+    reason: str
+    traceback: str = ""
+    exit_code: int = 1
+    host: str = ""
+    others: str = ""
+    time: int = 0
+    report: str = ""
+    repeats_watchdog: bool = False
+    checkpoint: str | None = None
+
+    def as_error(self) -> WorkerError:
+        """Return the failure as an exception."""
+        error = WorkerError(self.rank, self.kind, self.reason, self.traceback, self.exit_code)
+        error.host = self.host
+        error.others = self.others
+        error.time = self.time
+        error.report_json = self.report
+        error.checkpoint = self.checkpoint
+        return error
+
+    @staticmethod
+    def from_error(error: WorkerError, host: str = "", clock_offset_ns: int = 0) -> HostFailure:
+        """Return the failure described by `error`, on `host`, whose clock is `clock_offset_ns`
+        ahead.
+        """
+        traceback = error.worker_traceback
+        code = error.exit_code
+        where = error.host or host
+        at = error.time - clock_offset_ns
+        report = error.report_json
+        repeats_watchdog = bool(error.report_json) and error.kind in WATCHDOG_ERROR_KINDS
+        texts = error.kind, error.reason, traceback, code, where, error.others
+        return HostFailure(error.rank, *texts, at, report, repeats_watchdog, error.checkpoint)
+
+    @staticmethod
+    def earliest(failures: Sequence[HostFailure]) -> HostFailure | None:
+        """Return the earliest failure, with a summary of the later ones; None if there is none.
+
+        A worker that fails because of a failure on another host fails later than that one. A worker
+        whose error repeats the watchdog's report has seen another rank's failure, or failed
+        together with all.
+        """
+        if not failures:
+            return None
+        first, *rest = sorted(
+            failures, key=lambda failure: (failure.repeats_watchdog, failure.time)
+        )
+        others = [
+            first.others,
+            *(text for each in rest if not each.repeats_watchdog for text in each._summary()),
+        ]
+        report = first.report or next((failure.report for failure in rest if failure.report), "")
+        checkpoint = next(
+            (failure.checkpoint for failure in (first, *rest) if failure.checkpoint), None
+        )
+        texts = "; ".join(text for text in others if text)
+        return structs.replace(first, others=texts, report=report, checkpoint=checkpoint)
+
+    def _summary(self) -> tuple[str, str]:
+        return f"rank {self.rank} on {self.host} failed later with {self.kind}", self.others
+
+
+# --- The launcher of a host, and the one that was typed in ----------------------------------------
+
+
+class AgentHello(Tagged, frozen=True):
+    """The first message of a host's launcher: its host can run its workers."""
+
+    description: HostDescription
+
+
+class Listening(Tagged, frozen=True):
+    """The answer to `Listen`: the launcher listens at this port for those of the other hosts."""
+
+    port: Integer
+
+
+class TakesPart(Tagged, frozen=True):
+    """A host takes part in an elastic job: where its launcher listens."""
+
+    address: str
+    port: Integer
+
+
+class Output(Tagged, frozen=True):
+    """A line of a worker's output, or the state of its progress bar.
+
+    Attributes:
+        rank: of the worker.
+        stream: 0 for standard output, 1 for standard error.
+        text: without line end.
+        is_bar: whether it is a progress bar.
+        is_complete: whether the line is complete; a progress bar that is not will be drawn over.
+    """
+
+    rank: Integer
+    stream: Literal[0, 1]
+    text: bytes
+    is_bar: bool
+    is_complete: bool
+
+
+class Say(Tagged, frozen=True):
+    """A message for whoever reads the output of a launcher."""
+
+    text: str
+
+
+class AgentFailure(Tagged, frozen=True):
+    """The workers of a host have failed."""
+
+    failure: HostFailure
+
+
+class AgentError(Tagged, frozen=True):
+    """The launcher of a host ends with this error."""
+
+    text: str
+
+
+class JobIsOver(Tagged, frozen=True):
+    """An elastic job is over, on all of its hosts."""
+
+
+class Listen(Tagged, frozen=True):
+    """Listen at this address for the launchers of the other hosts."""
+
+    address: str
+
+
+class Begin(Tagged, frozen=True):
+    """Take part in the job of the launcher that listens there."""
+
+    address: str
+    port: Integer
+
+
+class Request(Tagged, frozen=True):
+    """What whoever has typed the job in asks of it, at one of its hosts.
+
+    Attributes:
+        what: "signal": forward it to the job; "leave": let this host leave an elastic job; "slots":
+            run at most so
+            many of its workers here; "end": end the job.
+        number: of the signal, or of the slots.
+    """
+
+    what: Literal["signal", "leave", "slots", "end"]
+    number: Integer = 0
+
+
+FromAgent = (
+    AgentHello | Listening | TakesPart | Output | Say | AgentFailure | AgentError | JobIsOver
+)
+"""From the launcher of a host to the one that was typed in, and has started it."""
+
+ToAgent = Listen | Begin | Request
+"""Back."""

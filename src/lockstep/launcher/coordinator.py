@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ..job.messages import HostFailure, Say
 from ..messages import Integer, Tagged
-from .host_protocol import HostFailure
 
 __all__ = [
     "AllDone",
@@ -26,7 +26,6 @@ __all__ = [
     "NextRound",
     "Outcome",
     "Round",
-    "Say",
     "ToCoordinator",
 ]
 
@@ -104,12 +103,6 @@ class Outcome(Tagged, frozen=True):
     """The parts of all hosts are over: the first failure, on any."""
 
     failure: HostFailure | None = None
-
-
-class Say(Tagged, frozen=True):
-    """A message for whoever reads the output of a launcher."""
-
-    text: str
 
 
 ToCoordinator = Join | Done | Interrupted | HostEnd

@@ -45,6 +45,7 @@ from ..elastic.mesh import (
 from ..errors import InterruptedRunError, LockstepError, WorkerError
 from ..interruption import collect_signals
 from ..job.connection import take_turn
+from ..job.messages import HostDescription
 from ..system.job_folders import temporary_job_folder
 from .claims import SharedFolder
 from .elastic_job import (
@@ -70,7 +71,7 @@ from .elastic_job import (
 )
 from .elastic_workers import HostSetup, HostWorkers
 from .election import Election, ElectionMessage, HostView
-from .host_protocol import HostDescription, check_compatible, describe_host
+from .host_description import check_compatible, describe_host
 from .pulse import Pulse
 from .worker_status import WorkerResults, raise_failure
 

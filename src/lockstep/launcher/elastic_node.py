@@ -12,7 +12,6 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,18 +41,20 @@ from ..elastic.mesh import (
 )
 from ..errors import ConfigError, LockstepError, counted
 from ..job.connection import Connection, take_turn
+from ..job.messages import JobIsOver, Request, TakesPart
 from ..stores import listen
 from ..system.heartbeat import address_towards
 from .elastic_host import ALONE_S, About, ElasticHost, OutsideError, WireMessage, describe_ended
 from .elastic_workers import HostSetup
 from .fork_server import default_workers, prepare_workers, wait_until_loaded
-from .host_protocol import ParentMessage, describe_host
+from .host_description import describe_host
 from .links import interface_with_address
 from .local import elastic_setup
 from .log_multiplexer import LogMultiplexer
-from .node import failure_of, next_command, send_to_parent
+from .node import failure_of
 from .options import JobOptions
 from .script import HOROVOD_SETUP, Script
+from .starter import Starter
 
 T = TypeVar("T")
 
@@ -144,21 +145,24 @@ class Listener:
 # ---------------------------------------------------------------------------
 
 
-def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) -> None:
-    """Run this host's part of an elastic job, as `lockstep run` was told, or as its parent launcher
-    tells it.
+def run_as_node(
+    script: Script, config: JobOptions, workers: int, problem: str, starter: Starter | None
+) -> None:
+    """Run this host's part of an elastic job, as `lockstep run` was told, or as its starter tells
+    it.
 
     Args:
         script: the program.
         config: of the run.
         workers: that this host may have.
         problem: why it cannot run them, or "".
+        starter: of this launcher; None if it was not started by `lockstep run -H`.
 
     Raises:
         LockstepError: this host cannot run them.
         as `found_job` and `join_job`.
     """
-    if not config.as_host:
+    if starter is None:
         if problem:
             raise LockstepError(problem)
         multiplexer = LogMultiplexer(
@@ -177,40 +181,37 @@ def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) 
             lambda host: None,
         )
         return
+    description = describe_host(workers, problem)
+    listeners: list[Listener] = []
+
+    def listen(
+        address: str,
+    ) -> int:  # only now is it known by which address the other hosts reach this one
+        listeners.append(Listener(address))
+        return listeners[0].port
+
     connection = environment.variables().get("SSH_CONNECTION", "")
-    send_to_parent(ParentMessage(ready=describe_host(workers, problem, connection)))
-    command, arguments = next_command()
-    listener = None
-    if command == "serve":  # only now is it known by which address the other hosts reach this one
-        listener = Listener(arguments[0])
-        send_to_parent(ParentMessage(port=listener.port))
-        command, arguments = next_command()
-    if command != "go":
+    begin = starter.meet(msgspec.structs.replace(description, connection=connection), listen)
+    if begin is None:
         return
-    multiplexer = LogMultiplexer((1, 2), colours=False, prefixes=not config.no_prefix, live=True)
-    config = replace(config, quiet=True)
-    parent = _Parent()
-    threading.Thread(target=parent.follow, name="lockstep parent", daemon=True).start()
+    followed = _FollowedStarter(starter)
+    listener = listeners[0] if listeners else None
     try:
         _run_part(
             script,
-            config,
+            replace(config, quiet=True),
             workers,
-            multiplexer,
-            arguments[0],
-            int(arguments[1]),
+            starter.log,
+            begin.address,
+            begin.port,
             listener,
-            parent.watch,
+            followed.watch,
         )
     except (LockstepError, KeyboardInterrupt) as error:
-        own = failure_of(error) if isinstance(error, LockstepError) else None
-        send_to_parent(
-            ParentMessage(failure=own) if own is not None else ParentMessage(error=str(error))
-        )
-        raise
+        starter.end(error, failure_of(error) if isinstance(error, LockstepError) else None)
     finally:
-        if parent.host is not None and parent.host.knows_outcome:
-            send_to_parent(ParentMessage(is_over=True))
+        if followed.host is not None and followed.host.knows_outcome:
+            starter.send(JobIsOver())
 
 
 def _run_part(
@@ -237,45 +238,48 @@ Watch = Callable[[ElasticHost | None], None]
 """Called with this host before its part begins, and with None when it has ended and joins again."""
 
 
-class _Parent:
-    """The launcher that was typed in, which controls this one; the job goes on without it.
+class _FollowedStarter:
+    """Passes on what the starter asks; the job goes on without it.
+
+    Args:
+        starter: of this launcher.
 
     Attributes:
         host: this host; None as long as it takes no part.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, starter: Starter) -> None:
         self.host: ElasticHost | None = None
+        self._starter = starter
+        self._has_ended_job = False
+        starter.follow(self._take, self._lost)
 
     def watch(self, host: ElasticHost | None) -> None:
-        """Pass signals and requests on to `host`, and tell the parent where it listens."""
+        """Pass signals and requests on to `host`, and tell the starter where it listens."""
         self.host = host
         if host is not None:
             own = host.mesh.own
-            send_to_parent(ParentMessage(address=own.address, port=own.port))
+            self._starter.send(TakesPart(own.address, own.port))
 
-    def follow(self) -> None:
-        """Read what it sends, until it is lost."""
-        for line in sys.stdin:
-            command, *numbers = line.split()
-            if command == "signal":
-                self._signal(int(numbers[0]))
-            elif command in ("leave", "slots"):
-                self._request(command, int((*numbers, "0")[0]))
-            elif command == "end":
-                self._signal(signal.SIGTERM)
-                self._signal(signal.SIGINT)  # ends the grace period
-                return
+    def _take(self, request: Request) -> None:
+        if request.what == "signal":
+            self._signal(request.number)
+        elif request.what == "end":
+            self._has_ended_job = True
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGINT)  # ends the grace period
+        elif self.host is not None:
+            self.host.requests.append((request.what, request.number))
+        elif request.what == "leave":  # it tries to join again
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _lost(self) -> None:
+        if self._has_ended_job:
+            return
         _write_to_file()
+        self._starter.log.keep()
         if self.host is not None:
             self.host.has_new_reader = True
-
-    def _request(self, what: str, number: int) -> None:
-        host = self.host
-        if host is not None:
-            host.requests.append((what, number))
-        elif what == "leave":  # it tries to join again
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
         host = self.host

@@ -22,6 +22,7 @@ import msgspec
 from .. import environment
 from ..errors import ConfigError, LockstepError, counted
 from ..job.connection import AT_ONCE, Connection, take_turn, watch_unsent
+from ..job.messages import HostDescription, HostFailure, Say
 from ..messages import Integer, Tagged
 from ..stores import LOOPBACK, listen, serve_store
 from ..system.heartbeat import keep_alive
@@ -38,10 +39,9 @@ from .coordinator import (
     NextRound,
     Outcome,
     Round,
-    Say,
     ToCoordinator,
 )
-from .host_protocol import HostDescription, HostFailure, check_compatible
+from .host_description import check_compatible
 from .options import JobOptions, check_debug_rank
 from .pulse import Patience, SilenceWatch
 

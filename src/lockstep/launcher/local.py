@@ -595,7 +595,7 @@ def run_host_share(
         network,
     )
     folder = Path(config.output_dir) if config.output_dir is not None else None
-    alone = workers == 1 and hosts.nodes == 1 and folder is None
+    alone = workers == 1 and hosts.nodes == 1 and folder is None and not config.as_host
     run_program(
         script, options, OutputSettings(multiplexer, folder, alone, config.tee, config.quiet), hosts
     )

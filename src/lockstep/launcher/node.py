@@ -1,6 +1,6 @@
 """One host of a job on several, started by hand, by Slurm, or by `lockstep run -H` on another host.
 
-In the last case it is controlled by the launcher that the user started; see `host_protocol`.
+In the last case it is controlled by that launcher, the starter; see `starter`.
 """
 
 from __future__ import annotations
@@ -8,34 +8,30 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
-import threading
 from contextlib import closing, suppress
 from dataclasses import replace
 
 import msgspec
 
-from .. import environment, messages
+from .. import environment
 from ..errors import InterruptedRunError, LockstepError, WorkerError
+from ..job.messages import AgentFailure, HostDescription, HostFailure, Request
 from ..system.heartbeat import address_towards
-from .host_protocol import (
-    CONTROL_PREFIX,
-    HostDescription,
-    HostFailure,
-    ParentMessage,
-    describe_host,
-)
+from .host_description import describe_host
 from .links import FIRST, FixedHosts, interface_with_address, listen_for_hosts
 from .local import run_host_share
 from .log_multiplexer import LogMultiplexer
 from .options import JobOptions
 from .script import Script
+from .starter import Starter
 from .worker_options import FAILURE_GRACE
 
-__all__ = ["failure_of", "next_command", "run_as_node", "send_to_parent"]
+__all__ = ["failure_of", "run_as_node"]
 
 
-def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) -> None:
+def run_as_node(
+    script: Script, config: JobOptions, workers: int, problem: str, starter: Starter | None
+) -> None:
     """Meet the other hosts, and run the workers of this one.
 
     Args:
@@ -43,14 +39,15 @@ def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) 
         config: of the run.
         workers: of this host; what they need is prepared.
         problem: why this host cannot run them, or "".
+        starter: of this launcher; None if it was not started by `lockstep run -H`.
 
     Raises:
         ConfigError: the hosts do not meet, or are incompatible.
         WorkerError: the rank that failed first, on any host.
         as `start.start`.
     """
-    if config.as_host:
-        _run_for_parent(script, config, workers, problem)
+    if starter is not None:
+        _run_for_starter(script, config, workers, problem, starter)
         return
     multiplexer = LogMultiplexer(
         (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
@@ -62,40 +59,43 @@ def run_as_node(script: Script, config: JobOptions, workers: int, problem: str) 
     _run(script, config, describe_host(workers, problem), multiplexer, hosts, listener)
 
 
-def _run_for_parent(script: Script, config: JobOptions, workers: int, problem: str) -> None:
-    """Execute the commands of the parent launcher, and report to it."""
+def _run_for_starter(
+    script: Script, config: JobOptions, workers: int, problem: str, starter: Starter
+) -> None:
+    """Execute the commands of the starter, and report to it."""
+    description = describe_host(workers, problem)
+    listeners: list[socket.socket] = []
+
+    def listen(
+        address: str,
+    ) -> int:  # only now is it known by which address the other hosts reach this one
+        listeners.append(listen_for_hosts(address, 0))
+        return int(listeners[0].getsockname()[1])
+
     connection = environment.variables().get("SSH_CONNECTION", "")
-    send_to_parent(ParentMessage(ready=describe_host(workers, problem, connection)))
-    command, arguments = next_command()
-    listener = None
-    if command == "serve":  # only now is it known by which address the other hosts reach this one
-        listener = listen_for_hosts(arguments[0], 0)
-        send_to_parent(ParentMessage(port=int(listener.getsockname()[1])))
-        command, arguments = next_command()
-    if command != "go":
+    begin = starter.meet(msgspec.structs.replace(description, connection=connection), listen)
+    if begin is None:
         return
-    address, port, _ = arguments
-    threading.Thread(target=_forward_parent_signals, name="lockstep parent", daemon=True).start()
-    multiplexer = LogMultiplexer((1, 2), colours=False, prefixes=not config.no_prefix, live=True)
+    starter.follow(_take_request, _end_this_host)
+    hosts = FixedHosts(begin.address, begin.port, config.node_rank, config.nnodes)
+    listener = listeners[0] if listeners else None
     try:
-        hosts = FixedHosts(address, int(port), config.node_rank, config.nnodes)
         _run(
-            script,
-            replace(config, quiet=True),
-            describe_host(workers, problem),
-            multiplexer,
-            hosts,
-            listener,
+            script, replace(config, quiet=True), description, starter.log, hosts, listener, starter
         )
     except (LockstepError, KeyboardInterrupt) as error:
-        send_to_parent(ParentMessage(error=str(error)))
-        raise
+        starter.end(error)
 
 
-def next_command() -> tuple[str, list[str]]:
-    """Return the parent's next command and its arguments; "" after the end of the connection."""
-    command, *arguments = sys.stdin.readline().split() or [""]
-    return command, arguments
+def _take_request(request: Request) -> None:
+    if request.what == "signal":
+        os.kill(os.getpid(), request.number)
+
+
+def _end_this_host() -> None:
+    """The starter or the connection to it is gone: end this host's part of the job."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # the second signal ends the grace period
+        os.kill(os.getpid(), number)
 
 
 def _run(
@@ -105,6 +105,7 @@ def _run(
     multiplexer: LogMultiplexer,
     hosts: FixedHosts,
     listener: socket.socket | None,
+    starter: Starter | None = None,
 ) -> None:
     """Run this host's part, and agree with the others on the first failure.
 
@@ -115,6 +116,7 @@ def _run(
         multiplexer: prints the workers' lines.
         hosts: of the job.
         listener: where the others connect, if this host is the first.
+        starter: of this launcher.
     """
     own: HostFailure | None = None
     error: LockstepError | None = None
@@ -129,8 +131,8 @@ def _run(
             _check_interruption(raised, hosts)
             own = failure_of(raised, hosts.clock_offset_ns)
             error = raised
-        if own is not None and config.as_host:
-            send_to_parent(ParentMessage(failure=own))
+        if own is not None and starter is not None:
+            starter.send(AgentFailure(own))
         first = hosts.end(own, FAILURE_GRACE + 2)
     if first is not None:
         if own is None or own.rank != first.rank:  # one host shows the traceback
@@ -180,21 +182,3 @@ def _choose_interface(config: JobOptions, hosts: FixedHosts) -> None:
             name = interface_with_address(address_towards(hosts.address))
     if name is not None:
         environment.set_defaults({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name})
-
-
-def _forward_parent_signals() -> None:
-    """Send this process the parent's signals, and end it if the parent or the connection to it is
-    gone.
-    """
-    for line in sys.stdin:
-        command, _, number = line.partition(" ")
-        if command == "signal":
-            os.kill(os.getpid(), int(number))
-    for number in (signal.SIGTERM, signal.SIGINT):  # the second signal ends the grace period
-        os.kill(os.getpid(), number)
-
-
-def send_to_parent(message: ParentMessage) -> None:
-    """Report to the parent launcher."""
-    with suppress(OSError):  # the parent is gone
-        os.write(2, (CONTROL_PREFIX + messages.encode(message) + "\n").encode())

@@ -10,27 +10,42 @@ import queue
 import secrets
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import Any
 
-from .. import environment, messages
+import msgspec
+
+from .. import environment
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..hosts import Host
 from ..interruption import collect_signals
-from ..system.heartbeat import address_in_a_network
-from .host_protocol import (
-    CONTROL_PREFIX,
+from ..job.connection import START, Connection
+from ..job.messages import (
+    AgentError,
+    AgentFailure,
+    AgentHello,
+    Begin,
+    FromAgent,
     HostDescription,
     HostFailure,
-    ParentMessage,
-    check_compatible,
+    JobIsOver,
+    Listen,
+    Listening,
+    Output,
+    Request,
+    Say,
+    TakesPart,
+    ToAgent,
 )
+from ..system.heartbeat import address_in_a_network
+from .host_description import check_compatible
 from .log_multiplexer import LineSplitter, LogMultiplexer, OutputLine
 from .options import JobOptions, check_debug_rank
 from .remote_command import (
@@ -50,7 +65,6 @@ _LOOPBACK = "127.0.0.1"
 _FOLLOW_S = 1.0
 _OVER_S = 5.0  # in which the launchers of an elastic job end that have been told that it is over
 _SSH_FAILED = 255  # exit code of ssh itself
-_CONTROL_PREFIX = CONTROL_PREFIX.encode()
 
 
 @dataclass
@@ -59,18 +73,22 @@ class _HostLauncher:
 
     Attributes:
         host: with the slots that it was told last.
+        process: of ssh, or of the launcher itself on this host.
+        end: of the connection to it.
         started: when.
         ready, failure, error, is_over: what it has reported.
         port: where it serves the job store, or in an elastic job listens for the other launchers; 0
             until it does.
         address: where it listens in an elastic job; "" until it takes part.
         has_begun: whether it was told to take part.
-        last_lines: its last lines of output.
-        readers: the threads that read its output.
+        last_lines: what ssh or a login shell has written, or it itself after its end.
+        readers: the threads that read what it sends and writes.
+        connection: to it.
     """
 
     host: Host
     process: subprocess.Popen[bytes]
+    end: socket.socket
     started: float = field(default_factory=time.monotonic)
     ready: HostDescription | None = None
     port: int = 0
@@ -81,6 +99,10 @@ class _HostLauncher:
     is_over: bool = False
     last_lines: list[str] = field(default_factory=list)
     readers: list[threading.Thread] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.connection: Connection[FromAgent, ToAgent] = Connection(self.end, FromAgent)
+        self.connection.is_strange = True
 
     @property
     def takes_part(self) -> bool:
@@ -109,7 +131,7 @@ class _HostLauncher:
     def begin(self, address: str, port: int) -> None:
         """Let it begin, as another launcher of the job serves or listens there."""
         self.has_begun = True
-        self.send(f"go {address} {port} {time.time_ns()}")
+        self.send(Begin(address, port))
 
     def exit_code(self) -> int | None:
         """Return the exit code once the launcher has ended and all its output is read; None
@@ -124,12 +146,22 @@ class _HostLauncher:
             self.readers.clear()
         return code
 
-    def send(self, text: str) -> None:
-        """Send a line; ignored if it has ended."""
-        with suppress(OSError, ValueError):
-            assert self.process.stdin is not None
-            self.process.stdin.write(text.encode() + b"\n")
-            self.process.stdin.flush()
+    def send(self, message: ToAgent) -> None:
+        """Send a message; ignored if it has ended."""
+        with suppress(OSError):
+            self.connection.send(message)
+
+    def disconnect(self) -> None:
+        """Let it end its workers and itself, which a launcher of an elastic job does not if this
+        one is lost.
+        """
+        self.send(Request("end"))
+        with suppress(OSError):
+            self.end.shutdown(socket.SHUT_WR)
+
+    def note_lines(self, lines: Iterable[OutputLine]) -> None:
+        """Keep lines that are shown only if it does not start, or is lost."""
+        self.last_lines += [line.text.decode(errors="replace") for line in lines]
 
 
 def run_on_hosts(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None) -> None:
@@ -196,8 +228,15 @@ class _RemoteRun:
         self._hosts = hosts
         self._commands = commands
         self._variables = {"LOCKSTEP_JOB_KEY": secrets.token_hex(16), **variables}
+        # as on one host: the lines of a single worker have no prefix
+        alone = (
+            config.elastic is None
+            and config.output_dir is None
+            and sum(host.slots for host in hosts) == 1
+        )
+        prefixes = not config.no_prefix and not alone
         self._multiplexer = LogMultiplexer(
-            (1, 2), colours=environment.wants_colours(), prefixes=False
+            (1, 2), colours=environment.wants_colours(), prefixes=prefixes
         )
         self._events: queue.Queue[None] = queue.Queue()
         self._launchers: list[_HostLauncher] = []
@@ -222,49 +261,94 @@ class _RemoteRun:
         self._raise_failure()
 
     def _start(self, host: Host, command: Sequence[str]) -> _HostLauncher:
-        # in its own session, so that Ctrl-C at the terminal reaches it only from here, and once
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        try:
-            process = subprocess.Popen(command, start_new_session=True, **pipes)
-        except FileNotFoundError as error:
-            raise ConfigError("hosts", "an installed ssh", found=str(error)) from None
-        launcher = _HostLauncher(host, process)
-        launcher.send(json.dumps(dict(self._variables)))
-        for stream, pipe in enumerate((process.stdout, process.stderr)):
-            assert pipe is not None
-            thread = threading.Thread(target=self._read, args=(launcher, stream, pipe), daemon=True)
+        own_end, its_end = socket.socketpair()
+        with its_end:
+            streams: dict[str, Any] = {
+                "stdin": its_end,
+                "stdout": its_end,
+                "stderr": subprocess.PIPE,
+            }
+            try:
+                # in its own session, so that Ctrl-C at the terminal reaches it only from here, and
+                # once
+                process = subprocess.Popen(command, start_new_session=True, **streams)
+            except FileNotFoundError as error:
+                own_end.close()
+                raise ConfigError("hosts", "an installed ssh", found=str(error)) from None
+        launcher = _HostLauncher(host, process, own_end)
+        with suppress(OSError):
+            own_end.sendall(json.dumps(dict(self._variables)).encode() + b"\n")
+        for read in (self._read_messages, self._read_errors):
+            thread = threading.Thread(target=read, args=(launcher,), daemon=True)
             thread.start()
             launcher.readers.append(thread)
         return launcher
 
-    def _read(self, launcher: _HostLauncher, stream: int, pipe: IO[bytes]) -> None:
-        lines = LineSplitter()
-        with pipe:
-            while data := pipe.read1():  # type: ignore[attr-defined]
-                for line in lines.feed(data):
-                    self._handle_line(launcher, stream, line)
-        for line in lines.end():
-            self._handle_line(launcher, stream, line)
+    def _read_messages(self, launcher: _HostLauncher) -> None:
+        """Read what a launcher sends; before that, a login shell may write."""
+        connection, lines = launcher.connection, LineSplitter()
+        try:
+            for text in connection.skip_to_start():
+                launcher.note_lines(lines.feed(text))
+            launcher.note_lines(lines.end())
+            while (message := connection.receive()) is not None:
+                self._take(launcher, message)
+        except msgspec.DecodeError as error:
+            launcher.error = launcher.error or f"its launcher has sent what is no message: {error}"
+        except OSError:  # the connection is broken, which ssh says
+            pass
+        finally:
+            launcher.end.close()
+            self._events.put(None)
+
+    def _take(self, launcher: _HostLauncher, message: FromAgent) -> None:
+        if isinstance(message, Output):
+            line = OutputLine(message.text, message.is_bar, message.is_complete)
+            self._multiplexer.write(message.rank, message.stream, line)
+            return
+        match message:
+            case AgentHello(description):
+                launcher.ready = description
+                launcher.last_lines.clear()  # from ssh or a login shell
+                launcher.connection.is_strange = False
+            case Listening(port):
+                launcher.port = port
+            case TakesPart(address, port):
+                launcher.address = address
+                launcher.port = port
+            case Say(text):
+                self._multiplexer.write_message(text)
+            case AgentFailure(failure):
+                launcher.failure = failure
+            case AgentError(text):
+                launcher.error = text
+            case JobIsOver():
+                launcher.is_over = True
         self._events.put(None)
 
-    def _handle_line(self, launcher: _HostLauncher, stream: int, line: OutputLine) -> None:
-        message = _control_message(line.text)
-        if message is not None:
-            if message.ready is not None:
-                launcher.ready = message.ready
-                launcher.last_lines.clear()  # from ssh or a login shell
-            launcher.failure = message.failure or launcher.failure
-            launcher.error = message.error or launcher.error
-            launcher.is_over = message.is_over or launcher.is_over
-            launcher.port = message.port or launcher.port
-            launcher.address = message.address or launcher.address
-            self._events.put(None)
-        elif launcher.ready is not None and not (
-            stream == 1 and (launcher.failure or launcher.error)
-        ):
-            self._multiplexer.write(0, stream, line)
-        else:
-            launcher.last_lines.append(line.text.decode(errors="replace"))
+    def _read_errors(self, launcher: _HostLauncher) -> None:
+        """Show what a launcher, or a process that it has started, writes to its standard error
+        itself.
+        """
+        assert launcher.process.stderr is not None
+        lines = LineSplitter()
+        has_begun = False  # before, ssh and a login shell write
+        with launcher.process.stderr as pipe:
+            while data := pipe.read1():  # type: ignore[attr-defined]
+                for line in lines.feed(data):
+                    if not has_begun and line.text.endswith(START.rstrip()):
+                        has_begun = True
+                    elif (
+                        not has_begun
+                        or launcher.ready is None
+                        or launcher.failure
+                        or launcher.error
+                    ):
+                        launcher.note_lines([line])
+                    elif line.is_complete:
+                        self._multiplexer.write_message(line.text.decode(errors="replace"))
+        launcher.note_lines(lines.end())
+        self._events.put(None)
 
     def _rendezvous(self) -> None:
         """Wait until all launchers are ready, check that their hosts are compatible, and start the
@@ -279,7 +363,7 @@ class _RemoteRun:
         if not self._config.quiet:
             self._multiplexer.write_message(f"lockstep run: {_describe_workers(self._hosts)}")
         first = self._launchers[0]
-        first.send(f"serve {address}")
+        first.send(Listen(address))
         self._wait_until([first], lambda launcher: launcher.port > 0)
         for launcher in self._launchers:
             launcher.begin(address, first.port)
@@ -337,7 +421,7 @@ class _RemoteRun:
                 self._listed.follow()
             while forwarded < len(self._signals):
                 for launcher in self._launchers:
-                    launcher.send(f"signal {self._signals[forwarded]}")
+                    launcher.send(Request("signal", self._signals[forwarded]))
                 forwarded += 1
                 if forwarded > 1:
                     deadline = time.monotonic() + EXIT_GRACE
@@ -373,12 +457,9 @@ class _RemoteRun:
             self._events.get(timeout=_POLL_S)
 
     def _disconnect(self) -> None:
-        """Close the standard input of all launchers; each then ends its workers."""
+        """Let the launchers end their workers, and themselves."""
         for launcher in self._launchers:
-            launcher.send("end")  # for launchers of elastic jobs, which go on if this one is lost
-            with suppress(OSError):
-                assert launcher.process.stdin is not None
-                launcher.process.stdin.close()
+            launcher.disconnect()
 
     def _stop(self) -> None:
         self._disconnect()
@@ -428,19 +509,9 @@ class _RemoteRun:
             raise error
 
 
-def _control_message(text: bytes) -> ParentMessage | None:
-    """Return the message that a line holds; None for a line of output, which may look like one."""
-    if text.startswith(_CONTROL_PREFIX):
-        with suppress(ValueError):
-            return messages.decode(text[len(_CONTROL_PREFIX) :], ParentMessage)
-    return None
-
-
 def _start_error(launcher: _HostLauncher, config: JobOptions) -> LockstepError:
-    text = (
-        " ".join(" ".join(launcher.last_lines[-4:]).split())
-        or f"exit code {launcher.process.returncode}"
-    )
+    last_lines = " ".join(" ".join(launcher.last_lines[-4:]).split())
+    text = launcher.error or last_lines or f"exit code {launcher.process.returncode}"
     name = launcher.host.name
     if launcher.process.returncode == _SSH_FAILED:
         command = shlex.join([*ssh_command(config), launcher.host.login, "true"])
@@ -549,7 +620,7 @@ class _ListedHosts:
     def _set_slots(self, launcher: _HostLauncher, slots: int) -> None:
         if launcher.takes_part and slots != launcher.host.slots:
             launcher.host = replace(launcher.host, slots=slots)
-            launcher.send(f"slots {slots}")
+            launcher.send(Request("slots", slots))
 
     def _let_leave(self, listed: Mapping[str, Host]) -> None:
         """Tell hosts to leave, if enough slots remain without them; repeatedly, as one may not take
@@ -569,4 +640,4 @@ class _ListedHosts:
         self._kept = "" if is_enough else names
         for launcher in unlisted if is_enough else ():
             self._leaving.add(launcher.host.name)
-            launcher.send("leave")
+            launcher.send(Request("leave"))

@@ -24,6 +24,7 @@ from .log_multiplexer import LogMultiplexer
 from .options import AUTO, JobOptions, check_debug_rank, check_network
 from .remote_command import requested_variables
 from .script import HOROVOD_SETUP, Script
+from .starter import Starter
 
 __all__ = ["config_for_slurm_task", "start"]
 
@@ -125,6 +126,9 @@ def start(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None
         InterruptedRunError, KeyboardInterrupt: after a signal.
         LockstepError: workers cannot be started.
     """
+    starter = None
+    if config.as_host:  # before anything reads or writes the standard streams
+        starter = Starter(prefixes=not config.no_prefix)
     config = _apply_slurm_step(config)
     if config.nnodes == AUTO:
         config = config_for_node(config, environment.variables(), socket.getfqdn())
@@ -143,7 +147,7 @@ def start(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None
         or config.as_host
         or (config.elastic is not None and config.master_addr is not None)
     ):
-        _run_on_several_hosts(script, config)
+        _run_on_several_hosts(script, config, starter)
     else:
         script.check()
         _run_on_this_host(script, config)
@@ -195,7 +199,7 @@ def _run_on_this_host(script: Script, config: JobOptions) -> None:
         local.run_host_share(script, config, workers, multiplexer, hosts)
 
 
-def _run_on_several_hosts(script: Script, config: JobOptions) -> None:
+def _run_on_several_hosts(script: Script, config: JobOptions, starter: Starter | None) -> None:
     """Run this host's share of the program."""
     with _loading_pytorch(config):
         workers = config.workers or default_workers()
@@ -204,7 +208,7 @@ def _run_on_several_hosts(script: Script, config: JobOptions) -> None:
             from . import elastic_node, node
 
     module = node if config.elastic is None else elastic_node
-    module.run_as_node(script, config, workers, problem)
+    module.run_as_node(script, config, workers, problem, starter)
 
 
 def _prepare_host(script: Script, config: JobOptions, workers: int) -> str:

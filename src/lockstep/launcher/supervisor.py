@@ -19,11 +19,11 @@ from .. import environment
 from ..errors import DataError
 from ..flight_recorder import jobs, layout, open_job
 from ..flight_recorder.jobs import MessageReader
+from ..job.messages import HostFailure
 from ..system.job_folders import JobFolderLock
 from ..system.processes import TERM_GRACE_S, is_stopped
 from ..watchdog import report as reports
 from ..watchdog.diagnosis import ObservationClock
-from .host_protocol import HostFailure
 from .remote_command import redact_variables
 from .worker_options import FAILURE_GRACE, WatchdogOptions
 from .workers import WorkerProcess, Workers

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from .. import environment
 from ..errors import LockstepError, WorkerError
 from ..interruption import collect_signals
-from ..launcher.host_protocol import HostDescription, check_compatible, describe_host
+from ..job.messages import HostDescription
+from ..launcher.host_description import check_compatible, describe_host
 from ..launcher.options import JobOptions
 from ..launcher.script import Script
 from ..system.socket_folders import short_base

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from .. import environment
 from ..errors import LockstepError
 from ..interruption import collect_signals
-from ..launcher.host_protocol import HostDescription, HostFailure, check_compatible, describe_host
+from ..job.messages import HostDescription, HostFailure
+from ..launcher.host_description import check_compatible, describe_host
 from ..launcher.worker_options import WorkerOptions
 from ..system.job_folders import temporary_job_folder
 from ..topology import World

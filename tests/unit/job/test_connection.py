@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 
 from lockstep.elastic.keys import StoreRequest
 from lockstep.elastic.membership import Arrived, Down, Up, View
-from lockstep.job.connection import Connection
+from lockstep.job.connection import START, Connection, Pipes
 from lockstep.job.messages import Hello
 
 
@@ -66,7 +67,7 @@ def test_a_message_in_pieces_is_one_message() -> None:
     with near, far:
         sender, receiver = Connection[Down, Up](near, Down), launcher_end(far)
         data = bytearray()
-        sender.socket = _Collects(data)  # type: ignore[assignment]
+        sender._end = _Collects(data)  # type: ignore[assignment]
         sender.send(Hello(1))
         for number, byte in enumerate(data):
             near.send(bytes([byte]))
@@ -140,3 +141,45 @@ def test_of_who_has_not_shown_who_it_is_no_ping_is_taken(
     with pytest.raises(msgspec.DecodeError, match="who the other side is, got a ping"):
         list(coordinator.receive_available())
     assert coordinator.pings == 0
+
+
+# --- over the pipes of ssh ------------------------------------------------------------------------
+
+
+def test_messages_travel_over_pipes() -> None:
+    there, back = os.pipe(), os.pipe()
+    near = Connection[Down, Up](Pipes(back[0], there[1]), Down)
+    far = Connection[Up, Down](Pipes(there[0], back[1]), Up)
+    near.send(Hello(3))
+    near.ping()
+    near.send(Hello(4))
+    assert [far.receive(), far.receive(), far.pings] == [Hello(3), Hello(4), 1]
+    near.close()
+    assert far.receive() is None
+    with pytest.raises(OSError):
+        far.send(Arrived(0, (), True))
+    far.close()
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+@pytest.mark.parametrize("before", [b"", b"Welcome\nto \x1elockstep: messages", b"\x1e" * 200])
+def test_what_a_login_shell_writes_is_no_message(before: bytes, size: int) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        sender, receiver = Connection[Down, Up](near, Down), Connection[Up, Down](far, Up)
+        data = before + START
+        for start in range(0, len(data), size):
+            near.sendall(data[start : start + size])
+        sender.send(Hello(3))
+        assert b"".join(receiver.skip_to_start()) == before
+        assert receiver.receive() == Hello(3)
+
+
+def test_a_connection_that_ends_before_its_start_has_only_what_a_shell_wrote() -> None:
+    near, far = socket.socketpair()
+    with far:
+        near.sendall(b"no such host\n" + START[:-1])
+        near.close()
+        receiver: Connection[Up, Down] = Connection(far, Up)
+        assert b"".join(receiver.skip_to_start()) == b"no such host\n" + START[:-1]
+        assert receiver.receive() is None

@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 from msgspec.structs import replace
 
+from lockstep.job.messages import HostFailure, Say
 from lockstep.launcher.coordinator import (
     AllDone,
     Coordinator,
@@ -22,9 +23,7 @@ from lockstep.launcher.coordinator import (
     NextRound,
     Outcome,
     Round,
-    Say,
 )
-from lockstep.launcher.host_protocol import HostFailure
 
 NAMES = {0: "a", 1: "b", 2: "c"}
 

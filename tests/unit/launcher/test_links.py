@@ -19,13 +19,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.errors import ConfigError, LockstepError, WorkerError
 from lockstep.job.connection import Connection
+from lockstep.job.messages import HostDescription, HostFailure
 from lockstep.launcher.coordinator import Round
-from lockstep.launcher.host_protocol import (
-    HostDescription,
-    HostFailure,
-    check_compatible,
-    describe_host,
-)
+from lockstep.launcher.host_description import check_compatible, describe_host
 from lockstep.launcher.links import (
     Challenge,
     FixedHosts,

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from lockstep import hosts, messages
+from lockstep import hosts
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launcher.host_protocol import CONTROL_PREFIX, ParentMessage
 from lockstep.launcher.links import interface_with_address
 from lockstep.launcher.options import JobOptions
 from lockstep.launcher.remote_command import (
@@ -23,7 +22,7 @@ from lockstep.launcher.remote_command import (
     redact_variables,
     remote_environment,
 )
-from lockstep.launcher.ssh import _control_message, run_on_hosts
+from lockstep.launcher.ssh import run_on_hosts
 from lockstep.launcher.start import config_for_slurm_task
 from lockstep.system.heartbeat import address_towards
 from lockstep.topology import World
@@ -42,21 +41,6 @@ def configure(*program: str, **given: Any) -> JobOptions:
 
 # --- the configuration
 # ----------------------------------------------------------------------------------------
-
-
-def test_only_lines_that_hold_a_message_are_taken_for_one() -> None:
-    """A program may print what begins like one: it is output, and the output after it is read."""
-    message = CONTROL_PREFIX + messages.encode(ParentMessage(port=7))
-    assert _control_message(message.encode()) == ParentMessage(port=7)
-    for text in (
-        "a line",
-        CONTROL_PREFIX,
-        CONTROL_PREFIX + "{",
-        CONTROL_PREFIX + '{"port": "x"}',
-        message[:-1],
-    ):
-        assert _control_message(text.encode()) is None
-    assert _control_message(CONTROL_PREFIX.encode() + b"\xff") is None
 
 
 def test_a_configuration_is_parsed_from_texts(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from lockstep.errors import DesyncError, LockstepError, WorkerError
 from lockstep.flight_recorder import FlightRecorder, layout
-from lockstep.job.messages import Failure
+from lockstep.job.messages import Failure, HostFailure
 from lockstep.launcher import local
-from lockstep.launcher.host_protocol import HostFailure
 from lockstep.launcher.links import OneHost
 from lockstep.launcher.local import _raise_failure
 from lockstep.launcher.supervisor import WatchdogFiles

@@ -373,10 +373,10 @@ OTHER_TORCH = """#!/bin/sh
 [ "$(hostname)" = beta ] && [ "$1" = -m ] || exec {python} "$@"
 shift 2
 exec {python} -c '
-import sys, lockstep.launcher.host_protocol as host_protocol
+import sys, lockstep.launcher.host_description as host_description
 from lockstep.cli.main import main
-known = host_protocol._version
-host_protocol._version = lambda name: "2.0.1" if name == "torch" else known(name)
+known = host_description._version
+host_description._version = lambda name: "2.0.1" if name == "torch" else known(name)
 sys.exit(main(sys.argv[1:]))' "$@"
 """
 
