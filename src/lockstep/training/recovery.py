@@ -233,6 +233,15 @@ class Recovery:
         """
         return operation(*args)
 
+    def run_only(self, operation: Callable[[], T]) -> T:
+        """Return the result of the only operation of a training, see `run`; a worker that joins
+        after the others have done it gets theirs.
+
+        Args:
+            operation: computes, and changes no state.
+        """
+        return operation()
+
     def attempt(self, operation: Callable[..., T], *args: Any) -> T | None:
         """Return the result of an operation, which is not None; None after a loss, unless others
         have done it.
@@ -465,6 +474,12 @@ class ElasticRecovery(Recovery):
             self._kept_results.append(self._state.for_others(self._last))
         return cast(T, self._last)
 
+    def run_only(self, operation: Callable[[], T]) -> T:
+        """See `Recovery.run_only`."""
+        if self._done:  # before this worker joined
+            return cast(T, self._last)
+        return self.run(operation, meets=False)
+
     @contextmanager
     def beginning(self) -> Iterator[None]:
         """See `Recovery.beginning`."""
@@ -601,10 +616,7 @@ class ElasticRecovery(Recovery):
             sent = {"operations": state.of_operations(), "program": {}}
             if NO_STATE in view.commits:
                 sent["program"] = {**state.of_program(), "beginning": as_bytes(self._kept_results)}
-        is_late = any(
-            commit not in (best, NO_STATE) for commit in view.commits
-        )  # a member, by one operation
-        result = state.for_others(self._last) if is_late and comm.rank == source else None
+        result = state.for_others(self._last) if comm.rank == source else None
         with named("result for workers that are behind"):
             result = comm.broadcast_object(result, source)
         received = share(comm, source, sent, is_behind)

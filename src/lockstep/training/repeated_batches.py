@@ -239,7 +239,7 @@ class RepeatedBatches:
         ) as takes_part:
             if takes_part:
                 with self.recovery.until_all_have_ended():
-                    state.result = self.recovery.run(operation, meets=False)
+                    state.result = self.recovery.run_only(operation)
         return state.result
 
     def _note_collectives(self, before: int | None) -> None:

@@ -161,6 +161,35 @@ def test_who_is_behind_gets_what_it_has_not_done(
     assert second.sent == []
 
 
+class Completing(Group):
+    """A worker that another one joins while it waits for all to have completed a training."""
+
+    def __init__(self, rank: int, sent: list[Any]) -> None:
+        super().__init__(rank, sent)
+        if rank == 0:
+            places = Failures("complete")
+            self.client.complete = lambda: places.pass_by("complete") or True  # type: ignore[func-returns-value]
+
+    def regroup_until(self, commit: Any, adapt: Any, *_: Any) -> None:
+        super().regroup_until(commit, adapt, at_boundary=self.rank == 0)
+
+
+def test_an_evaluation_beside_loops_is_not_done_again_by_who_joins_after_it(use: Use) -> None:
+    evaluated = []
+
+    def evaluate() -> Any:
+        evaluated.append(worker.rank)
+        return {"accuracy": 0.5}
+
+    for worker in (first := Completing(0, []), Completing(1, first.sent)):
+        worker.commits = first.commits
+        use(worker, Failures())
+        prepared = prepare()  # whose loops evaluations belong to
+        assert recovery.repeated(evaluate) == {"accuracy": 0.5}
+        del prepared
+    assert evaluated == [0]
+
+
 # --- what is not repeated
 # ---------------------------------------------------------------------------------------------
 
