@@ -41,7 +41,11 @@ if TYPE_CHECKING:
     from .parallel import replicas
     from .parallel.fingerprints import fingerprint
     from .pipelining import pipeline
+    from .proof.blame import blame
+    from .proof.diff import diff
+    from .proof.ledger import ledger
     from .proof.on_spike import OnSpike
+    from .proof.replay import replay
     from .topology import World
     from .training.data_parallel import DataParallel
     from .training.evaluate import evaluate, predict, whole_set
@@ -78,9 +82,11 @@ __all__ = [
     "TransportError",
     "WorkerError",
     "World",
+    "blame",
     "callbacks",
     "compat",
     "data",
+    "diff",
     "elastic",
     "evaluate",
     "export",
@@ -88,6 +94,7 @@ __all__ = [
     "init",
     "invariance",
     "launch",
+    "ledger",
     "make_schedule",
     "models",
     "pipeline",
@@ -95,6 +102,7 @@ __all__ = [
     "prepare",
     "prepare_model",
     "ray",
+    "replay",
     "replicas",
     "synchronize",
     "whole_batch",
@@ -114,9 +122,11 @@ _LAZY = {
     "TrainStep": "training.step:TrainStep",
     "Trainer": "training.trainer:Trainer",
     "World": "topology:World",
+    "blame": "proof.blame:blame",
     "callbacks": "callbacks",
     "compat": "compat",
     "data": "data",
+    "diff": "proof.diff:diff",
     "elastic": "elastic",
     "evaluate": "training.evaluate:evaluate",
     "export": "compilation:export",
@@ -124,6 +134,7 @@ _LAZY = {
     "init": "communicator:init",
     "invariance": "invariance",
     "launch": "launcher:launch",
+    "ledger": "proof.ledger:ledger",
     "make_schedule": "training.schedules:make_schedule",
     "models": "models",
     "pipeline": "pipelining:pipeline",
@@ -131,6 +142,7 @@ _LAZY = {
     "prepare": "training.own_loop:prepare",
     "prepare_model": "training.prepare:prepare_model",
     "ray": "ray",
+    "replay": "proof.replay:replay",
     "replicas": "replicas",
     "synchronize": "communicator:synchronize",
     "whole_batch": "training.whole_batch:whole_batch",

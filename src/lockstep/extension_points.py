@@ -19,6 +19,12 @@ EXTENSION_POINTS = Registry(
         "cross-check of a training": "lockstep.proof.cross_check:make_guard",
         # (step, on_spike) -> Guard: of a Trainer with on_spike=
         "spikes of a training": "lockstep.proof.on_spike:make_guard",
+        # (run directory, number of the trainer, fingerprint_every) -> RunGuard: of a Trainer that
+        # keeps a ledger
+        "ledger of a run": "lockstep.proof.recorder:Recorder",
+        # (path of the request, number of the trainer or None) -> RunGuard: of a Trainer that only
+        # replays
+        "replay of a run": "lockstep.proof.replaying:Replay",
         # (folder, network) -> str: in the launcher of such a job, after it; the text is shown
         "summary of an emulated network": "lockstep.emulation.link_clock:emulation_summary",
     },

@@ -142,6 +142,8 @@ def test_the_run_folder(folder: Path) -> None:
         "curve.png",
         "tensorboard",
         "checkpoints",
+        "ledger.bin",
+        "ledger.jsonl",
         "model.safetensors",
         "result.json",
     }
@@ -187,7 +189,8 @@ def test_what_a_run_has_written_before_it_diverged_stays(folder: Path) -> None:
             "1)\n"
         )
     assert run("--model", "mine:Noted", "--run-dir", "out") == 1
-    assert {path.name for path in (folder / "out").iterdir()} == {"config.json", "notes"}
+    names = {path.name for path in (folder / "out").iterdir()}
+    assert names == {"config.json", "notes", "ledger.bin", "ledger.jsonl"}
 
 
 def test_a_run_that_dies_at_once_leaves_nothing(folder: Path) -> None:

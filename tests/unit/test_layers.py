@@ -47,6 +47,7 @@ CYCLES: list[tuple[str, str]] = []
 # Small modules with one importer that stand alone all the same.
 PLUG_INS = [
     "lockstep.callbacks",  # a name by which users import
+    "lockstep.cli.diff",  # a command
     "lockstep.invariance",  # a name by which users import
     *(f"lockstep.models.{name}" for name in ("conv_net", "le_net", "perceptron", "resnet")),
     "lockstep.training.callbacks.learning_rates",  # callbacks have a file each
@@ -72,7 +73,8 @@ ROLES = [
         "signatures",
     ),
     *("client", "messages"),  # of a job, and of an elastic one; all messages, and those of a job
-    *("timeline", "verify"),  # commands have the names of what they command
+    # commands have the names of what they command
+    *("blame", "diff", "ledger", "replay", "timeline", "verify"),
     *("loss", "trainer"),  # MXNet's own modules
 ]
 

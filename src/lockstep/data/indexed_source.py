@@ -23,7 +23,7 @@ from .batch_plan import BatchPlan, PartOfBatch
 from .batch_samplers import LengthBatchSampler, TokenBatchSampler, index_dtype
 from .device_copies import to_device
 from .fetching import BatchRequest, Fetcher, superseded_error
-from .same_data import SameData
+from .same_data import SameData, digests_of_some
 from .sample_draws import seed_draws
 from .source import Source
 
@@ -225,6 +225,10 @@ class IndexedSource(Source):
         if plan.shuffle:  # without, the seed is that of random draws alone
             settings["seed"] = plan.seed
         self._same_data.check(settings, length, plan.key_of_samples(epoch))
+
+    def digests(self) -> dict[int, str]:
+        """See `Source`."""
+        return digests_of_some(self.fetcher.load, length_of(self._dataset), self._in_blocks)
 
     def _compare_files(self) -> None:
         """Check that all workers have the same files, if the data set has some."""

@@ -289,7 +289,7 @@ class Loader:
         try:
             for part in self._source.batches(epoch, first):
                 if self._settings_now is None:
-                    self._settings_now = self._settings()
+                    self._settings_now = self.settings()
                 # Before the yield, so that a state saved while the batch is used is the position
                 # after it.
                 self._epoch = epoch
@@ -350,7 +350,7 @@ class Loader:
         worker count).
         """
         position = {"epoch": self._epoch, "step": self._step, "ended": self.ended}
-        settings = self._settings_now or self._settings()
+        settings = self._settings_now or self.settings()
         return {**position, **settings, "numerics": NUMERICS, **self._source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -363,7 +363,7 @@ class Loader:
             CheckpointError: it was saved with another data set size, global batch size, seed or
                 order.
         """
-        for key, current in self._settings().items():
+        for key, current in self.settings().items():
             if state.get(key) != current:
                 saved = state.get(key)
                 raise CheckpointError(
@@ -377,7 +377,16 @@ class Loader:
         self._resume_at = self._epoch, self._step
         self._source.load_state_dict(state)
 
-    def _settings(self) -> dict[str, Any]:
+    def sample_digests(self) -> dict[int, str]:
+        """Return digests of some samples at fixed places, by their numbers, as another run would
+        find them.
+
+        It reads them for at most half a second, and is called before an epoch begins. Empty for an
+        iterable data set.
+        """
+        return self._source.digests()
+
+    def settings(self) -> dict[str, Any]:
         """Return what a position depends on; None for what a data set of this kind does not
         have.
         """

@@ -22,7 +22,7 @@ from .sample_digests import DigestRequest, SampleDigests
 if TYPE_CHECKING:
     from ..communicator import Communicator
 
-__all__ = ["SameData", "places", "say_difference"]
+__all__ = ["SameData", "digests_of_some", "places", "say_difference"]
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +62,29 @@ def places(length: int, count: int, number: int = 0) -> tuple[int, ...]:
         found[mix(key) % length] = None
         draw += 1
     return tuple(found)
+
+
+def digests_of_some(
+    read: Callable[[DigestRequest], SampleDigests], length: int, in_blocks: bool = False
+) -> dict[int, str]:
+    """Return digests of samples at fixed places, to be compared with those of another run.
+
+    Args:
+        read: reads samples where the training reads them.
+        length: samples in the data set.
+        in_blocks: whether a sample may cost a block of samples.
+    """
+    chosen = places(length, _IN_BLOCKS if in_blocks else _PLACES)
+    found = read(DigestRequest(0, chosen, (1,) * len(chosen), _BUDGET_S)).samples
+    digests = {}
+    for index, (digest, *_) in ((index, each) for index, each in found.items() if each):
+        leaves = [
+            (path, leaf.kind, leaf.bits) for path, leaf in digest.items() if not leaf.of_object
+        ]
+        digests[index] = (
+            f"{mix([zlib.crc32(repr(leaf).encode(errors='replace')) for leaf in leaves]):016x}"
+        )
+    return digests
 
 
 class SameData:

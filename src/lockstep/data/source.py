@@ -93,6 +93,12 @@ class Source(ABC):
     def settings(self) -> Mapping[str, Any]:
         """Return what a position depends on, by name, beside the plan."""
 
+    def digests(self) -> dict[int, str]:
+        """Return digests of some samples at fixed places, see `Loader.sample_digests`; none by
+        default.
+        """
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a position has beside epoch and step."""
         return {}

@@ -161,6 +161,22 @@ class Stream(Dataset[Any]):
         """Return a reader with a cache of its own, which keeps the blocks that it is told to."""
         return BlockReader(self, 1)
 
+    def locate(self, index: int) -> tuple[Path, int]:
+        """Return the file that a sample lies in, and its number among the records of that file,
+        from 0.
+
+        Args:
+            index: of the sample in the data set.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        block, offset = self.find(index)
+        file, number = self._file_of(block)
+        return file.path, int(file.sizes[:number].sum()) + offset
+
     # --- Blocks
     # ----------------------------------------------------------------------------------------------
 
@@ -220,10 +236,9 @@ class Stream(Dataset[Any]):
             )
 
     def _sample_error(self, block: int, offset: int, what: str) -> DataError:
-        file, number = self._file_of(block)
-        record = int(file.sizes[:number].sum()) + offset
         sample = int(self._ends[block] - self.block_sizes[block]) + offset
-        return DataError(f"{file.path}: record {record} (sample {sample} of the stream): {what}")
+        path, record = self.locate(sample)
+        return DataError(f"{path}: record {record} (sample {sample} of the stream): {what}")
 
     def _file_of(self, block: int) -> tuple[_File, int]:
         """Return the file of a block, and the number of the block in it."""

@@ -42,6 +42,8 @@ __all__ = [
     "pause_timeout",
     "position_variables",
     "records_dir",
+    "replay_request",
+    "replay_variables",
     "restart_count",
     "run_id",
     "runtime_dir",
@@ -487,6 +489,22 @@ def resume() -> str | None:
     unset.
     """
     return os.environ.get("LOCKSTEP_RESUME", "").strip() or None
+
+
+def replay_request() -> Path | None:
+    """Return LOCKSTEP_REPLAY: the file that says which step of which run is to be replayed; None if
+    unset.
+    """
+    text = os.environ.get(_REPLAY, "").strip()
+    return Path(text) if text else None
+
+
+def replay_variables(path: Path) -> dict[str, str]:
+    """Return the variable that `replay_request` reads."""
+    return {_REPLAY: str(path)}
+
+
+_REPLAY = "LOCKSTEP_REPLAY"
 
 
 def transport() -> str:

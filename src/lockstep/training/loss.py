@@ -97,6 +97,7 @@ class Loss:
     ) -> None:
         if loss_fn is None:
             loss_fn = OwnLoss(forward)
+        self._given = loss_fn, device, forward, model
         expected = "a function (output, target) -> loss, or a module"
         arguments.function("loss_fn", loss_fn, expected, of_class=False)
         refuse_bare_sum(loss_fn)
@@ -131,6 +132,17 @@ class Loss:
     def is_compared(self) -> bool:
         """Whether the loss is compared by halves: not if it is known what it is a mean over."""
         return self._own is not None or self._check is not None
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether the model computes its loss itself."""
+        return self._own is not None
+
+    def without_comparison(self) -> Loss:
+        """Return the same loss, with the same modules, for calls beside the training: it compares
+        nothing.
+        """
+        return Loss(*self._given)
 
     def forward(self, model: nn.Module, data: Any, size: int = 0) -> tuple[Any, Any]:
         """Return the output of `model` and the target for `data`, of `size` samples; 0 if they are

@@ -22,11 +22,12 @@ from ..data.loader import Batch
 from ..errors import ConfigError, LockstepError, TransportError, counted, unexpected_argument
 from ..flight_recorder import named, note_samples
 from ..parallel.distributed import Distributed
+from ..parallel.fingerprints import mix_bits
 from ..parallel.invariant import Invariant
 from ..parallel.nested import split, tensors_of
 from ..parallel.randomness import seed_torch
 from ..parallel.replicas_strategy import Replicas
-from ..parallel.shards import mix
+from ..parallel.shards import local_range, mix
 from ..parallel.strategy import Strategy, Sums
 from ..parallel.sync_batchnorm import convert
 from ..parallel.unchanged_parameters import UnchangedParameters
@@ -58,7 +59,7 @@ from .torch_schedulers import rates_of
 from .totals import as_float, make_totals
 from .virtual_worker_passes import ShardPasses
 
-__all__ = ["Passes", "TrainStep", "make_passes"]
+__all__ = ["DIGEST_BITS", "Passes", "TrainStep", "make_passes"]
 
 
 class Passes(Protocol):
@@ -356,7 +357,7 @@ class TrainStep:
         self.recovery = recovery_of(self.comm, self.strategy.can_regroup)
         self.precision = Precision(precision, self.comm.device)
         self._max_grad_norm = max_grad_norm
-        self._seed = seed
+        self.seed = seed
         self._key = mix((seed, _RANDOM))
         self.steps_done = 0
         self.measured: dict[
@@ -483,7 +484,7 @@ class TrainStep:
         self.strategy.regroup(self.model)
         self._module = self.strategy.wrap(self._loss)
         self._passes = make_passes(
-            self.strategy, self._seed, self._accumulation_steps, self.precision
+            self.strategy, self.seed, self._accumulation_steps, self.precision
         )
         self._trained = [p.requires_grad for p in self._changes.parameters]
         self._replicas.regroup()
@@ -494,7 +495,7 @@ class TrainStep:
     def _run(self, batch: Batch, requests: float) -> StepResult:
         if self._guards:
             return self._run_with_guards(batch, requests)
-        lr, totals, problem = self._run_passes(batch, requests)
+        lr, totals, problem, _ = self._run_passes(batch, requests)
         result = self._result(lr, totals, problem, batch)
         self._finish_gradients(self._correction(batch.global_size, result))
         norm = self._update()
@@ -511,7 +512,7 @@ class TrainStep:
         for attempt in itertools.count():
             if may_undo:
                 self.strategy.begin_step()
-            lr, totals, problem = self._run_passes(batch, requests)
+            lr, totals, problem, samples = self._run_passes(batch, requests)
             if self.comm.device.type == "cpu":
                 totals = totals.tolist() if isinstance(totals, torch.Tensor) else totals
                 if not totals[1]:
@@ -533,6 +534,7 @@ class TrainStep:
                 gradients=[p.grad for p in self._parameters if p.grad is not None],
                 may_overflow=self.precision.name == "fp16",
                 attempt=attempt,
+                samples=samples,
             )
             try:
                 pending.decision = self._ask_guards(pending)
@@ -578,11 +580,20 @@ class TrainStep:
         self.strategy.abandon_step()
         self.precision.abandon_step()
 
-    def _run_passes(self, batch: Batch, requests: float) -> tuple[Number, Sums, Any]:
-        """Run the passes of a step; returns the learning rate, the totals, and what is wrong with
-        the loss.
+    def key_of_draws(self) -> int:
+        """Return the key of the random draws of the step in progress; without virtual workers the
+        rank follows.
         """
-        key = mix((self.steps_done,), self._key)
+        return mix((self.steps_done,), self._key)
+
+    def _run_passes(self, batch: Batch, requests: float) -> tuple[Number, Sums, Any, Number | None]:
+        """Run the passes of a step.
+
+        Returns:
+            The learning rate, the totals, what is wrong with the loss, and the digest of the
+            samples' numbers.
+        """
+        key = self.key_of_draws()
         lr = self._begin(key)
         unchanged = self._unchanged if self.comm.size > 1 and is_due(self.steps_done) else None
         if unchanged is not None:
@@ -597,9 +608,16 @@ class TrainStep:
             agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
         first = self._first_batch(batch)
         versions = self.loss.modules.versions() if len(self.strategy.devices) > 1 else None
+        samples: Number | None = None
+        if self._guards and marks.dtype is torch.float64:
+            samples = digest_of_samples(batch, self.comm)
+            marks = torch.cat([marks, marks.new_full((1,), samples)])
         totals = self._passes.run(
             self._module, self.precision, batch, self.steps_done, requests, marks
         )
+        if samples is not None and len(totals) > 3:  # else this worker is the only one
+            samples = totals[-1]
+            totals = totals[:-1]
         if unchanged is not None:
             unchanged.check()
         if first is not None:
@@ -613,7 +631,7 @@ class TrainStep:
         problem = self._loss.check(self.precision.autocast)
         if is_compared or (problem is not None and self.comm.size == 1):
             raise_problem(problem, self.comm)
-        return lr, totals, problem
+        return lr, totals, problem, samples
 
     def parts(self, batch: Batch) -> list[tuple[Any, int]]:
         """Return (data, samples) of each of this worker's passes over its part of a batch."""
@@ -919,6 +937,22 @@ class TrainStep:
         for guard in self._guards:
             if guard.name in state.get("guards", {}):
                 guard.load_state_dict(state["guards"][guard.name])
+
+
+DIGEST_BITS = 40
+
+
+def digest_of_samples(batch: Batch, comm: Communicator) -> int:
+    """Return a digest of the numbers and places of this worker's samples of a global batch.
+
+    Those of all workers add up, modulo 2 to the power of `DIGEST_BITS`, to that of the global
+    batch, at any number of workers. In float64 their sum is exact for up to 4,096 workers.
+    """
+    low, _ = local_range(batch.global_size, comm.size, comm.rank, batch.virtual_workers)
+    mixed = mix_bits(
+        batch.indices + (batch.epoch << DIGEST_BITS), torch.arange(low, low + len(batch.indices))
+    )
+    return int((mixed ^ (mixed >> 29)).sum()) & ((1 << DIGEST_BITS) - 1)
 
 
 def _synchronise_batch_norm(model: nn.Module, strategy: Strategy) -> None:

@@ -42,6 +42,7 @@ from .own_loss import OwnLoss
 from .position import Position, check_epochs, check_max_steps, check_validate_every
 from .rank0_changes import Rank0Changes
 from .run_directory import HeldRunDirectory
+from .run_guard import run_guard
 from .run_state import RunState
 from .step import TrainStep
 from .step_arguments import StepOptions, check_functions, make_strategy
@@ -90,6 +91,10 @@ class Trainer:
             memory; `fit` waits for the last one.
         allow_different_hardware: with virtual workers, resume even under determinism settings that
             give other bits.
+        ledger: whether a run with a run directory keeps a ledger of what each step has computed,
+            see `lockstep.ledger`.
+        fingerprint_every: steps between two fingerprints of the whole state in the ledger; 0 takes
+            none.
         save_frozen: whether checkpoints have the parameters that are not trained as well; when
             None, unless the model is one of PEFT. Without them, a run resumes with the same
             pretrained weights only, which is checked.
@@ -130,6 +135,8 @@ class Trainer:
         save_frozen: bool | None = None,
         on_spike: Any = None,
         cross_check: int | None = None,
+        ledger: bool = True,
+        fingerprint_every: int = 50,
         **step: Unpack[StepOptions],
     ) -> None:
         if unknown := [name for name in step if name not in StepOptions.__annotations__]:
@@ -162,12 +169,21 @@ class Trainer:
         if run_dir is not None:
             run_dir = arguments.path("run_dir", run_dir, "the path of a folder, or None")
             run_dir = observers.active().run_directory(run_dir)
+        arguments.flag("ledger", ledger, none="True")
+        fingerprint_every = arguments.whole(
+            "fingerprint_every", fingerprint_every, least=0, hint="0 takes none."
+        )
+        self._run_guard = run_guard(run_dir, ledger, fingerprint_every)
+        if self._run_guard is not None:
+            run_dir, callbacks = self._run_guard.run_dir, self._run_guard.callbacks(callbacks)
         self.directory = HeldRunDirectory(run_dir, self.comm)
         chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
         self.step = TrainStep(
             model, optimizer, loss_fn, strategy=chosen_strategy, seed=seed, **step
         )
         self.step.guards = _guards_of(self.step, on_spike, cross_check)
+        if self._run_guard is not None:
+            self.step.guards = [*self.step.guards, self._run_guard]  # it sees what they decide
         self._forward = step.get("forward")
         self._evaluation = Evaluation(model, loss_fn, self.metrics, self.comm.device, self._forward)
         virtual_workers = self.step.strategy.virtual_workers
@@ -266,6 +282,10 @@ class Trainer:
                 "none."
             )
             arguments.path("resume", resume, '"latest", or the path of a run or a checkpoint', hint)
+        if self._run_guard is not None:
+            if not self._run_guard.trains():
+                return self.history
+            resume = self._run_guard.resumes(resume)
         with ExitStack() as opened:
             loader = opened.enter_context(self._loaders.opened(train, "train"))
             held_out = (
@@ -286,6 +306,8 @@ class Trainer:
             with preparing, flight_recorder.in_method("Trainer.fit"):
                 self._begin(loader, epochs, max_steps, resume)
             opened.callback(self.directory.release)
+            if self._run_guard is not None:
+                opened.enter_context(self._run_guard.fit(self, loader))
             with StopSignals() as signals, self.step.strategy.deterministic():
                 self._loop = Loop(self, self._callbacks, signals, loader, held_out, validate_every)
                 try:

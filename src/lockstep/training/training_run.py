@@ -289,7 +289,7 @@ class RunDirectory(Callback):
         """Return whether the run directory has any file except the configuration."""
         try:
             return any(
-                path != self._run_dir / _CONFIG and not path.is_dir()
+                path.relative_to(self._run_dir).as_posix() not in _OF_ANY_RUN and not path.is_dir()
                 for path in self._run_dir.rglob("*")
             )
         except OSError:
@@ -322,6 +322,8 @@ class RunDirectory(Callback):
 
 
 _CONFIG = CONFIGS[0]
+# What a run has before it has achieved anything: its configuration, and a ledger.
+_OF_ANY_RUN = (_CONFIG, "ledger.bin", "ledger.jsonl")
 
 
 _SPEEDS = ("samples_per_second", "tokens_per_second")

@@ -119,7 +119,8 @@ def test_a_model_saves_itself_when_the_run_ends(tmp_path: Path) -> None:
     run.fit(DATA, 2)  # in the place of the first one
     weights = load_file(tmp_path / "run" / "pretrained" / "weights.safetensors")
     assert all(torch.equal(value, weights[name]) for name, value in run.model.state_dict().items())
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"pretrained"}
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"pretrained", "ledger.bin", "ledger.jsonl"}
 
 
 def test_what_is_saved_stays_whole_when_a_model_cannot_save_itself(tmp_path: Path) -> None:

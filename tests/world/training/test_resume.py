@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -370,4 +369,8 @@ def test_a_run_in_its_third_epoch_has_begun_three(tmp_path: Path) -> None:
         fit(tmp_path, At(11, send(signal.SIGTERM, 0)), Checkpoints("0"), epochs=4)
     with pytest.raises(ConfigError, match="at least 3, as 2 are done"):
         fit(tmp_path, epochs=2, resume="latest")
-    assert os.listdir(tmp_path) == ["checkpoints"]  # noqa: PTH208
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoints",
+        "ledger.bin",
+        "ledger.jsonl",
+    ]

@@ -1,0 +1,117 @@
+"""What a replay looks at in a step: losses and gradients by shard, sample and layer, and the
+outputs of all modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..communicator import Communicator
+from ..data.loader import Batch
+from ..parallel.fingerprints import checksum_of
+from ..parallel.nested import tensors_of
+from ..training.shards_alone import shards_of, why_not_alone
+from ..training.trainer import Trainer
+
+__all__ = ["debug", "gathered", "look_into", "nothing", "trace"]
+
+
+def gathered(comm: Communicator, part: list[Any]) -> list[Any]:
+    """Return the parts of all workers one after the other."""
+    return [each for parts in comm.allgather_object(part) for each in parts]
+
+
+def nothing(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any]) -> None:
+    """Look at nothing: the step is only compared."""
+
+
+def look_into(
+    trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the losses of shards and samples, and the norms of the gradients of shards and
+    parameters.
+    """
+    why = why_not_alone(trainer.step)
+    if why:
+        return {"why_no_shards": why}
+    comm = trainer.comm
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    total = [torch.zeros_like(p) for p in parameters.values()]
+    shards: list[list[Any]] = []
+    losses: list[list[Any]] = []
+    counts = 0.0
+    for shard in shards_of(trainer.step, batch):
+        loss, count, gradients = shard.gradients()
+        torch._foreach_add_(total, gradients)
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        shards.append([shard.number, loss / count if count else 0.0, norm, list(shard.indices)])
+        with torch.no_grad():
+            losses += [
+                list(pair) for pair in zip(shard.indices, shard.losses().tolist(), strict=True)
+            ]
+        counts += count
+    counts = sum(comm.allgather_object(counts))
+    # The gradients are divided by the number of samples, and the step's by what the loss counts.
+    scale = batch.global_size / counts if counts else 1.0
+    norms = {
+        name: float(comm.allreduce(g).norm()) * scale
+        for name, g in zip(parameters, total, strict=True)
+    }
+    rows = gathered(comm, shards)
+    return {
+        "shards": [[number, loss, norm * scale, samples] for number, loss, norm, samples in rows],
+        "losses": gathered(comm, losses),
+        "gradient_norms": norms,
+    }
+
+
+def trace(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any]) -> list[list[Any]]:
+    """Return (what, checksum) of all that a step computes, in order: weights, samples, outputs,
+    gradients.
+    """
+    model = trainer.model
+    weights = [
+        [f"the weights at the beginning of the step: {name}", int(checksum_of([p]))]
+        for name, p in model.named_parameters()
+    ]
+    if why_not_alone(trainer.step):
+        return weights
+    found: list[list[Any]] = []
+    names = {module: name or "the model" for name, module in model.named_modules()}
+    where = ""
+
+    def note(module: torch.nn.Module, _: Any, output: Any) -> None:
+        what = f"{where}output of {names[module]} ({type(module).__name__})"
+        found.append([what, int(checksum_of(tensors_of(output)))])
+
+    for shard in shards_of(trainer.step, batch):
+        where = f"shard {shard.number}, "
+        found.append(
+            [f"{where}the content of its samples", int(checksum_of(tensors_of(shard.data)))]
+        )
+        handles = [module.register_forward_hook(note) for module in names]
+        try:
+            loss, _, gradients = shard.gradients()
+        finally:
+            for handle in handles:
+                handle.remove()
+        found.append([f"{where}the loss", int(checksum_of([torch.tensor(loss)]))])
+        for name, gradient in zip(shard.parameters, gradients, strict=True):
+            found.append([f"{where}gradient of {name}", int(checksum_of([gradient]))])
+    return weights + gathered(trainer.comm, found)
+
+
+def debug(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any]) -> None:
+    """Open the debugger of Python, with the model, the batch and the samples' numbers at hand."""
+    import pdb  # noqa: T100 - what --debug asks for
+
+    model, indices = trainer.model, batch.indices.tolist()  # noqa: F841 - for whoever debugs
+    shards = [] if why_not_alone(trainer.step) else shards_of(trainer.step, batch)  # noqa: F841
+    step = trainer.step.steps_done
+    print(
+        f"step {step}, before its passes. At hand: model, batch, indices, shards, dataset, trainer"
+    )
+    print("for example: p indices; p shards[0].losses(); c goes on to the end of the step")
+    pdb.set_trace()  # noqa: T100

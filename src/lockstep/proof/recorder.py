@@ -1,0 +1,254 @@
+"""Keeps the ledger of a run: a guard that lets every step go on, and with which rank 0 writes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .. import arguments
+from ..data.loader import Batch, Loader
+from ..parallel.fingerprints import checksum_of
+from ..parallel.nested import tensors_of
+from ..parallel.strategy import accumulation_dtype, number_on
+from ..training.guards import Decision, PendingStep
+from ..training.in_flight import LAG, HostCopy
+from ..training.run_guard import RunGuard
+from ..training.step import DIGEST_BITS
+from ..training.trainer import Trainer
+from .ledger import NOT_SUMMED, SKIPPED, Difference, LedgerWriter, StepValues
+from .starts import Data, data_of, start_of, state_checksums
+
+__all__ = ["Recorder", "values_from", "values_on_way"]
+
+_log = logging.getLogger(__name__)
+
+
+def values_on_way(pending: PendingStep) -> StepValues | HostCopy:
+    """Return what a step has computed, for `values_from`; from an accelerator on its way to the
+    host.
+    """
+    gradient_norm = pending.gradient_norm
+    device = gradient_norm.device
+    samples = 0 if pending.samples is None else pending.samples
+    buffers_norm = 0.0 if pending.buffers_norm is None else pending.buffers_norm
+    numbers = [
+        pending.loss,
+        pending.count,
+        gradient_norm,
+        pending.learning_rate,
+        samples,
+        buffers_norm,
+    ]
+    if device.type == "cpu":
+        return _values([float(number) for number in numbers])
+    # Numbers of the host are filled in, because copying them would wait for the device.
+    dtype = accumulation_dtype(device)
+    on_device = [number_on(device, number, dtype).reshape(()) for number in numbers]
+    return HostCopy(torch.stack(on_device))
+
+
+def values_from(on_way: StepValues | HostCopy) -> StepValues:
+    """Return what a step has computed, when its numbers have arrived."""
+    return _values(on_way.read()) if isinstance(on_way, HostCopy) else on_way
+
+
+def _values(numbers: list[float]) -> StepValues:
+    loss, count, gradient_norm, learning_rate, samples, buffers_norm = numbers
+    digest = int(samples) % (1 << DIGEST_BITS)
+    return StepValues(loss, count, gradient_norm, learning_rate, digest, buffers_norm)
+
+
+class _Queued(NamedTuple):
+    """A step whose record is not written yet."""
+
+    pending_step: int
+    flags: int
+    seconds: float
+    values: StepValues | HostCopy
+    checksums: HostCopy | None
+    restored: int | None
+    faults: tuple[int, ...]
+
+
+class Recorder(RunGuard):
+    """Writes the ledger on rank 0, whichever worker that is.
+
+    On an accelerator nothing waits for the numbers of a step: its record is written when some later
+    ones are queued. If the files cannot be written, a warning is logged once, and the training goes
+    on.
+
+    Args:
+        run_dir: the run directory that the trainer was given.
+        number: how many trainers with a ledger the program has made before.
+        fingerprint_every: steps between two fingerprints; 0 takes none.
+
+    Raises:
+        ConfigError: `fingerprint_every` is not a whole number of at least 0.
+    """
+
+    name = "ledger"
+    may_undo = False
+
+    def __init__(self, run_dir: Path, number: int = 0, fingerprint_every: int = 50) -> None:
+        hint = "0 takes none."
+        self._every = arguments.whole("fingerprint_every", fingerprint_every, least=0, hint=hint)
+        self.run_dir = run_dir
+        self._number = number
+        self._trainer: Trainer | None = None
+        self._writer: LedgerWriter | None = None
+        self._queued: deque[_Queued] = deque()
+        self._values: StepValues | HostCopy | None = None
+        self._data = Data()
+        self._fits = 0
+        self._began = 0.0
+        self._has_failed = False
+        self._has_differed = False
+
+    @contextmanager
+    def fit(self, trainer: Trainer, loader: Loader) -> Iterator[None]:
+        """Keep the ledger of a call of `fit`, see `RunGuard`."""
+        self._trainer = trainer
+        self.run_dir = trainer.run_dir
+        if trainer.comm.rank == 0:
+            self._data = data_of(loader)
+        try:
+            yield
+        finally:
+            self._close()
+            self._trainer = None
+            self._fits += 1
+
+    def before_passes(self, step: int, batch: Batch) -> None:
+        """Open the ledger on the worker that has rank 0, before its first update."""
+        trainer = self._trainer
+        if trainer is None:
+            return
+        if trainer.comm.rank != 0:
+            self._close()
+        elif self._writer is None and not self._has_failed:
+            start = start_of(trainer, self._data, (self._number, self._fits))
+            assert self.run_dir is not None
+            try:
+                writer = LedgerWriter(self.run_dir, start, step, start.virtual_workers is None)
+            except OSError as error:
+                self._fail(error)
+                return
+            self._writer = writer
+            self._began = time.monotonic()
+            if writer.cut:
+                text = "%s: %d bytes of a torn end were cut off the ledger"
+                _log.warning(text, self.run_dir, writer.cut)
+
+    def before_update(self, pending: PendingStep) -> Decision:
+        """Measure the step before its gradients are clipped, or its buffers restored; every step
+        goes on.
+        """
+        trainer = self._trainer
+        if trainer is not None and (
+            self._writer is not None or trainer.step.strategy.sharded_state
+        ):
+            # of sharded parameters all workers measure the norm together
+            self._values = values_on_way(pending)
+        return Decision.GO
+
+    def after_step(self, pending: PendingStep) -> None:
+        """Queue the record of a step behind what the device computes, and write those that have
+        arrived.
+        """
+        values = self._values
+        self._values = None
+        trainer = self._trainer
+        if self._writer is None or trainer is None:
+            return
+        flags = SKIPPED if pending.decision is Decision.SKIP else 0
+        flags |= NOT_SUMMED if pending.samples is None else 0
+        done = pending.step + 1
+        is_due = self._every and done % self._every == 0
+        self._queued.append(
+            _Queued(
+                pending.step,
+                flags,
+                time.monotonic() - self._began,
+                values_on_way(pending) if values is None else values,
+                _checksums(trainer, pending.batch) if is_due else None,
+                pending.notes.get("restored"),
+                pending.notes.get("faults", ()),
+            )
+        )
+        self._write_queued(0 if pending.gradient_norm.is_cpu else LAG)
+
+    def on_checkpoint(self) -> None:
+        """Flush what a resume is compared with."""
+        self._write_queued(0, flush=True)
+
+    def on_regroup(self) -> None:
+        """Let go of the file: another worker may have rank 0 now, which opens it with a start."""
+        self._close()
+
+    def _write_queued(self, left: int, flush: bool = False) -> None:
+        """Write what is queued, but for so many of the newest records."""
+        writer = self._writer
+        if writer is None:
+            return
+        try:
+            while len(self._queued) > left:
+                self._write(writer, self._queued.popleft())
+            if flush:
+                writer.sync()
+        except OSError as error:
+            self._fail(error)
+
+    def _write(self, writer: LedgerWriter, queued: _Queued) -> None:
+        step = queued.pending_step
+        difference = writer.step(step, values_from(queued.values), queued.flags, queued.seconds)
+        if difference is not None and not self._has_differed:
+            self._has_differed = True
+            self._say(difference)
+        if queued.restored is not None:
+            writer.rollback(step, queued.restored)
+        for rank in queued.faults:
+            writer.fault(step, rank)
+        if queued.checksums is not None:
+            writer.fingerprint(step + 1, queued.checksums.integers())
+
+    def _say(self, difference: Difference) -> None:
+        _log.warning(
+            "a step that was computed before the run resumed has another result now: %s. The "
+            "program, the data, the libraries or the hardware are others than then; `lockstep "
+            "ledger %s --recomputed` lists both results",
+            difference,
+            self.run_dir,
+        )
+
+    def _fail(self, error: OSError) -> None:
+        """Say once that nothing more is written."""
+        self._has_failed = True
+        text = "%s: the ledger cannot be written: %s. The training continues without it."
+        _log.warning(text, self.run_dir, error.strerror or error)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _close(self) -> None:
+        self._write_queued(0, flush=True)
+        self._queued.clear()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+def _checksums(trainer: Trainer, batch: Batch) -> HostCopy:
+    """Return the checksums of the state, of the content of a batch, and of the learning rates."""
+    device = trainer.comm.device
+    first = batch.data[0] if batch.virtual_workers else batch.data
+    rates = [float(group["lr"]) for group in trainer.optimizer.param_groups]
+    of_rates = checksum_of([torch.tensor(rates, dtype=torch.float64)])
+    sums = [*state_checksums(trainer), checksum_of(tensors_of(first)), of_rates]
+    return HostCopy(torch.stack([each.to(device, non_blocking=True) for each in sums]))
