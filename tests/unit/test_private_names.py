@@ -20,7 +20,7 @@ from importlib import import_module
 from multiprocessing import context, forkserver, popen_forkserver, process
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.optim import SGD
 from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -400,6 +401,21 @@ def _backends_are_plugins() -> bool:
     )
 
 
+def _dispatch_modes_see_operations() -> bool:
+    class Mode(TorchDispatchMode):
+        seen: ClassVar[list[Any]] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2) + 1
+    return torch.ops.aten.add.Tensor in Mode.seen
+
+
 # --- The list
 # --------------------------------------------------------------------------------------------------
 
@@ -407,6 +423,7 @@ LISTED: dict[str, Callable[[], Any]] = {
     # torch: tensors, layers and graphs
     "_C": _has(torch, "_C"),
     "_autograd": _has(torch._C, "_autograd"),
+    "_python_dispatch": _dispatch_modes_see_operations,
     "_backward_hooks": _hooks_of_a_parameter("_backward_hooks", "register_hook"),
     "_post_accumulate_grad_hooks": _hooks_of_a_parameter(
         "_post_accumulate_grad_hooks", "register_post_accumulate_grad_hook"
