@@ -560,7 +560,10 @@ class ElasticRecovery(Recovery):
 
     def boundary(self, requests: float) -> None:
         """See `Recovery.boundary`."""
-        if requests >= REGROUP:
+        if requests >= REGROUP and self._state is not None:
+            with suppress(MembershipChangedError):
+                # who joins now, and may be rank 0 soon, cannot call the hooks of what came before
+                self._state.note_seen(self._note_seen)
             self._regroup(at_boundary=True)
 
     # --- other workers

@@ -22,6 +22,7 @@ SCHEDULES = 750
 _results = Counter[str]()
 
 
+@pytest.mark.timeout(600)  # 12 s alone; the number of schedules is what counts
 @pytest.mark.parametrize("block", range(4))
 def test_what_must_hold_does_in_every_schedule(block: int) -> None:
     """See `World`: one view of each number, one side that trains, no step lost that is left, all

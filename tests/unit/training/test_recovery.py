@@ -162,6 +162,17 @@ def test_an_operation_is_repeated_where_it_was_called() -> None:
     assert comm.noted == [(0, 3, "folder"), "barrier", "the result"] and comm.keeps_values
 
 
+def test_what_rank_0_has_seen_is_noted_before_others_join() -> None:
+    """A worker that joins at a boundary may be rank 0 soon, and cannot call the hooks before it."""
+    comm: Any = Group()
+    recovery, state = ElasticRecovery(comm), State()
+    with recovery.training(state, 3), recovery.until_all_have_ended():
+        recovery.run(lambda: 7)
+        state.happened.clear()
+        recovery.boundary(REGROUP)
+        assert state.happened == ["note_seen", "leave", "regroup"]
+
+
 def test_operations_before_the_first_step_have_the_results_of_the_others_on_a_worker_that_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
