@@ -21,6 +21,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs/api/names.md"
 MODULES = (
     "lockstep",
     "lockstep.callbacks",
+    "lockstep.testing",
     "lockstep.data",
     "lockstep.models",
     "lockstep.elastic",

@@ -39,6 +39,7 @@ EXTENSIONS = [
     "proof/",
     "ray/",
     "submit/",
+    "testing/",
 ]
 ABOVE_EXTENSIONS = ["__init__", "__main__", "cli/"]  # what offers them to users
 

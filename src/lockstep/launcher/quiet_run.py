@@ -16,7 +16,10 @@ from .log_multiplexer import LogMultiplexer
 from .script import Script
 from .worker_options import EXIT_GRACE, WorkerOptions
 
-__all__ = ["in_one_line", "last_line", "run_quietly"]
+__all__ = ["OUTPUT", "in_one_line", "last_line", "run_quietly"]
+
+OUTPUT = "output"
+"""The folder, within that of a run, in which each rank's output is a file."""
 
 
 def run_quietly(
@@ -42,9 +45,9 @@ def run_quietly(
     ):  # a later run may have more workers
         fork_server.start_fork_server()
     options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE, network=network)
-    (folder / _OUTPUT).mkdir()
+    (folder / OUTPUT).mkdir()
     output = local.OutputSettings(
-        LogMultiplexer((1, 2), colours=False), folder / _OUTPUT, quiet=True
+        LogMultiplexer((1, 2), colours=False), folder / OUTPUT, quiet=True
     )
     try:
         with closing(links.OneHost()) as hosts:
@@ -84,11 +87,8 @@ def in_one_line(script: Script, failure: LockstepError, workers: int = 1) -> Loc
 def last_line(folder: Path) -> str:
     """Return the end of a sentence with the last line of what a script has written."""
     lines: Sequence[str] = ()
-    for path in sorted((folder / _OUTPUT).glob("*.log")):
+    for path in sorted((folder / OUTPUT).glob("*.log")):
         lines = path.read_text(errors="replace").strip().splitlines() or lines
     return (
         f"one whose last line of output is {lines[-1][:200]!r}" if lines else "one without output"
     )
-
-
-_OUTPUT = "output"

@@ -1,5 +1,5 @@
-"""What differs first between the steps of one script at two numbers of workers, and the likely
-cause (pure).
+"""What differs first between the steps of one script at two numbers of workers, beyond rounding
+(pure).
 """
 
 from __future__ import annotations
@@ -10,81 +10,17 @@ from dataclasses import dataclass
 
 import msgspec
 
+from .records import RunRecord, StepRecord, TensorRecord
+
 __all__ = [
     "Comparison",
     "Difference",
-    "RunRecord",
-    "StepRecord",
-    "TensorRecord",
     "compare",
+    "compare_before",
     "diverging_ranks",
-    "likely_cause",
+    "same_value",
     "tolerance",
 ]
-
-
-# --- Records
-# --------------------------------------------------------------------------------------------------
-
-
-class TensorRecord(msgspec.Struct, frozen=True):
-    """A tensor, in short.
-
-    Attributes:
-        digest: of all its bits.
-        numel: number of its elements.
-        norm: its 2-norm.
-        sample: the values of some of its elements, always the same ones.
-    """
-
-    digest: str
-    numel: int
-    norm: float
-    sample: tuple[float, ...]
-
-
-class StepRecord(msgspec.Struct, frozen=True):
-    """An optimizer and its tensors when its ``step()`` is called; clipping and reduction are done
-    by then.
-
-    Attributes:
-        optimizer: the number of the optimizer, in the order of their first steps.
-        step: the number of this optimizer's step, from 0.
-        hyperparameters: those of each parameter group, as texts by name.
-        parameters: by name, before the update.
-        gradients: by the parameter's name.
-        buffers: of all models, and their parameters that are not this optimizer's, by name.
-    """
-
-    optimizer: int
-    step: int
-    hyperparameters: tuple[dict[str, str], ...]
-    parameters: dict[str, TensorRecord]
-    gradients: dict[str, TensorRecord]
-    buffers: dict[str, TensorRecord]
-
-
-class RunRecord(msgspec.Struct, frozen=True):
-    """The steps of one rank.
-
-    Attributes:
-        rank: the rank.
-        workers: number of workers of the run.
-        steps: of all optimizers, in order.
-        layers: the classes of the models' layers.
-        low_precision: whether some pass ran with autocast, or some gradient has a format of 16
-            bits.
-    """
-
-    rank: int
-    workers: int
-    steps: tuple[StepRecord, ...]
-    layers: tuple[str, ...] = ()
-    low_precision: bool = False
-
-
-# --- Comparison
-# --------------------------------------------------------------------------------------------------
 
 _GRADIENT = "gradient"
 _PARAMETER = "parameter"
@@ -119,6 +55,8 @@ class Difference:
         distance: the norm of the difference over the norm of the first; NaN where it has no
             meaning.
         ratio: the norm of the second over that of the first.
+        scale: the factor by which all gradients of the second are larger; NaN if they have no
+            common factor.
     """
 
     step: int
@@ -128,6 +66,7 @@ class Difference:
     values: tuple[str, str] = ("", "")
     distance: float = math.nan
     ratio: float = math.nan
+    scale: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -162,6 +101,18 @@ def compare(one: RunRecord, other: RunRecord) -> Comparison:
     return Comparison(None, same_bits, largest)
 
 
+def compare_before(one: RunRecord, other: RunRecord, difference: Difference) -> Comparison:
+    """Compare two runs up to the step at which a hyperparameter differs, and without
+    hyperparameters.
+    """
+    runs = []
+    for record in (one, other):
+        steps = [step for step in record.steps if step.step <= difference.step]
+        bare = tuple(msgspec.structs.replace(step, hyperparameters=()) for step in steps)
+        runs.append(msgspec.structs.replace(record, steps=bare))
+    return compare(*runs)
+
+
 def diverging_ranks(ranks: Sequence[RunRecord]) -> tuple[int, int, str] | None:
     """Return (rank, step, parameter) of the first parameter that differs among the workers of one
     run, if one does.
@@ -191,14 +142,17 @@ def _compare_step(
         zip(first.hyperparameters, second.hyperparameters, strict=False)
     ):
         for name, value in left_group.items():
-            if not _same_value(value, right_group.get(name, "missing")):
+            if not same_value(value, right_group.get(name, "missing")):
                 values = (value, right_group.get(name, "missing"))
                 where = name if len(first.hyperparameters) == 1 else f"{name} of group {group}"
                 return Difference(number, optimizer, "hyperparameter", where, values), 0.0
     whole = _whole_distance(first.gradients, second.gradients)
     if whole > limit or first.gradients.keys() != second.gradients.keys():
         name, distance, ratio = _worst_first(first.gradients, second.gradients, limit)
-        return Difference(number, optimizer, _GRADIENT, name, ("", ""), distance, ratio), whole
+        scale = _common_factor(first.gradients, second.gradients, max(limit, 1e-3))
+        return Difference(
+            number, optimizer, _GRADIENT, name, ("", ""), distance, ratio, scale
+        ), whole
     for name, left, right in _pairs(first.buffers, second.buffers):
         if _distance(left, right) > max(limit, 1e-3):
             return Difference(
@@ -226,6 +180,38 @@ def _worst_first(
             return name, gap / (left.norm or 1.0), right.norm / (left.norm or 1.0)
     name, (left, right, gap) = max(distances.items(), key=lambda each: each[1][2])
     return name, gap / (left.norm or 1.0), right.norm / (left.norm or 1.0)
+
+
+def _common_factor(
+    first: Mapping[str, TensorRecord], second: Mapping[str, TensorRecord], limit: float
+) -> float:
+    """Return the factor by which all gradients of the second step are larger, up to `limit`; NaN if
+    there is none.
+    """
+    squares = 0.0
+    product = 0.0
+    pairs = [
+        (left, right, left.numel / max(len(left.sample), 1))
+        for _, left, right in _pairs(first, second)
+    ]
+    for left, right, weight in pairs:
+        if len(left.sample) != len(right.sample):
+            return math.nan
+        squares += weight * sum(a * a for a in left.sample)
+        product += weight * sum(a * b for a, b in zip(left.sample, right.sample, strict=True))
+    if (
+        not squares
+        or not math.isfinite(squares)
+        or not math.isfinite(product)
+        or first.keys() != second.keys()
+    ):
+        return math.nan
+    factor = product / squares
+    rest = sum(
+        weight * sum((b - factor * a) ** 2 for a, b in zip(left.sample, right.sample, strict=True))
+        for left, right, weight in pairs
+    )
+    return factor if math.sqrt(rest) <= limit * abs(factor) * math.sqrt(squares) else math.nan
 
 
 def _whole_distance(first: Mapping[str, TensorRecord], second: Mapping[str, TensorRecord]) -> float:
@@ -260,7 +246,7 @@ def _same_number(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-def _same_value(a: str, b: str) -> bool:
+def same_value(a: str, b: str) -> bool:
     """Return whether two values of a hyperparameter are equal, up to rounding."""
     if a == b:
         return True
@@ -292,100 +278,3 @@ def _pairs(
 def _digests(step: StepRecord) -> list[tuple[str, str]]:
     tensors = (step.parameters, step.gradients, step.buffers)
     return [(name, tensor.digest) for each in tensors for name, tensor in each.items()]
-
-
-# --- Likely cause
-# --------------------------------------------------------------------------------------------------
-
-_RANDOM_LAYERS = (
-    "Dropout",
-    "AlphaDropout",
-    "FeatureAlphaDropout",
-    "DropPath",
-    "StochasticDepth",
-    "RReLU",
-)
-_NORMS = ("BatchNorm", "SyncBatchNorm")
-
-
-def likely_cause(
-    one: RunRecord, other: RunRecord, found: Difference, repeated: Difference | None
-) -> str:
-    """Return one or two sentences on the likely cause of a difference, and its remedy.
-
-    Args:
-        one: the run with the first number of workers.
-        other: that with another one.
-        found: their first difference.
-        repeated: the first difference between `one` and a second run with as many workers; None if
-            there is none.
-    """
-    if repeated is not None:
-        return (
-            "not the number of workers: two runs with the same number differ too. Seed what the "
-            "script draws (torch.manual_seed, numpy.random.seed, random.seed, random_state of "
-            "scikit-learn) before it is drawn."
-        )
-    if found.kind == "steps":
-        return (
-            "the runs make different numbers of steps. The batch size is that of each worker, not "
-            "the global batch, or the loop ends by another rule at another number of workers."
-        )
-    if found.kind == _PARAMETER:
-        return (
-            "the models begin with other weights: seed each rank alike, with torch.manual_seed, "
-            "before the model."
-        )
-    if found.kind == "hyperparameter":
-        return (
-            f"{found.name} is changed once for each call on a worker, so its value follows from "
-            "the number of workers. Step schedulers once a global batch: give them to "
-            "lockstep.prepare or to the Trainer."
-        )
-    if found.kind == _BUFFER and found.name.endswith("n_averaged"):
-        return (
-            "the average is updated once for each call on a worker. Update it once a global "
-            "batch: give it to lockstep.prepare, or use lockstep.callbacks.AveragedWeights with "
-            "the Trainer."
-        )
-    if found.kind == _BUFFER:
-        return (
-            f"the buffer {found.name} is computed from a worker's own part of the batch. "
-            "Statistics over the whole batch need synchronised batch norm: sync_batchnorm=True of "
-            "the Trainer, or torch.nn.SyncBatchNorm."
-        )
-    return _gradient_cause(one, other, found)
-
-
-def _gradient_cause(one: RunRecord, other: RunRecord, found: Difference) -> str:
-    for factor, text in (
-        (other.workers / one.workers, "sum"),
-        (one.workers / other.workers, "mean"),
-    ):
-        if factor != 1 and math.isclose(found.ratio, factor, rel_tol=0.02) and found.distance > 0.3:
-            return (
-                f"the gradient is {found.ratio:.2g} times as large: a {text} over the workers "
-                "where there should be the mean over the global batch. A loss with "
-                "reduction='sum' needs its count, and an own loop the mean over all workers' "
-                "samples."
-            )
-    random = [
-        layer for layer in one.layers if layer in _RANDOM_LAYERS or layer.startswith("Dropout")
-    ]
-    if random:
-        return (
-            f"the model has {', '.join(random)}: each worker draws masks of its own. "
-            "virtual_workers=V makes them independent of the number of workers."
-        )
-    norms = [layer for layer in one.layers if layer.startswith(_NORMS)]
-    if norms and not any(layer.startswith("SyncBatchNorm") for layer in norms):
-        return (
-            f"the model has {', '.join(norms)}: its statistics are those of each worker's part of "
-            "the batch. sync_batchnorm=True of the Trainer, or virtual_workers=V, makes them "
-            "independent of the number of workers."
-        )
-    return (
-        "the workers' data or loss: samples that differ among ranks, another global batch at "
-        "another number of workers, a loss over the whole batch (in-batch negatives, a batch F1), "
-        "or gradients that are changed by hand before they are summed."
-    )

@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import environment, observers
-from ..system.patching import Replaced
-from .comparison import RunRecord, StepRecord, TensorRecord
+from .held import Held, hold
+from .passes import PassRecorder
+from .records import RunRecord, StepRecord, TensorRecord
 
-__all__ = ["StepRecorder", "StepsRecorded", "record_file"]
+__all__ = ["StepRecorder", "StepsRecorded", "find_models", "name_parameters", "record_file"]
 
 # elements of a tensor that are kept; their number decides how small a part that differs is still
 # found
@@ -48,11 +49,13 @@ class StepRecorder(observers.Observer):
     Args:
         folder: for the record.
         steps: recorded steps of each optimizer.
+        held: what is the same at every number of workers.
     """
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, steps: int, held: Held | None = None) -> None:
         self._folder = folder
         self._most = steps
+        self._held = held or Held()
         self._counts: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []  # keeps their ids unique
         self._records: list[StepRecord] = []
@@ -64,8 +67,10 @@ class StepRecorder(observers.Observer):
     def install(self) -> None:
         """Begin to record, until `finish`. Trainers make their run directories in the folder."""
         hook = register_optimizer_step_pre_hook(self._before_update)
-        autocast = Replaced(torch.amp.autocast, "__enter__", self._note_autocast)
-        self._undo = [hook.remove, autocast.undo, observers.install(self)]
+        held = hold(self._held, environment.find_world().world_size)
+        self._passes = PassRecorder()  # around what is held
+        self._undo = [hook.remove, observers.install(self), self._passes.undo]
+        self._undo += [each.undo for each in reversed(held)]
 
     def finish(self) -> None:
         """Stop recording, and write the record; a program that took no step gives an empty one."""
@@ -73,17 +78,20 @@ class StepRecorder(observers.Observer):
             undo()
         self._undo = []
         world = environment.find_world()
+        passes = self._passes
         record = RunRecord(
-            world.rank, world.world_size, tuple(self._records), self._layers, self._low_precision
+            world.rank,
+            world.world_size,
+            tuple(self._records),
+            self._layers,
+            self._low_precision or passes.low_precision,
+            passes.has_dropout,
+            passes.has_batch_statistics,
+            passes.has_draws,
+            passes.divides_batches,
+            passes.repeated_order,
         )
         record_file(self._folder, world.rank).write_bytes(msgspec.msgpack.encode(record))
-
-    def _note_autocast(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def enter(context: Any) -> Any:
-            self._low_precision = self._low_precision or bool(context._enabled)
-            return original(context)
-
-        return enter
 
     def run_directory(self, path: Path) -> Path:
         """Return another one: the user's stays as it is."""
@@ -98,6 +106,7 @@ class StepRecorder(observers.Observer):
             self._end()
         self._counts[id(optimizer)] = step + 1
         self._records.append(self._record(optimizer, step))
+        self._passes.begin_step()
 
     def _end(self) -> None:
         self._ignored += 1
@@ -106,9 +115,9 @@ class StepRecorder(observers.Observer):
         raise StepsRecorded(0)
 
     def _record(self, optimizer: Optimizer, step: int) -> StepRecord:
-        models = list(_models())
+        models = list(find_models())
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        names = _names(models, parameters)
+        names = name_parameters(models, parameters)
         self._layers = tuple(
             sorted({type(layer).__name__ for model in models for layer in model.modules()})
         )
@@ -131,6 +140,10 @@ class StepRecorder(observers.Observer):
             {names[id(p)]: _summary(p) for p in parameters},
             {name: _summary(gradient) for name, gradient in gradients.items()},
             {name: _summary(buffer) for name, buffer in buffers.items()},
+            tuple(self._passes.samples),
+            self._passes.passes,
+            self._passes.targets,
+            self._passes.draws,
         )
 
 
@@ -170,7 +183,7 @@ def _summary(tensor: torch.Tensor) -> TensorRecord:
 _WRAPPERS = ("lockstep.", "torch.nn.parallel.", "torch._dynamo.", "accelerate.", "lightning")
 
 
-def _models() -> Iterator[nn.Module]:
+def find_models() -> Iterator[nn.Module]:
     """Yield the modules of this process that are in no other one, except those of libraries that
     wrap models.
     """
@@ -204,7 +217,9 @@ def _named(
         yield prefix + name, tensor
 
 
-def _names(models: Sequence[nn.Module], parameters: Iterable[torch.Tensor]) -> dict[int, str]:
+def name_parameters(
+    models: Sequence[nn.Module], parameters: Iterable[torch.Tensor]
+) -> dict[int, str]:
     """Return the parameters' names by id; those that are in no module are numbered."""
     names: dict[int, str] = {}
     for model in models:

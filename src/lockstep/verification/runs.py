@@ -5,7 +5,7 @@ of its ranks.
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -14,8 +14,9 @@ from .. import environment
 from ..errors import DataError, LockstepError
 from ..launcher.quiet_run import in_one_line, last_line, run_quietly
 from ..launcher.script import Script
-from .comparison import RunRecord
+from .held import Held
 from .recording import StepRecorder, record_file
+from .records import RunRecord
 
 __all__ = ["record_run"]
 
@@ -27,14 +28,16 @@ class _RecordedScript(Script):
     Attributes:
         folder: for the records.
         steps: recorded steps of each optimizer.
+        held: what is the same at every number of workers.
     """
 
     folder: str = ""
     steps: int = 5
+    held: Held = field(default_factory=Held)
 
     def run(self) -> None:
         """Run it, and write its record."""
-        recorder = StepRecorder(Path(self.folder), self.steps)
+        recorder = StepRecorder(Path(self.folder), self.steps, self.held)
         recorder.install()
         try:
             super().run()
@@ -42,7 +45,9 @@ class _RecordedScript(Script):
             recorder.finish()
 
 
-def record_run(script: Script, workers: int, steps: int, most_workers: int) -> list[RunRecord]:
+def record_run(
+    script: Script, workers: int, steps: int, most_workers: int, held: Held | None = None
+) -> list[RunRecord]:
     """Run `script` on `workers` processes of this host, and return the record of each rank.
 
     The script ends before the step after the last recorded one, by an exception that is no
@@ -53,6 +58,7 @@ def record_run(script: Script, workers: int, steps: int, most_workers: int) -> l
         workers: their number.
         steps: recorded steps of each optimizer.
         most_workers: of all runs that are compared; all have as many threads a worker.
+        held: what is the same at every number of workers.
 
     Raises:
         ConfigError: if there is no such script.
@@ -64,7 +70,9 @@ def record_run(script: Script, workers: int, steps: int, most_workers: int) -> l
     threads = environment.threads() or max(1, environment.usable_cores() // most_workers)
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
         folder = Path(name)
-        recorded = _RecordedScript(script.name, script.arguments, script.is_module, "", name, steps)
+        recorded = _RecordedScript(
+            script.name, script.arguments, script.is_module, "", name, steps, held or Held()
+        )
         failure = run_quietly(recorded, workers, threads, folder)
         paths = [record_file(folder, rank) for rank in range(workers)]
         records = [
