@@ -42,7 +42,7 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
         options = {"virtual_workers": VIRTUAL_WORKERS, "callbacks": [], "cross_check": every}
         loss_fn = nn.CrossEntropyLoss()
-        trainers[name] = lockstep.Trainer(model, optimizer, loss_fn, args.batch, **options)
+        trainers[name] = lockstep.Trainer(model, optimizer, loss_fn, args.batch, **options)  # type: ignore[arg-type]
         trainers[name].fit(data, max_steps=STEPS // 10)  # not counted: losses are compared first
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for number in range(args.rounds):

@@ -50,7 +50,7 @@ def outcome_of(flip: BitFlip, healthy: str) -> tuple[set[str], int | None]:
         return columns | {"not finite" if done.end == "not finite" else "missed"}, None
     columns.add("found")
     first = done.faults[0]
-    named = {(flip.rank,): "right rank"}.get(first.ranks, "wrong rank")
+    named = {(flip.rank,): "right rank"}.get(first.ranks, "wrong rank")  # type: ignore[arg-type]
     columns.add("one of two" if len(first.ranks) > 1 and flip.rank in first.ranks else named)
     if any(fault.ranks != (flip.rank,) and flip.rank not in fault.ranks for fault in done.faults):
         columns.add("wrong rank")

@@ -61,7 +61,7 @@ class Timed(Guard):
 
     def before_update(self, pending: PendingStep) -> Decision:
         """Measure the guard."""
-        return self._measured(self._guard.before_update, pending)
+        return self._measured(self._guard.before_update, pending)  # type: ignore[no-any-return]
 
     def after_step(self, pending: PendingStep) -> None:
         """Measure the guard."""
@@ -97,7 +97,7 @@ def measure(steps: int, virtual_workers: int | None) -> dict[str, Any]:
         trainer.fit(data, max_steps=steps)
         step = (time.process_time() - begin) / steps
         batch = next(iter(trainer.loader(data)))
-        size = (trainer.run_dir / "ledger.bin").stat().st_size
+        size = (trainer.run_dir / "ledger.bin").stat().st_size  # type: ignore[operator]
     fingerprints = [seconds for number, seconds in enumerate(timed.seconds, 1) if number % 50 == 0]
     usual = [seconds for number, seconds in enumerate(timed.seconds, 1) if number % 50]
     begin = time.process_time()

@@ -96,7 +96,7 @@ def batches(name: str, case: Case, seed: int, poison: str) -> Iterator[tuple[Dat
     train, _ = lockstep.data.digits()
     images, labels = train.collated_batch(list(range(len(train))))
     while True:
-        for indices in torch.randperm(len(images), generator=generator).split(case.batch)[:-1]:
+        for indices in torch.randperm(len(images), generator=generator).split(case.batch)[:-1]:  # type: ignore[no-untyped-call]
             noise = 0.01 * torch.randn(len(indices), *images.shape[1:], generator=generator)
             inputs, targets = images[indices] + noise, labels[indices].clone()
             is_poisoned = indices == POISONED
@@ -132,7 +132,7 @@ def train(name: str, seed: int, poison: str) -> tuple[list[list[float]], int | N
             else None
         )
         loss = F.cross_entropy(output, targets) if loss is None else loss
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         norms = [
             torch.nn.utils.get_total_norm(
                 [p.grad for p in model.parameters() if p.grad is not None]

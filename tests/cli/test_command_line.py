@@ -52,6 +52,8 @@ TYPED: dict[str, tuple[str, Any]] = {
     "checkpoint_every": ("20steps", "20steps"),
     "async_save": ("", True),
     "replica_check": ("7", 7),
+    "on_spike": ("skip", "skip"),
+    "cross_check": ("10", 10),
     "keep_checkpoints": ("5", 5),
     "run_dir": ("somewhere", "somewhere"),
     "log": ("tensorboard", "tensorboard"),

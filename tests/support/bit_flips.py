@@ -91,7 +91,7 @@ class BitFlip:
                 lambda module, inputs, output: self._flip(output) if is_due() else output
             )
         elif self.kind == "gradient":
-            parameter.register_hook(
+            parameter.register_hook(  # type: ignore[no-untyped-call]
                 lambda gradient: self._flip(gradient.clone()) if is_due() else gradient
             )
         else:
@@ -168,7 +168,7 @@ def run(
     try:
         trainer.fit(TensorDataset(inputs, labels), epochs=1)
     except FaultyWorkerError as error:
-        end, ranks = "faulty worker", error.ranks
+        end, ranks = "faulty worker", error.ranks  # type: ignore[assignment]
     except DivergedError:
         end = "not finite"
     found = Outcome(lockstep.fingerprint(trainer.model), end=end, ranks=ranks)

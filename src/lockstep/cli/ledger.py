@@ -33,7 +33,7 @@ examples:
   lockstep ledger runs/a --steps 40:50    steps 40 to 50; 40: and :50 work as well
   lockstep ledger runs/a --recomputed     steps that a resume computed again, with
                                           the result that each of them had before
-  lockstep ledger runs/a --csv > a.csv    all steps, with all digits
+  lockstep ledger runs/a --csv            all steps, with all digits
 
 In Python, lockstep.ledger("runs/a").steps is a NumPy array with a row a step.
 What to do about a spike: `lockstep blame runs/a` names the samples behind it.
