@@ -442,6 +442,7 @@ _PREPARE: dict[str, str] = {
 
 
 _TRAIN_STEP: dict[str, str] = {
+    **_rows("it belongs to a lockstep.Trainer", "on_spike cross_check ledger fingerprint_every"),
     **_rows(
         "it belongs to a lockstep.Trainer, which has the whole loop",
         "run_dir keep_checkpoints callbacks devices",

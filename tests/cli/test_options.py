@@ -228,6 +228,7 @@ TRAIN = """
 --workers 1 --replica-check 7 --keep-checkpoints 5 --run-dir somewhere --log tensorboard --loader-workers 2 --quiet
 --workers 1 --virtual-workers 12 --threads 3 --allow-different-hardware --sync-batchnorm
 --workers 1 --strategy replicas --devices cpu,cpu --max-steps-in-flight 4
+--workers 1 --virtual-workers 4 --on-spike skip --cross-check 10
 --workers 1 --model gpt --data text:book.txt --context 64 --layers 2 --heads 2 --width 32 --dropout 0.1
 --workers 1 --data-dir folder --tokenizer t.json --data text:book.txt
 --config a.yaml
