@@ -52,8 +52,6 @@ TYPED: dict[str, tuple[str, Any]] = {
     "checkpoint_every": ("20steps", "20steps"),
     "async_save": ("", True),
     "replica_check": ("7", 7),
-    "on_spike": ("skip", "skip"),
-    "cross_check": ("10", 10),
     "keep_checkpoints": ("5", 5),
     "run_dir": ("somewhere", "somewhere"),
     "log": ("tensorboard", "tensorboard"),
@@ -64,7 +62,12 @@ TYPED: dict[str, tuple[str, Any]] = {
 }
 
 # those that contradict some of the others
-WITH_VIRTUAL_WORKERS = {"virtual_workers": ("12", 12), "threads": ("3", 3)}
+WITH_VIRTUAL_WORKERS = {
+    "virtual_workers": ("12", 12),
+    "threads": ("3", 3),
+    "cross_check": ("10", 10),
+    "on_spike": ("skip", "skip"),
+}
 WITH_REPLICAS = {"devices": ("cpu,cpu", "cpu,cpu")}
 WITH_TEXT: dict[str, tuple[str, Any]] = {
     "context": ("64", 64),
@@ -123,13 +126,22 @@ def test_flags_become_options(started: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "expected"),
-    [("--virtual-workers 12 --threads 3", (12, 3)), ("--virtual-workers 8", (8, None))],
+    [
+        ("--virtual-workers 12 --threads 3 --cross-check 10 --on-spike skip", (12, 3, 10, "skip")),
+        ("--virtual-workers 8", (8, None, None, None)),
+    ],
 )
-def test_virtual_workers_and_their_threads(
-    started: list[Any], typed: str, expected: tuple[int, int | None]
+def test_virtual_workers_and_what_goes_with_them(
+    started: list[Any], typed: str, expected: tuple[Any, ...]
 ) -> None:
     assert main(["train", "--workers", "1", "--quiet", *typed.split()]) == 0
-    assert (started[0].virtual_workers, started[0].threads) == expected
+    (options,) = started
+    assert expected == (
+        options.virtual_workers,
+        options.threads,
+        options.cross_check,
+        options.on_spike,
+    )
 
 
 def test_devices_of_replicas(started: list[Any]) -> None:

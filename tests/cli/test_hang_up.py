@@ -9,7 +9,6 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,20 +45,16 @@ RUN = [sys.executable, "-m", "lockstep", "run", "--quiet", "--no-prefix", "-np",
 ELASTIC = [*RUN, "--elastic", "1:2"]
 
 
-def start(
-    folder: Path, command: list[str], epochs: int, before: Callable[[], object] | None = None
-) -> tuple[int, int]:
+def start(folder: Path, command: list[str], epochs: int) -> tuple[int, int]:
     """Start the program in a terminal of its own; returns (process, the terminal's other end)."""
     (folder / "train.py").write_text(PROGRAM)
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
-        signal.signal(
-            signal.SIGQUIT, signal.SIG_DFL
-        )  # which is ignored where a shell runs the tests in the background
+        # ignored where a shell runs the tests in the background, or nohup does
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_PROGRESS": "off"}
-        if before is not None:
-            before()
         os.execve(command[0], [*command, "train.py", str(epochs)], environment)
     return process, terminal
 
