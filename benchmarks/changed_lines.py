@@ -6,9 +6,9 @@ schedule and an evaluation; the other `ports/port_*.py` are the same training on
 workers. Lines are compared with difflib. With --run, each port trains on one and on two workers:
 the losses of its last evaluation should agree.
 
-    python benchmarks/changed_lines.py           # counts python benchmarks/changed_lines.py --run
-    # also trains, for about a minute; needs lightning as well python benchmarks/changed_lines.py
-    --write   # --run, and puts the table into docs/coming-from/accelerate.md
+    python benchmarks/changed_lines.py          # counts
+    python benchmarks/changed_lines.py --run    # also trains, in a minute; needs lightning
+    python benchmarks/changed_lines.py --write  # also the table in docs/coming-from/accelerate.md
 """
 
 from __future__ import annotations

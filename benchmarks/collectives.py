@@ -6,10 +6,10 @@ turn is a block of some 20 ms of calls of one operation, on buffers that stay th
 round has the opposite order. The slowest rank's time counts. A round gives one ratio; the median
 over the rounds counts. Results are checked once at each size.
 
-    pip install -e '.[bench]' python benchmarks/collectives.py             # some six minutes on two
-    idle cores python benchmarks/collectives.py --quick     # a smoke run; its figures say nothing
-    python benchmarks/collectives.py --write     # also docs/performance.md and
-    docs/figures/collectives.png
+    pip install -e '.[bench]'
+    python benchmarks/collectives.py          # some six minutes on two idle cores
+    python benchmarks/collectives.py --quick  # a smoke run; its figures say nothing
+    python benchmarks/collectives.py --write  # also the tables and the picture in docs/
 """
 
 from __future__ import annotations

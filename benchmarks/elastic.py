@@ -17,9 +17,9 @@ whether it leaks.
   hvd.elastic with a commit after every step (Lockstep's), and under torchft; each is left out where
   it is not installed.
 
-    python benchmarks/elastic.py             # some ten minutes on two idle cores; --only names
-    parts of it python benchmarks/elastic.py --quick     # a smoke run; its figures say nothing
-    python benchmarks/elastic.py --write     # also the tables in docs/elastic.md
+    python benchmarks/elastic.py          # ten minutes on two idle cores; --only for parts
+    python benchmarks/elastic.py --quick  # a smoke run; its figures say nothing
+    python benchmarks/elastic.py --write  # also the tables in docs/elastic.md
 """
 
 from __future__ import annotations

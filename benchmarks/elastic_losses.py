@@ -7,8 +7,7 @@ then the host on which the job began are killed (SIGKILL), another host joins, a
 workers changes. All losses must be the same, bit for bit, and so must the fingerprints of the
 models.
 
-    python benchmarks/elastic_losses.py          # draws docs/figures/elastic_losses.png, in about a
-    minute
+    python benchmarks/elastic_losses.py  # draws docs/figures/elastic_losses.png, in about a minute
 """
 
 from __future__ import annotations

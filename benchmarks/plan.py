@@ -10,12 +10,12 @@ of the time, disturb each other less than two that compute at the same time. So 
 emulated network without any delay are timed before and after each measurement (the pace), and the
 profile's times are multiplied by how much slower they are.
 
-    python benchmarks/plan.py                       # a quarter of an hour on two idle cores: a part
-    of the whole python benchmarks/plan.py --minutes 60          # goes on where the last run has
-    stopped python benchmarks/plan.py --model lenet,gpt     # some of the models python
-    benchmarks/plan.py --quick               # a smoke run; its figures say nothing python
-    benchmarks/plan.py --write               # also the tables in docs/planning.md python
-    benchmarks/plan.py --example             # only the example there and its picture, a minute
+    python benchmarks/plan.py                    # a part of the whole: a quarter of an hour
+    python benchmarks/plan.py --minutes 60       # goes on where the last run has stopped
+    python benchmarks/plan.py --model lenet,gpt  # some of the models
+    python benchmarks/plan.py --quick            # a smoke run; its figures say nothing
+    python benchmarks/plan.py --write            # also the tables in docs/planning.md
+    python benchmarks/plan.py --example          # only the example there and its picture, a minute
 
 Every step that was measured is kept at once in results/plan-kept.json, with the profiles, so that a
 run can be interrupted; results/plan.json has the steps alone. Workers come in the order 2, 8, 4, 6,

@@ -6,9 +6,9 @@ in a Slurm of two nodes on this host, and Ray. A launcher that is not installed,
 here, is left out, and the table says why. The program has virtual workers, so that the number of
 real ones makes no difference. It fails if anything differs.
 
-    python benchmarks/same_fingerprint.py             # some five minutes on two idle cores python
-    benchmarks/same_fingerprint.py --quick     # two steps; a launcher that fails is seen all the
-    same python benchmarks/same_fingerprint.py --write     # also the table in docs/clusters.md
+    python benchmarks/same_fingerprint.py          # some five minutes on two idle cores
+    python benchmarks/same_fingerprint.py --quick  # two steps; a launcher that fails is still seen
+    python benchmarks/same_fingerprint.py --write  # also the table in docs/clusters.md
 """
 
 from __future__ import annotations

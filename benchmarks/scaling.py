@@ -6,10 +6,10 @@ model are started at once and take turns: a round is one block of steps of each,
 in the opposite order. A block's first steps, and the first round, are not counted. A round gives
 one ratio; the median over the rounds counts.
 
-    pip install -e '.[bench]' python benchmarks/scaling.py             # some four minutes on two
-    idle cores python benchmarks/scaling.py --quick     # a smoke run; its figures say nothing
-    python benchmarks/scaling.py --write     # also the table in docs/performance.md and
-    docs/figures/scaling.png
+    pip install -e '.[bench]'
+    python benchmarks/scaling.py          # some four minutes on two idle cores
+    python benchmarks/scaling.py --quick  # a smoke run; its figures say nothing
+    python benchmarks/scaling.py --write  # also the table and the picture in docs/
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """The other sides of the benchmark of elastic jobs: what recovers in another way from the loss of a
 worker.
 
-    torchrun ... side_elastic_others.py torchrun FOLDER STEPS          DDP over Gloo, a checkpoint
-    after every step python side_elastic_others.py ray FOLDER STEPS                     the same in
-    a TorchTrainer of Ray Train lockstep horovodrun ... side_elastic_others.py horovod FOLDER STEPS
-    hvd.elastic, a commit after every step python side_elastic_others.py torchft FOLDER STEPS
-    torchft: a replica group for each worker
+    torchrun ... side_elastic_others.py torchrun FOLDER STEPS
+    python side_elastic_others.py ray FOLDER STEPS
+    lockstep horovodrun ... side_elastic_others.py horovod FOLDER STEPS
+    python side_elastic_others.py torchft FOLDER STEPS
+
+The first is DDP over Gloo with a checkpoint after every step, the second the same in a TorchTrainer
+of Ray Train, the third hvd.elastic with a commit after every step, and the last torchft with a
+replica group for each worker.
 
 Each is as its documentation shows it, on the same model, data and global batch, and notes its steps
 in FOLDER/events.

@@ -1,8 +1,7 @@
 """Workers may be lost, leave and join while this trains; the result has the same bits.
 
-python examples/elastic.py                               one worker, undisturbed lockstep run
---elastic 1:4 -np 3 examples/elastic.py     three; kill one of them, or `lockstep resize 2`
-meanwhile
+python examples/elastic.py                            one worker, undisturbed
+lockstep run --elastic 1:4 -np 3 examples/elastic.py  three; kill one, or `lockstep resize 2`
 """
 
 import sys

@@ -1,7 +1,7 @@
 """A program in the manner of Horovod's MNIST example: only the import and the data are others.
 
 lockstep run -np 2 examples/horovod_mnist.py [--data digits | fashion-mnist] [--epochs N]
-[--use-adasum] ...
+    [--use-adasum] ...
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """The same model run operation by operation, and as a compiled program; then saved as a program of
 its own.
 
-python examples/hybrid_against_imperative.py [BACKEND]      of torch.compile, "inductor" when none
-is given
+python examples/hybrid_against_imperative.py [BACKEND]
+
+BACKEND is that of torch.compile, "inductor" when none is given.
 
 A program is not always the quicker one: a small model may lose more by the checks before each call
 than it gains.

@@ -1,8 +1,8 @@
 """Data parallelism by hand over MPI's verbs: each worker's own part, and the mean of the gradients
 over all samples.
 
-python examples/mpi_by_hand.py [EPOCHS] mpiexec -n 2 python examples/mpi_by_hand.py        or
-torchrun --nproc-per-node 2, or lockstep run -np 2
+python examples/mpi_by_hand.py [EPOCHS]
+mpiexec -n 2 python examples/mpi_by_hand.py    or torchrun --nproc-per-node 2, or lockstep run -np 2
 
 The mean over N workers with equal parts is sum(g) / N. It is not sum(g) / (sum(g) * N), as one may
 read: that is 1 / N whatever the gradients are, so that every weight goes down by the same amount,

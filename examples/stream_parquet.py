@@ -1,8 +1,8 @@
 """Train on Parquet files that are read block by block, in an order that no number of workers
 changes.
 
-python examples/stream_parquet.py [FOLDER]                        one worker lockstep run -np 2
-examples/stream_parquet.py [FOLDER]            two, which read half of the files each
+python examples/stream_parquet.py [FOLDER]                 one worker
+lockstep run -np 2 examples/stream_parquet.py [FOLDER]     two, which read half of the files each
 
 It makes the files first. It needs pyarrow: pip install 'lockstep-train[streams]'.
 """

@@ -5,11 +5,10 @@ Runs the tests marked `gpu`, the examples on the GPU, `lockstep doctor`, and the
 this folder, each in a process of its own with a time limit; goes on after a failure. What was found
 is in one JSON file and one page.
 
-    make gpu-check                                  # with the Python of PYTHON, which has a build
-    of torch with CUDA python benchmarks/gpu/check.py --only tests     # a part once more: the
-    others stay as they were found before python benchmarks/gpu/check.py --device cpu --quick    #
-    to see that the scripts run; the figures say nothing python benchmarks/gpu/check.py --write
-    # also puts the page into docs/gpus.md
+    make gpu-check                                # PYTHON=... is one whose torch has CUDA
+    python benchmarks/gpu/check.py --only tests   # a part once more: the others stay
+    python benchmarks/gpu/check.py --device cpu   # with --quick: a smoke run
+    python benchmarks/gpu/check.py --write        # also puts the page into docs/gpus.md
 
 It needs torch, pytest and what Lockstep imports; nothing has to be installed, as src is on the
 path.

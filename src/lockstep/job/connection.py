@@ -285,8 +285,7 @@ def connect_over_standard_streams(incoming: object) -> Connection[Any, Any]:
     output.
 
     From here on both streams are others, which this process and those that it starts may use:
-    standard input is empty,
-    and what is written to standard output goes to standard error.
+    standard input is empty, and what is written to standard output goes to standard error.
 
     Args:
         incoming: the type of the messages that come from there.

@@ -2,8 +2,7 @@
 launcher typed in.
 
 Messages of launchers of several hosts to each other are in `launcher/coordinator.py`, those of
-elastic jobs in
-`elastic/membership.py` and `launcher/elastic_job.py`.
+elastic jobs in `elastic/membership.py` and `launcher/elastic_job.py`.
 """
 
 from __future__ import annotations
@@ -331,8 +330,7 @@ class Request(Tagged, frozen=True):
 
     Attributes:
         what: "signal": forward it to the job; "leave": let this host leave an elastic job; "slots":
-            run at most so
-            many of its workers here; "end": end the job.
+            run at most so many of its workers here; "end": end the job.
         number: of the signal, or of the slots.
     """
 

@@ -30,14 +30,13 @@ class OrderedReducer:
     and across workers. One iteration over the reducer computes the sum of one step::
 
         reducer = lockstep.invariance.OrderedReducer(model.parameters(), virtual_workers=8)
-        for step, (inputs, labels) in enumerate(global_batches):    # the same on every worker
-            for shard in reducer:                                   # this worker's shards, in order
-                part = reducer.part((inputs, labels), shard)        # slice(start, stop) of the
-                samples lockstep.invariance.seed_shard(seed, step, shard)              # for dropout
-                and the like loss = F.cross_entropy(model(inputs[part]), labels[part],
-                reduction="sum") / len(inputs) loss.backward()
-            optimizer.step()                                        # .grad is the sum over all
-            shards
+        for step, (inputs, labels) in enumerate(global_batches):  # the same on every worker
+            for shard in reducer:                                 # this worker's, in order
+                part = reducer.part((inputs, labels), shard)      # a slice of samples
+                lockstep.invariance.seed_shard(seed, step, shard)  # for dropout and the like
+                losses = F.cross_entropy(model(inputs[part]), labels[part], reduction="none")
+                (losses.sum() / len(inputs)).backward()
+            optimizer.step()                                      # with the sum over all shards
 
     If `seed_shard` was called in the loop, the global random generators are restored after it, so
     that a shuffling `DataLoader` keeps drawing the same order on every worker. The batches that the

@@ -2,8 +2,8 @@
 the loss of a worker.
 
 They run functions and programs, with or without Lockstep's `Trainer`, in worker processes of this
-host. With pytest,
-Lockstep is a plugin too: the fixture ``lockstep_golden``, the marker ``lockstep_workers``.
+host. With pytest, Lockstep is a plugin too: the fixture ``lockstep_golden``, the marker
+``lockstep_workers``.
 """
 
 from __future__ import annotations

@@ -39,30 +39,24 @@ def same_at(
     """Assert that a training gives the same result at each number of workers.
 
     The training runs in worker processes of this host, once for each number of workers. What rank 0
-    returns is
-    compared. If results differ, the first steps are run again and recorded, so that the error can
-    name the first step
-    at which the runs differ, and the likely cause.
+    returns is compared. If results differ, the first steps are run again and recorded, so that the
+    error can name the first step at which the runs differ, and the likely cause.
 
     Args:
         train: a function; every rank calls it, in a process that finds its rank in torchrun's
-            variables (for
-            `lockstep.init`, `torch.distributed.init_process_group`, Accelerate, Horovod's
-            interface). It returns what is
-            compared: a module, a state dict, tensors, numbers, or dicts and lists of them. If it
+            variables (for `lockstep.init`, `torch.distributed.init_process_group`, Accelerate,
+            Horovod's interface). It returns what is compared: a module, a state dict, tensors,
+            numbers, or dicts and lists of them. If it
                 has a parameter, it
             gets an empty folder of its own. Or the path of a script, or a list of a script and its
-            arguments, in which
-            ``{folder}`` stands for such a folder; compared are the parameters that its optimizers
-            train, and the
-            buffers of their models, at its end.
+            arguments, in which ``{folder}`` stands for such a folder; compared are the parameters
+            that its optimizers train, and the buffers of their models, at its end.
         workers: two or more numbers of workers; the results of the others are compared with that of
             the first.
         rtol: relative tolerance, as that of `torch.testing.assert_close`.
         atol: absolute tolerance. If both are 0, all bits must be equal, as they are with
-            ``virtual_workers=``; sums
-            over workers in another order are rounded otherwise, for which ``rtol=1e-4, atol=1e-6``
-            is a usual choice.
+            ``virtual_workers=``; sums over workers in another order are rounded otherwise, for
+            which ``rtol=1e-4, atol=1e-6`` is a usual choice.
         threads: threads of torch in each worker; results on the CPU depend on it.
 
     Returns:
@@ -70,11 +64,9 @@ def same_at(
 
     Raises:
         AssertionError: the results differ. The error names the first entry, the largest difference,
-            the first step and
-            the likely cause.
+            the first step and the likely cause.
         ConfigError: an argument is invalid, the function cannot be pickled, or its result has
-            objects that cannot be
-            compared.
+            objects that cannot be compared.
         LockstepError: the training fails; of a function, with the traceback of the worker.
     """
     __tracebackhide__ = True
@@ -111,14 +103,12 @@ def resumes(
 
     Args:
         train: as for `same_at`. The function has one parameter, the folder of the run, for its
-            checkpoints, and resumes
-            if there is one in it; a script has ``{folder}`` in its arguments.
+            checkpoints, and resumes if there is one in it; a script has ``{folder}`` in its
+            arguments.
         at: the number of steps after which it is interrupted: the calls of an optimizer's
-            ``step()``. Several numbers
-            are several interruptions, each of an own run.
+            ``step()``. Several numbers are several interruptions, each of an own run.
         how: "kill": every worker gets SIGKILL right after that step, as from a host that loses its
-            power. "stop": every
-            worker gets SIGTERM, after which it may save, as before preemption.
+            power. "stop": every worker gets SIGTERM, after which it may save, as before preemption.
         workers: number of workers.
         resume_workers: number of workers of the resumed run; by default the same.
         resume_arguments: appended to the arguments of the script when it is started again, such as
@@ -132,8 +122,7 @@ def resumes(
 
     Raises:
         AssertionError: the results differ; or the resumed run did all steps anew, which tests
-            nothing; or the training
-            ended before the step.
+            nothing; or the training ended before the step.
         ConfigError, LockstepError: as from `same_at`.
     """
     __tracebackhide__ = True

@@ -109,8 +109,7 @@ class Golden:
     the test.
 
     A file has a result for each (version of torch, type of processor) that has stored one: bits
-    depend on both, and a
-    result is compared with the one of the same torch and processor alone.
+    depend on both, and a result is compared with the one of the same torch and processor alone.
 
     Args:
         folder: of the files; it need not exist.
@@ -133,15 +132,14 @@ class Golden:
 
         Args:
             result: a module, a state dict, tensors, numbers, or dicts and lists of them, such as
-                what
-                `lockstep.testing.same_at` returns.
+                what `lockstep.testing.same_at` returns.
             name: of the result, where a test has several; by default they are numbered.
 
         Raises:
             AssertionError: it differs, and the error names the first entry; or none is stored yet.
             MadeElsewhereError: only other versions of torch or other processors have stored one.
-                The fixture skips the
-                test, or fails it, as the option ``lockstep_golden_elsewhere`` says.
+                The fixture skips the test, or fails it, as the option ``lockstep_golden_elsewhere``
+                says.
             ConfigError: the result has objects that cannot be compared, or is empty.
             DataError: the file is damaged.
         """

@@ -1,9 +1,8 @@
 """The pytest plugin: golden results, tests whose body runs on several workers, and their options.
 
 pytest imports this module wherever Lockstep is installed, so it imports nothing slow, PyTorch least
-of all, before a
-test asks for it. Markers and fixtures begin with ``lockstep_``, so that they meet no names of
-others.
+of all, before a test asks for it. Markers and fixtures begin with ``lockstep_``, so that they meet
+no names of others.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ def as_entries(result: object) -> Entries:
 
     Args:
         result: a module, a tensor or array, a number, text, None, an object with a `state_dict`, or
-            mappings and
-            sequences of these. Names are the keys, joined by dots; a result that is a single value
-            is named "result".
+            mappings and sequences of these. Names are the keys, joined by dots; a result that is a
+            single value is named "result".
 
     Raises:
         ConfigError: for any other object; the error names where it is in the result.

@@ -37,8 +37,7 @@ class Kill(msgspec.Struct, frozen=True):
 
     Attributes:
         rank: the rank with which the worker has begun; `EVERY_RANK` for all workers. One that takes
-            the place of a lost
-            worker is not meant: it has not done all steps.
+            the place of a lost worker is not meant: it has not done all steps.
         step: number of steps that the worker has done by then.
         signal: the number of the signal that it sends to itself.
     """

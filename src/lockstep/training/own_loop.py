@@ -38,12 +38,12 @@ def prepare(
 
         model, optimizer, loader = lockstep.prepare(model, optimizer, loader)
         for epoch in range(10):
-            for inputs, targets in loader:                  # this worker's part of each global
-            batch
-                optimizer.zero_grad() loss = loss_fn(model(inputs), targets)      # the mean over
-                this part loss.backward() mean = optimizer.step(loss=loss)            # with the
-                mean gradient over the global batch if optimizer.stepped:                       #
-                this body has completed a step
+            for inputs, targets in loader:              # this worker's part of each global batch
+                optimizer.zero_grad()
+                loss = loss_fn(model(inputs), targets)  # the mean over this part
+                loss.backward()
+                mean = optimizer.step(loss=loss)        # with the mean gradient of the global batch
+                if optimizer.stepped:                   # this body has completed a step
                     losses.append(mean)
 
     Each object is changed in place, except that a `DataLoader` becomes a `PreparedLoader`:

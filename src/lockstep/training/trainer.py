@@ -61,8 +61,7 @@ class Trainer:
 
         for epoch in range(epochs):
             for batch in loader.epoch(epoch):       # this worker's part of each global batch
-                result = step.run(batch)            # forward, backward, reduction of gradients,
-                update
+                result = step.run(batch)            # passes, reduction of gradients, update
             row = evaluate(model, validation)       # every sample once over all workers
             callbacks, checkpoint
 

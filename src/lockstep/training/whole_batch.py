@@ -25,9 +25,12 @@ def whole_batch(output: torch.Tensor) -> torch.Tensor:
     from them on every worker, and has the value that it has on one worker::
 
         for images, texts in loader:
-            optimizer.zero_grad() left, right = lockstep.whole_batch(image_model(images)),
-            lockstep.whole_batch(text_model(texts)) loss = F.cross_entropy(left @ right.T,
-            torch.arange(len(left), device=left.device)) loss.backward() optimizer.step(loss=loss)
+            optimizer.zero_grad()
+            left = lockstep.whole_batch(image_model(images))
+            right = lockstep.whole_batch(text_model(texts))
+            loss = F.cross_entropy(left @ right.T, torch.arange(len(left), device=left.device))
+            loss.backward()
+            optimizer.step(loss=loss)
 
     Gradients go back through it to the worker that has computed the rows. Each worker calls it
     equally often in each body. It is not for loops with virtual workers, in which a worker computes

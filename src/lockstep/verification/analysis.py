@@ -77,15 +77,12 @@ def analyse(run: Run, counts: Sequence[int]) -> Analysis:
     What frameworks do by convention, and what hides other differences, is then held the same in
         further runs: the
     global batch, where each worker's batch has a fixed size; the order of samplers of torch;
-    dropout; the statistics
-    of batch norm. What still differs is the verdict; if nothing does, it is what was held, except
-    for the global
-    batch.
+    dropout; the statistics of batch norm. What still differs is the verdict; if nothing does, it is
+    what was held, except for the global batch.
 
     Args:
         run: runs the script on a number of workers and returns the records of its ranks; it gets
-            what is held, and a
-            name for the user.
+            what is held, and a name for the user.
         counts: numbers of workers.
     """
     rows: list[Row] = []

@@ -266,8 +266,7 @@ def follows_batch(
 
     Args:
         one: the records of a script whose global batch grows with the number of workers, with one
-            of them; what is
-            compared has the same global batch.
+            of them; what is compared has the same global batch.
         other: those with another number of workers.
         difference: their first difference.
     """

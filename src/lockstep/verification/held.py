@@ -35,8 +35,7 @@ class Held:
 
     Attributes:
         batch_parts: the batches of each worker are divided, so that the global batch is the same at
-            every
-            number of workers: their sizes can be divided by this number. 0 leaves them.
+            every number of workers: their sizes can be divided by this number. 0 leaves them.
         order: samplers of torch shuffle an epoch alike at every number of workers.
         dropout: there is no dropout.
         batch_norm: batch norm uses its running statistics.

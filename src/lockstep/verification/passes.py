@@ -31,8 +31,7 @@ class PassRecorder:
     Attributes:
         samples, passes, targets, draws: as in `StepRecord`, since `begin_step`.
         low_precision, has_dropout, has_batch_statistics, has_draws, divides_batches,
-            repeated_order: as in
-            `RunRecord`.
+            repeated_order: as in `RunRecord`.
     """
 
     def __init__(self) -> None:
@@ -168,8 +167,7 @@ def _sample_digests(leaves: list[Any]) -> list[str]:
     """Return a digest of each sample of a batch: of its row in each tensor that is data.
 
     A row is hashed without what repeats its first and its last value, so that the padding of texts,
-    which
-    depends on the other texts of a worker's part, does not count.
+    which depends on the other texts of a worker's part, does not count.
     """
     tensors = [
         each

@@ -37,8 +37,7 @@ class StepRecord(msgspec.Struct, frozen=True):
         gradients: by the parameter's name.
         buffers: of all models, and their parameters that are not this optimizer's, by name.
         samples: digests of the samples that models in training mode have been given on this rank
-            since the
-            step before, in their order; empty if their inputs are no tensors.
+            since the step before, in their order; empty if their inputs are no tensors.
         passes: number of forward passes of models in training mode on this rank since the step
             before.
         targets: number of targets that mean losses of torch have counted on this rank since the
