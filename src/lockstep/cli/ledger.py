@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..system.terminal_text import plain
 from .parser import Help
 
@@ -116,8 +116,7 @@ def _print_head(read: Ledger) -> None:
         else "no virtual workers",
     ]
     print(
-        f"{read.folder}: {count:,} step{'s' * (count != 1)}, {starts} start{'s' * (starts != 1)}; "
-        f"{', '.join(words)}"
+        f"{read.folder}: {counted(count, 'step')}, {counted(starts, 'start')}; {', '.join(words)}"
     )
     for number, each in enumerate(read.starts):
         of_start = read.steps["step"][read.steps["start"] == number]
@@ -127,7 +126,7 @@ def _print_head(read: Ledger) -> None:
             else "its steps were computed again"
         )
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time))
-        on = f"{each.workers} worker{'s' * (each.workers != 1)}, {plain(each.device)}"
+        on = f"{counted(each.workers, 'worker')}, {plain(each.device)}"
         resumed = f", resumed from {plain(Path(each.resumed).name)}" if each.resumed else ""
         print(
             f"  {when} on {plain(each.host)}, {on}: {steps}{resumed}: "

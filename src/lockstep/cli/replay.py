@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import arguments
 from ..activity import Activity
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..system.terminal_text import plain
 from .parser import Help
 
@@ -103,7 +103,7 @@ def run_command(parsed: argparse.Namespace) -> int:
 def print_comparison(replayed: Replayed) -> int:
     """Print whether the steps are those of the ledger, and return the exit code."""
     count, rounding = replayed.compared, replayed.rounding
-    steps = f"{count} step{'s' * (count != 1)}"
+    steps = counted(count, "step")
     if replayed.difference is None:
         same = (
             "the same within rounding, as there are no virtual workers"

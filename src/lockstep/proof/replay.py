@@ -20,7 +20,7 @@ import msgspec
 
 from .. import arguments, environment
 from ..checkpoint.folder import CheckpointStore
-from ..errors import DataError, LockstepError
+from ..errors import DataError, LockstepError, counted
 from ..training.options import CONFIGS
 from .ledger import Difference, Ledger, ledger
 from .replaying import ANSWER, Answer, Request
@@ -151,9 +151,9 @@ class PlannedReplay:
         count = (
             self.step + 1 if self.checkpoint is None else self.step + 1 - _step_of(self.checkpoint)
         )
-        on = f"{self.workers} worker{'s' * (self.workers > 1)}"
         return (
-            f"from {origin} to step {self.step} on {on}: {count} step{'s' * (count > 1)}, "
+            f"from {origin} to step {self.step} on {counted(self.workers, 'worker')}: "
+            f"{counted(count, 'step')}, "
             f"{_in_time(self.seconds)}"
         )
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import arguments
-from ..errors import ConfigError, LockstepError
+from ..errors import ConfigError, LockstepError, counted
 from ..verification.analysis import analyse
 from ..verification.held import Held
 from ..verification.records import RunRecord
 from .results import Entries, describe_differences
 from .subject import EVERY_RANK, Kill
-from .subject_runs import Outcome, Subject, record_job, run_elastic_job, run_job, workers_in_words
+from .subject_runs import Outcome, Subject, record_job, run_elastic_job, run_job
 
 __all__ = ["resumes", "same_at", "survives"]
 
@@ -76,7 +76,7 @@ def same_at(
     reference = _complete(subject, counts[0], threads)
     for count in counts[1:]:
         other = _complete(subject, count, threads)
-        names = (f"on {workers_in_words(counts[0])}", f"on {workers_in_words(count)}")
+        names = (f"on {counted(counts[0], 'worker')}", f"on {counted(count, 'worker')}")
         text = describe_differences(reference.entries, other.entries, names, rtol, atol)
         if text is not None:
             why = _explain_difference(subject, (counts[0], count), threads)
@@ -294,7 +294,7 @@ def _check_outcome(subject: Subject, outcome: Outcome, workers: int) -> None:
             else "returned by the function on rank 0"
         )
         raise AssertionError(
-            f"{subject.name} on {workers_in_words(workers)} has nothing to compare: expected "
+            f"{subject.name} on {counted(workers, 'worker')} has nothing to compare: expected "
             "parameters, numbers or "
             f"tensors {expected}, got none"
         )

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ..errors import counted
+
 if TYPE_CHECKING:
     from .golden import Golden
 
@@ -123,7 +125,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     if _WORKER_COUNT not in metafunc.fixturenames:
         metafunc.fixturenames.append(_WORKER_COUNT)
-    names = [f"{count} worker{'s'[: count != 1]}" for count in marker.args]
+    names = [counted(count, "worker") for count in marker.args]
     metafunc.parametrize(_WORKER_COUNT, marker.args, ids=names, indirect=True)
 
 

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from .. import arguments, environment
-from ..errors import ConfigError, LockstepError
+from ..errors import ConfigError, LockstepError, counted
 from ..launcher import check_process
 from ..launcher.quiet_run import OUTPUT, run_quietly
 from ..launcher.script import Script
@@ -38,7 +38,6 @@ __all__ = [
     "run_elastic_job",
     "run_function",
     "run_job",
-    "workers_in_words",
 ]
 
 FOLDER = "{folder}"
@@ -118,11 +117,6 @@ class Subject:
         return cls(Path(program[0]).name, None, any(FOLDER in word for word in program), program)
 
 
-def workers_in_words(count: int) -> str:
-    """Return "1 worker", or "2 workers"."""
-    return f"{count} worker{'s'[: count != 1]}"
-
-
 def run_job(
     subject: Subject,
     workers: int,
@@ -155,7 +149,7 @@ def run_job(
         for path in sorted(folder.glob(f"{OUTPUT}/*.log")):
             print(
                 f"--- {path.stem} of {subject.name} on "
-                f"{workers_in_words(workers)}\n{path.read_text(errors='replace')}"
+                f"{counted(workers, 'worker')}\n{path.read_text(errors='replace')}"
             )
     return _outcome(folder, kills, failure)
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..errors import counted
 from .causes import (
     Verdict,
     batch_growth,
@@ -22,7 +23,7 @@ from .comparison import Comparison, Difference, compare, compare_before, divergi
 from .held import Held
 from .records import RunRecord
 
-__all__ = ["Analysis", "Row", "analyse", "workers_in_words"]
+__all__ = ["Analysis", "Row", "analyse"]
 
 Run = Callable[[int, Held, str], list[RunRecord]]
 
@@ -65,11 +66,6 @@ class Analysis:
     several_optimizers: bool = False
 
 
-def workers_in_words(count: int) -> str:
-    """Return "1 worker", or "2 workers"."""
-    return f"{count} worker{'s'[: count != 1]}"
-
-
 def analyse(run: Run, counts: Sequence[int]) -> Analysis:
     """Run a script at each number of workers, twice at the first, and find out why it differs, if
     it does.
@@ -88,7 +84,7 @@ def analyse(run: Run, counts: Sequence[int]) -> Analysis:
     rows: list[Row] = []
     runs: dict[str, list[RunRecord]] = {}
     for count in (counts[0], *counts):
-        name = workers_in_words(count)
+        name = counted(count, "worker")
         name = f"{name} again" if name in runs else name
         runs[name] = run(count, Held(), name)
         first = next(iter(runs.values()))
@@ -112,7 +108,7 @@ def analyse(run: Run, counts: Sequence[int]) -> Analysis:
             return Analysis(tuple(rows), None, (name, name), verdict)
     repeated = compare(reference[0], again[0]).difference
     if repeated is not None:
-        name = workers_in_words(counts[0])
+        name = counted(counts[0], "worker")
         verdict = Verdict(
             "seeds",
             f"Not the number of workers: two runs with {name} differ too, at step "
@@ -150,7 +146,7 @@ def _find_cause(
     same.
     """
     counts = (pair[0][0].workers, pair[1][0].workers)
-    names = (workers_in_words(counts[0]), workers_in_words(counts[1]))
+    names = (counted(counts[0], "worker"), counted(counts[1], "worker"))
     held = Held()
 
     def run_held(what: str) -> tuple[tuple[list[RunRecord], list[RunRecord]], Comparison]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import counted
 from .comparison import Difference, same_value
 from .records import RunRecord, StepRecord
 
@@ -109,9 +110,7 @@ def cause_of(
         other: those with another one.
         difference: their first difference.
     """
-    names = tuple(
-        f"{ranks[0].workers} worker{'s'[: ranks[0].workers != 1]}" for ranks in (one, other)
-    )
+    names = tuple(counted(ranks[0].workers, "worker") for ranks in (one, other))
     if difference.kind == "parameter":
         return Verdict(
             "initial weights",
