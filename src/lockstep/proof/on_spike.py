@@ -42,8 +42,10 @@ class OnSpike:
             memory, and goes on with the batch after the spike: to compute these steps again, with
             equal bits, would lead to the same spike.
         copy_every: for "rollback": steps between two copies. One is also made when a checkpoint is
-            written or loaded, so that a resumed run has the same. It takes as much memory, on the
-            device, as parameters, buffers and the optimizer's state.
+            written or loaded, so that a resumed run has the same; and when the workers of an
+            elastic job change, so that a rollback soon after that takes back fewer steps than in a
+            job whose workers stay. It takes as much memory, on the device, as parameters, buffers
+            and the optimizer's state.
         limit: number of steps with a spike in a row after which the next one ends the training.
         rule: what counts as a spike.
 
