@@ -57,7 +57,7 @@ _HEAD = """# All names and signatures
 What is on this page is public. It changes only with a line in the [changelog](../../CHANGELOG.md); a name or an
 argument is removed, or gets another meaning, only in a release whose second number is higher (0.2 → 0.3). What is
 marked **[experimental]** may change in any release: its docstring, or its line in `--help`, says so too. So may what
-there is for GPUs, as [nothing has run on one](../gpus.md). Names that are not here are internal, also those without an
+there is for several GPUs, on which [nothing has run yet](../gpus.md). Names that are not here are internal, also those without an
 underscore. The names in `compat` follow the libraries that they stand for.
 
 This page is made by `make public-names`, and a test compares it with the code.
