@@ -179,13 +179,14 @@ class LedgerWriter:
 
     Attributes:
         cut: bytes of a torn end that were cut off.
+        workers: number of workers of this start.
 
     Raises:
         OSError: the files cannot be written.
     """
 
     def __init__(self, folder: Path, start: Start, first_step: int, rounding: bool = False) -> None:
-        self._workers = start.workers
+        self.workers = start.workers
         self._rounding = rounding
         self._earlier: dict[int, bytes] = {}
         self._descriptor = os.open(folder / RECORDS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -234,7 +235,7 @@ class LedgerWriter:
         Returns:
             What differs from an earlier record of that step.
         """
-        body = _BODY.pack(_STEP, flags, self._workers, step) + _STEP_BODY.pack(*values, seconds)
+        body = _BODY.pack(_STEP, flags, self.workers, step) + _STEP_BODY.pack(*values, seconds)
         record = self._append(body)
         earlier = self._earlier.pop(step, None)
         if earlier is None or earlier[_COMPARED] == record[_COMPARED]:
@@ -250,7 +251,7 @@ class LedgerWriter:
             checksums: of the parameters, the buffers, the optimizer's state, the content of the
                 last batch, and the learning rates of all parameter groups.
         """
-        head = _BODY.pack(_FINGERPRINT, 0, self._workers, step)
+        head = _BODY.pack(_FINGERPRINT, 0, self.workers, step)
         self._append(head + _FINGERPRINT_BODY.pack(*checksums))
 
     def rollback(self, step: int, restored: int) -> None:
@@ -265,7 +266,7 @@ class LedgerWriter:
 
     def event(self, kind: int, step: int, number: int) -> None:
         """Append a record of another kind."""
-        self._append(_BODY.pack(kind, 0, self._workers, step) + _EVENT_BODY.pack(number))
+        self._append(_BODY.pack(kind, 0, self.workers, step) + _EVENT_BODY.pack(number))
 
     def _append(self, body: bytes) -> bytes:
         record = zlib.crc32(body).to_bytes(4, "little") + body

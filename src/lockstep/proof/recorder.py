@@ -179,7 +179,7 @@ class Recorder(RunGuard):
                 values_on_way(pending) if values is None else values,
                 _checksums(trainer, pending.batch) if is_due else None,
                 pending.notes.get("restored"),
-                pending.notes.get("faults", ()),
+                tuple(rank for fault in pending.notes.get("faults", ()) for rank in fault.ranks),
             )
         )
         self._write_queued(0 if pending.gradient_norm.is_cpu else LAG)
@@ -189,8 +189,15 @@ class Recorder(RunGuard):
         self._write_queued(0, flush=True)
 
     def on_regroup(self) -> None:
-        """Let go of the file: another worker may have rank 0 now, which opens it with a start."""
-        self._close()
+        """Let go of the file if another worker has rank 0 now, or if there are more or fewer
+        workers: it is opened again with a start.
+        """
+        writer = self._writer
+        if writer is None or self._trainer is None:
+            return
+        comm = self._trainer.comm
+        if comm.rank != 0 or comm.size != writer.workers:
+            self._close()
 
     def _write_queued(self, left: int, flush: bool = False) -> None:
         """Write what is queued, but for so many of the newest records."""

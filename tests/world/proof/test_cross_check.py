@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,26 @@ def test_a_weight_that_flips_once_is_found_in_the_same_step_and_mended(
         assert len(places) == 1
         assert each.end == "done"
         assert each.fingerprint == healthy[0].fingerprint
+
+
+def test_a_fault_is_in_the_ledger_of_the_run(pool: Pool, tmp_path: Path) -> None:
+    flip = BitFlip.drawn(0, 2)
+    flip.kind, flip.is_persistent = "weight", False
+    run_dir = tmp_path / "run"
+    for each in runs(pool, 2, flip, run_dir=run_dir):
+        assert each.end == "done"
+    ledger = lockstep.ledger(run_dir)
+    assert ledger.faults == [(flip.step, flip.rank)]
+    assert ledger.steps["step"].tolist() == list(range(bit_flips.STEPS))
+
+
+def test_a_fault_that_ends_the_job_is_in_the_ledger_too(pool: Pool, tmp_path: Path) -> None:
+    flip = BitFlip(
+        "gradient", rank=2, is_persistent=True, step=3, shard=0, place=1, element=3, bit=22
+    )
+    run_dir = tmp_path / "run"
+    (step,) = {each.faults[0].step for each in runs(pool, 3, flip, run_dir=run_dir)}
+    assert lockstep.ledger(run_dir).faults == [(step, 2)]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
