@@ -150,10 +150,9 @@ def _print_head(read: Ledger) -> None:
 
 def _print_steps(read: Ledger, chosen: tuple[int, int]) -> None:
     """Print a table of steps, and the spikes of the run."""
-    from ..proof.blame import spikes_of
     from ..proof.ledger import SKIPPED
 
-    spikes = dict(spikes_of(read))
+    spikes = dict(read.spikes())
     restored = dict(read.rollbacks)
     weights = {
         int(row["step"]): f"{int(row['parameters']) & 0xFFFFFFFF:08x}" for row in read.fingerprints

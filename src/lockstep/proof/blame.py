@@ -14,9 +14,9 @@ from ..errors import DataError
 from .culprits import Culprit, Culprits
 from .ledger import Ledger, ledger
 from .replay import PlannedReplay, Replayed
-from .spikes import COLUMNS, Spike, find_spikes
+from .spikes import Spike
 
-__all__ = ["Blamed", "PlannedBlame", "blame", "spikes_of"]
+__all__ = ["Blamed", "PlannedBlame", "blame"]
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,6 @@ def blame(
     return PlannedBlame(ledger(run), step, workers).run()
 
 
-def spikes_of(read: Ledger) -> list[tuple[int, Spike]]:
-    """Return the steps of a ledger that stand out, with their spikes, the largest first."""
-    steps = read.steps
-    return find_spikes(steps["step"].tolist(), {name: steps[name].tolist() for name in COLUMNS})
-
-
 class PlannedBlame:
     """A search for the culprits of a step, before it is replayed.
 
@@ -83,7 +77,7 @@ class PlannedBlame:
     """
 
     def __init__(self, read: Ledger, step: int | None, workers: int | None) -> None:
-        spikes = spikes_of(read)
+        spikes = read.spikes()
         if step is None:
             if not spikes:
                 count = len(read.steps)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from .. import messages
 from ..errors import ConfigError, DataError
+from .spikes import COLUMNS, Spike, find_spikes
 from .starts import Start
 
 __all__ = [
@@ -340,6 +341,13 @@ class Ledger:
             known = f"{steps[0]} to {steps[-1]}" if len(steps) else "which is empty"
             raise ConfigError("step", f"a step of the ledger of {self.folder}, {known}", step)
         return row
+
+    def spikes(self) -> list[tuple[int, Spike]]:
+        """Return the steps that stand out, with what does, those with the largest consequences
+        first.
+        """
+        columns = {name: self.steps[name].tolist() for name in COLUMNS}
+        return find_spikes(self.steps["step"].tolist(), columns)
 
     def start_of(self, step: int) -> Start:
         """Return the start of the program that has computed a step last.

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, DivergedError
+from lockstep.proof.ledger import SKIPPED
 from lockstep.proof.on_spike import SpikeGuard
 
 STEPS, BATCH = 60, 8
@@ -84,6 +85,23 @@ def test_a_skipped_step_leaves_no_trace_but_counts(
     assert history[-1]["left_out"] == 1
     assert "step 40 is left out of the training: in step 40 the " in caplog.text
     assert torch.isfinite(torch.tensor(history[-1]["train_loss"]))
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback", "stop"])
+def test_what_was_left_out_is_in_the_ledger(action: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run = trainer(lockstep.OnSpike(action, copy_every=16), run_dir=run_dir)
+    if action == "stop":
+        with pytest.raises(DivergedError):
+            fit(run, data(40))
+    else:
+        fit(run, data(40))
+    ledger = lockstep.ledger(run_dir)
+    skipped = ledger.steps["step"][(ledger.steps["flags"] & SKIPPED) > 0]
+    assert skipped.tolist() == ([] if action == "stop" else [40])
+    assert ledger.rollbacks == ([(40, 32)] if action == "rollback" else [])
+    assert len(ledger.steps) == (41 if action == "stop" else STEPS)
+    assert ledger.spikes()[0][0] == 40
 
 
 def test_rolling_back_leaves_out_all_steps_since_the_copy() -> None:
