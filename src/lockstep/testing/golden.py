@@ -149,7 +149,7 @@ class Golden:
         path = self._folder / f"{_file_name(self._name + suffix)}.json"
         entries = {key: _entry(value) for key, value in as_entries(result).items()}
         if not entries:
-            raise ConfigError("result", "at least one tensor or value", "none")
+            raise ConfigError("result", "at least one tensor or value", found="none")
         maker = this_maker()
         stored = {each.maker: each.entries for each in _read(path)}
         if self._update:

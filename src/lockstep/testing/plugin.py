@@ -151,7 +151,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from .subject_runs import run_function
 
     workers = pyfuncitem.callspec.params[_WORKER_COUNT]
-    values = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    parameters = inspect.signature(pyfuncitem.obj).parameters
+    values = {name: pyfuncitem.funcargs[name] for name in parameters if name in pyfuncitem.funcargs}
     error = run_function(pyfuncitem.obj, values, int(str(workers)))
     if getattr(error, "kind", "") == "Skipped":
         pytest.skip(getattr(error, "reason", ""))

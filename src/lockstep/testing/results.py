@@ -64,8 +64,8 @@ def _collect(path: str, value: Any, entries: Entries) -> None:
         raise ConfigError(
             f"result.{path}" if path else "result",
             "a module, tensors, numbers or texts, or dicts and lists of them",
-            f"an object of type {kind}",
-            "Return what is to be compared, such as its state_dict().",
+            found=f"an object of type {kind}",
+            hint="Return what is to be compared, such as its state_dict().",
         )
 
 
