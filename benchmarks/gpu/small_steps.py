@@ -107,7 +107,7 @@ def trainer_steps(make: Make, images: ImageSet, steps: int, graphs: bool = False
 
 
 def accelerate_step(make: Make, device: torch.device) -> Step:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=device.type == "cpu")
     model, optimizer = accelerator.prepare(*made(make, device))
