@@ -89,10 +89,16 @@ def remaining(
     left = now() - before
     if not left:
         return []
-    gc.collect()  # what only a reference cycle holds is garbage, not a leak
     deadline = time.monotonic() + linger
+    # What only a reference cycle holds is garbage, not a leak. Another thread may have held the
+    # cycle when it was collected last, as autograd's threads hold an exception for a moment.
+    gc.collect()
+    collected = time.monotonic()
     while (left := now() - before) and time.monotonic() < deadline:
         time.sleep(0.005)
+        if time.monotonic() - collected > 0.2:
+            gc.collect()
+            collected = time.monotonic()
     return sorted(map(_with_command, left.elements()))
 
 

@@ -154,6 +154,26 @@ def test_what_is_slow_to_end_is_waited_for(after: ExitStack) -> None:
     assert not looks[-1]
 
 
+def test_garbage_that_another_thread_let_go_of_late_is_no_leak() -> None:
+    before = watch()
+    cycle: list[Any] = [open(os.devnull)]  # noqa: SIM115, PTH123, left to the garbage collector
+    cycle.append(cycle)
+    holders = [cycle]
+    del cycle
+    looks = 0
+
+    def look() -> Any:
+        nonlocal looks
+        looks += 1
+        if looks == 2:  # after the first collection
+            holders.clear()
+        return before._resources()
+
+    with pytest.warns(ResourceWarning):
+        assert leaks.remaining(before.held, look, linger=30) == []
+    assert looks > 1
+
+
 # --- settings
 # -----------------------------------------------------------------------------------------------
 
