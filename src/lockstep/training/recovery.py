@@ -535,6 +535,14 @@ class ElasticRecovery(Recovery):
     def _note_seen(self, states: bytes | None) -> None:
         self._client.note_events(self._commit(), states)
 
+    def _note_all_seen(self) -> None:
+        """Note what rank 0's callbacks have seen before other workers join: one of these may be
+        rank 0 soon, and cannot call the hooks of what came before.
+        """
+        if self._state is not None:
+            with suppress(MembershipChangedError):
+                self._state.note_seen(self._note_seen)
+
     def _meet(self) -> None:
         with named("meeting of all workers"):
             self._comm.barrier()
@@ -547,6 +555,7 @@ class ElasticRecovery(Recovery):
             except RuntimeError as error:
                 if not self.repeats or self._is_within:
                     raise
+                self._note_all_seen()
                 self._regroup(failure_reason(error))
 
     def once(self, hook: Callable[..., object], *args: Any) -> None:
@@ -560,10 +569,8 @@ class ElasticRecovery(Recovery):
 
     def boundary(self, requests: float) -> None:
         """See `Recovery.boundary`."""
-        if requests >= REGROUP and self._state is not None:
-            with suppress(MembershipChangedError):
-                # who joins now, and may be rank 0 soon, cannot call the hooks of what came before
-                self._state.note_seen(self._note_seen)
+        if requests >= REGROUP:
+            self._note_all_seen()
             self._regroup(at_boundary=True)
 
     # --- other workers

@@ -173,6 +173,23 @@ def test_what_rank_0_has_seen_is_noted_before_others_join() -> None:
         assert state.happened == ["note_seen", "leave", "regroup"]
 
 
+def test_what_rank_0_has_seen_is_noted_where_a_loss_is_noticed_while_loading() -> None:
+    comm: Any = Group()
+    recovery, state = ElasticRecovery(comm), State()
+    losses = [RuntimeError("Connection reset by peer")]
+
+    def load() -> int:
+        if losses:
+            raise losses.pop()
+        return 3
+
+    with recovery.training(state, 3), recovery.until_all_have_ended():
+        recovery.run(lambda: 7)
+        state.happened.clear()
+        assert recovery.read(load) == 3
+        assert state.happened == ["note_seen", "leave", "regroup"]
+
+
 def test_operations_before_the_first_step_have_the_results_of_the_others_on_a_worker_that_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
