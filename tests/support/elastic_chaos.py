@@ -36,7 +36,7 @@ from lockstep.elastic.membership import Coordinator, Up
 from lockstep.environment import ElasticWorker
 from lockstep.job.messages import FromAnyWorker
 from lockstep.launcher.workers import Workers
-from lockstep.parallel import one_bucket, reducer
+from lockstep.parallel import bucket_exchange, one_bucket, reducer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -342,8 +342,8 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
         lambda *_: chaos.pass_by("forward" if net.training else "evaluation")
     )
     next(net.parameters()).register_hook(lambda _: chaos.pass_by("backward"))
-    chaos.around(reducer.BucketExchange, "start", "bucket")
-    chaos.around(reducer.BucketExchange, "add_up", "between")
+    chaos.around(bucket_exchange.BucketExchange, "start", "bucket")
+    chaos.around(bucket_exchange.BucketExchange, "add_up", "between")
     chaos.around(one_bucket.OneBucket, "average", "bucket", "between")
     for owner, name in ((reducer.Reducer, "finish"), (one_bucket.OneBucket, "average")):
         chaos.before(owner, name, "late")

@@ -19,6 +19,7 @@ __all__ = [
     "GradientExchange",
     "GradientHooks",
     "Gradients",
+    "in_own_memory",
     "make_buckets",
     "refuse_further_pass",
     "separate_gradients",
@@ -96,6 +97,11 @@ class Bucket:
         self._unused += [gradients for _, gradients in self.tree.partial_sums]
         self.tree.clear()
 
+    def clear(self) -> None:
+        """Free all memory of the bucket, which is used no longer."""
+        self.tree.clear()
+        self._unused.clear()
+
     def collect(self, node: Node) -> None:
         """Move the parameters' gradients into the tree as the sum of `node`, the next subtree; sets
         them to None.
@@ -107,7 +113,17 @@ class Bucket:
         _check_dense(gradients)
         for p in self.parameters:
             p.grad = None
-        self.tree.push(node, gradients)
+        self.tree.push(
+            node, [None if gradient is None else in_own_memory(gradient) for gradient in gradients]
+        )
+
+    def has_strides(self, gradient: torch.Tensor) -> bool:
+        """Return whether the gradient of the bucket's only parameter has the strides of its view of
+        a flat tensor, and no gaps.
+        """
+        parameter = self.parameters[0]
+        expected = parameter if _is_dense(parameter) else torch.empty_like(parameter, device="meta")
+        return gradient.stride() == expected.stride()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of `flat` for each parameter; `flat` is a 1-d tensor of at least `numel`
@@ -127,6 +143,28 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     return [
         b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)
     ]
+
+
+def _owners_of_memory(tensor: torch.Tensor) -> int:
+    """Return how many own the memory of a tensor: all tensors in it, and Python's object of it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_SINGLE = torch.empty(1)
+_OWNERS_OF_UNSHARED = _owners_of_memory(_SINGLE)
+
+
+def in_own_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that may be added to in place: a copy if something else has its memory.
+
+    Autograd leaves two parameters that are added through views, such as ``a.view(-1) +
+    b.view(-1)``, gradients in the same memory.
+    """
+    if gradient.layout is not torch.strided:
+        return gradient
+    if _owners_of_memory(gradient) <= _OWNERS_OF_UNSHARED:
+        return gradient
+    return gradient.clone()
 
 
 def separate_gradients(
@@ -184,27 +222,36 @@ def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
     elements.
     """
     offsets = []
-    end = 0
+    numel = 0
     for p in parameters:
-        offsets.append(end)
-        end += -(-p.numel() // _ALIGN) * _ALIGN
-    return offsets, end
+        offsets.append(-(-numel // _ALIGN) * _ALIGN)
+        numel = offsets[-1] + p.numel()
+    return offsets, numel
 
 
 def make_buckets(
     parameters: Sequence[nn.Parameter],
     limit: int | None,
+    alone: int | None,
     make: Callable[[Sequence[nn.Parameter]], Bucket],
 ) -> list[Bucket]:
-    """Group `parameters` into buckets of one dtype and device each, of about `limit` bytes (None:
-    no limit).
+    """Group `parameters` into buckets of one dtype and device each.
 
     Buckets are sorted by the order in which they are complete when gradients arrive in the order of
     `parameters`.
+
+    Args:
+        parameters: the parameters.
+        limit: bytes of a bucket, about; None for no limit.
+        alone: bytes from which on a parameter has a bucket of its own; None if none has.
+        make: makes a bucket.
     """
     open_groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     full_groups: list[list[nn.Parameter]] = []
     for p in parameters:
+        if alone is not None and p.nbytes >= alone:
+            full_groups.append([p])
+            continue
         group = open_groups.setdefault((p.dtype, p.device), [])
         group.append(p)
         if limit is not None and sum(q.numel() * q.element_size() for q in group) >= limit:
@@ -332,8 +379,13 @@ class GradientHooks:
 
     def record_versions(self, parameters: Sequence[nn.Parameter]) -> None:
         """Record the versions of the gradients of `parameters` before a backward pass that adds to
-        them.
+        them, each in memory of its own.
         """
+        for p in parameters:
+            if p.grad is not None:
+                own = in_own_memory(p.grad)
+                if own is not p.grad:
+                    p.grad = own
         self._versions = [-1 if p.grad is None else p.grad._version for p in parameters]
 
     def check_one_pass(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .. import observers
 from ..communicator import Communicator
 from ..errors import ConfigError
-from ..flight_recorder import named
+from .bucket_exchange import BucketExchange, PiecesInFlight, SubtreeLayout, gather_sum
 from .gradient_buckets import (
     Bucket,
     GradientExchange,
@@ -25,197 +23,16 @@ from .gradient_buckets import (
     refuse_further_pass,
 )
 from .shards import bounds, check_virtual_workers
-from .tree_sum import Node, TreeSum, is_left_fold, nodes
+from .tree_sum import Node, TreeSum
 
-__all__ = ["BucketExchange", "Reducer", "SubtreeLayout", "gather_sum"]
-
-
-# --- Tree sum over workers
-# --------------------------------------------------------------------------------------------
-
-_GRADIENTS = "gradient all-reduce"  # what the watchdog calls these collectives
-# The first is the name since torch 2.13.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class SubtreeLayout:
-    """The subtrees whose sums each worker holds after its shards.
-
-    Args:
-        comm: communicator over the workers, at least two.
-        virtual_workers: number of leaves, at least as many as workers.
-
-    Attributes:
-        comm: the communicator.
-        virtual_workers: the number of leaves.
-        by_rank: the subtrees of each worker, in rank order.
-        local: the subtrees of this worker.
-    """
-
-    def __init__(self, comm: Communicator, virtual_workers: int) -> None:
-        self.comm = comm
-        self.virtual_workers = virtual_workers
-        self.by_rank = [
-            nodes(*bounds(virtual_workers, comm.size, rank), virtual_workers)
-            for rank in range(comm.size)
-        ]
-        self.local = self.by_rank[comm.rank]
-        self._is_left_fold = is_left_fold(self.by_rank, virtual_workers)
-
-    def is_plain_sum(self, tensor: torch.Tensor) -> bool:
-        """Return whether an all-reduce of tensors like `tensor` adds in the order of the tree.
-
-        For two workers it does if each holds one subtree. For more, only the process group knows
-        its order of summation: the name of the backend does not determine it. A group without
-        `sums_in_rank_order` is assumed to use another order.
-        """
-        if not self._is_left_fold or self.comm.size == 2:
-            return self._is_left_fold
-        in_rank_order: Callable[..., bool] | None = getattr(
-            self.comm.group, "sums_in_rank_order", None
-        )
-        return in_rank_order is not None and in_rank_order(tensor.device, tensor.dtype)
-
-    def tree(self) -> TreeSum[torch.Tensor]:
-        """Return an empty tree sum of tensors; additions are in place of the left operand."""
-        return TreeSum(self.virtual_workers, lambda left, right: left.add_(right))
-
-    def add_rows(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """Return the tree sum of `rows`, one tensor for each subtree of all workers, in order."""
-        tree = self.tree()
-        for node, row in zip(
-            (node for subtrees in self.by_rank for node in subtrees), rows, strict=True
-        ):
-            tree.push(node, row)
-        return tree.total()
-
-
-class BucketExchange(GradientExchange):
-    """Sums one bucket's gradients over the workers, in persistent buffers.
-
-    Each worker adds up one slice of the bucket: an all-to-all sends it that slice of every subtree,
-    and an all-gather distributes the sums. Where the all-reduce adds in the order of the tree, one
-    all-reduce does both.
-
-    Args:
-        bucket: the bucket.
-        layout: the subtrees of each worker.
-    """
-
-    def __init__(self, bucket: Bucket, layout: SubtreeLayout) -> None:
-        first = bucket.parameters[0]
-        rows = len(layout.local)
-        size = layout.comm.size
-        self._layout = layout
-        self._plain = layout.is_plain_sum(first)
-        self._slice = -(-bucket.numel // size)
-        # Zeros, because the gaps between parameters are sent and added as well.
-        self._local = torch.zeros(rows, self._slice * size, dtype=first.dtype, device=first.device)
-        # Through .data each has a version of its own, by which a change of one gradient is told
-        # from that of another.
-        self._views = [[view.data for view in bucket.views(row)] for row in self._local]
-        self._sent = self._local if rows == 1 else self._local.new_empty(size, rows, self._slice)
-        rows_received = 0 if self._plain else sum(len(subtrees) for subtrees in layout.by_rank)
-        self._received = self._local.new_empty(rows_received, self._slice)
-        self._work: Any = None
-
-    def start(self, partial_sums: list[tuple[Node, Gradients]]) -> None:
-        """Start to send the sums over this worker's subtrees."""
-        with named(_GRADIENTS):
-            self._start(partial_sums)
-
-    def _start(self, partial_sums: list[tuple[Node, Gradients]]) -> None:
-        for views, (_, gradients) in zip(self._views, partial_sums, strict=True):
-            copy_gradients(gradients, views)
-        layout = self._layout
-        group = self._layout.comm.group
-        if self._plain:
-            self._work = dist.all_reduce(self._local, group=group, async_op=True)
-            return
-        if len(partial_sums) > 1:  # make the values for each rank contiguous
-            for number, row in enumerate(self._local):
-                self._sent[:, number].copy_(row.view(layout.comm.size, self._slice))
-        receive_sizes = [len(subtrees) * self._slice for subtrees in layout.by_rank]
-        send_sizes = [len(partial_sums) * self._slice] * layout.comm.size
-        received = self._received.view(-1)
-        sent = self._sent.view(-1)
-        self._work = dist.all_to_all_single(
-            received, sent, receive_sizes, send_sizes, group=group, async_op=True
-        )
-
-    def add_up(self) -> None:
-        """Add up this worker's slice, and start to gather all slices."""
-        if self._plain:
-            return
-        self._work.wait()
-        total = self._layout.add_rows(list(self._received.unbind()))
-        with named(_GRADIENTS):
-            self._work = _all_gather(
-                self._local[0], total, group=self._layout.comm.group, async_op=True
-            )
-
-    def wait(self) -> Gradients:
-        """Wait for the sums, and return one for each parameter of the bucket."""
-        self._work.wait()
-        self._work = None
-        return list(self._views[0])
-
-
-def copy_gradients(gradients: Gradients, views: list[torch.Tensor]) -> None:
-    """Copy `gradients` into `views`; a missing gradient becomes -0.0, which changes no number it is
-    added to.
-    """
-    pairs = [
-        (view, gradient)
-        for view, gradient in zip(views, gradients, strict=True)
-        if gradient is not None
-    ]
-    if pairs:
-        torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
-    for view, gradient in zip(views, gradients, strict=True):
-        if gradient is None:
-            view.fill_(-0.0)
-
-
-def gather_sum(
-    partial_sums: list[tuple[Node, torch.Tensor]], layout: SubtreeLayout
-) -> Callable[[], torch.Tensor]:
-    """Start the tree sum of small tensors over the workers; returns a function that waits for it
-    and returns it.
-
-    Args:
-        partial_sums: this worker's subtrees, with 1-d tensors of one size and dtype on all workers.
-        layout: the subtrees of each worker.
-    """
-    local = [value for _, value in partial_sums]
-    comm = layout.comm
-    if layout.is_plain_sum(local[0]):
-        with named("loss and sample count"):
-            return comm.iallreduce(local[0]).wait
-    rows = max(len(subtrees) for subtrees in layout.by_rank)
-    padded = local[0].new_zeros(rows, local[0].numel())
-    torch._foreach_copy_(list(padded[: len(local)].unbind()), local)
-    gathered = local[0].new_empty(comm.size * rows, local[0].numel())
-    with named("loss and sample count"):
-        work: Any = _all_gather(gathered, padded, group=comm.group, async_op=True)
-
-    def finish() -> torch.Tensor:
-        work.wait()
-        by_rank = zip(layout.by_rank, gathered.view(comm.size, rows, -1).unbind(), strict=True)
-        return layout.add_rows(
-            [row for subtrees, of_rank in by_rank for row in of_rank[: len(subtrees)]]
-        )
-
-    return finish
-
-
-# --- Reducer
-# --------------------------------------------------------------------------------------------------
+__all__ = ["Reducer"]
 
 
 # Bytes of a bucket: large enough to amortise the latency of a message, small enough that the first
 # one is sent early.
 _BUCKET = 4 << 20
+# From so many bytes on a gradient is sent by itself, without a copy.
+_ALONE = 1 << 20
 
 
 class Reducer:
@@ -272,8 +89,9 @@ class Reducer:
         self._in_place = self.virtual_workers == 1 and not one_pass
         self._any_order = exchange is not None
         self._exchange = exchange
+        self._pieces = PiecesInFlight()
         if exchange is None and comm.size > 1:
-            self._exchange = partial(BucketExchange, layout=self._layout)
+            self._exchange = partial(BucketExchange, layout=self._layout, pieces=self._pieces)
         self._trained: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
         self._hooks = GradientHooks()
@@ -338,10 +156,7 @@ class Reducer:
                 self._make_buckets(trained[::-1])
             else:
                 self._set_buckets([self._make_bucket(group) for group in groups])
-        elif (
-            self._sent and not self._any_order
-        ):  # communication of an unfinished step may still write to the buffers
-            self._set_buckets([self._make_bucket(bucket.parameters) for bucket in self._buckets])
+        self._pieces.abandon()
         self._numbers.clear()
         self.sums = None
         self._wait_for_sums = None
@@ -359,13 +174,18 @@ class Reducer:
     def _make_buckets(self, order: list[nn.Parameter]) -> None:
         """Group parameters, in the order in which gradients arrive, into buckets."""
         limit = None if self._exchange is None else _BUCKET
-        self._set_buckets(make_buckets(order, limit, self._make_bucket))
+        alone = None if self._exchange is None else _ALONE
+        self._set_buckets(make_buckets(order, limit, alone, self._make_bucket))
 
     def _make_bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
         return Bucket(parameters, self.virtual_workers)
 
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         """Use `buckets` from now on, each with an exchange of its own."""
+        # A bucket, its tree and its exchange refer to each other: without this, a set of gradients
+        # would stay until Python looks for such cycles.
+        for bucket in self._buckets:
+            bucket.clear()
         self._buckets = buckets
         if self._exchange is not None:
             for bucket in buckets:
@@ -513,7 +333,7 @@ class Reducer:
         for bucket in self._buckets:
             sums = bucket.tree.total() if bucket.exchange is None else bucket.exchange.wait()
             for p, gradient in zip(bucket.parameters, sums, strict=True):
-                # -0.0 as with several workers, see `copy_gradients`.
+                # -0.0 as with several workers, see `BucketExchange`.
                 p.grad = torch.full_like(p, -0.0) if gradient is None else gradient
             bucket.tree.clear()
 
@@ -526,7 +346,4 @@ class Reducer:
         rank0_order = self.comm.broadcast(
             torch.tensor(order, dtype=torch.int64, device=self.comm.device)
         )
-        gradients = [p.grad for p in self._trained]
         self._make_buckets([self._trained[number] for number in rank0_order.tolist()])
-        for p, gradient in zip(self._trained, gradients, strict=True):
-            p.grad = gradient  # a view of the old buckets

@@ -62,7 +62,7 @@ def statistics_of_rank_0() -> None:
 
 
 def whatever_order_the_transport_has() -> None:
-    from lockstep.parallel.reducer import SubtreeLayout
+    from lockstep.parallel.bucket_exchange import SubtreeLayout
 
     SubtreeLayout.is_plain_sum = lambda *_: True  # type: ignore[method-assign]
 
@@ -76,8 +76,8 @@ def buffers_as_the_last_shard_left_them() -> None:
 def disturbed(change: Any, **arguments: Any) -> tuple[str, list[float]]:
     """`run` in a process in which one thing has been taken out; it is put back afterwards."""
     import lockstep.data.fetching as fetching
+    import lockstep.parallel.bucket_exchange as exchange
     import lockstep.parallel.buffers as buffers
-    import lockstep.parallel.reducer as exchange
     import lockstep.parallel.tree_sum as tree
     import lockstep.training.virtual_worker_passes as passes
 

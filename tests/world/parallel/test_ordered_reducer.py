@@ -4,6 +4,7 @@ parameters there are.
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -451,3 +452,62 @@ def test_a_batch_whose_samples_cannot_be_counted(batch: Any) -> None:
         ConfigError, match="batch: expected a global batch whose tensors have all their samples"
     ):
         reducer.part(batch, 0)
+
+
+@pytest.mark.parametrize("virtual_workers", [2, 3, 4])
+def test_gradients_that_autograd_leaves_in_one_memory(pool: Pool, virtual_workers: int) -> None:
+    """Of parameters that are added through views, one sum must not be added to another."""
+
+    def gradients() -> list[Any]:
+        wide, tall = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(6, 4))
+        reducer = lockstep.invariance.OrderedReducer([wide, tall], virtual_workers)
+        before, reducers._ALONE = reducers._ALONE, 64  # sent from where they are
+        try:
+            for shard in reducer:
+                x = torch.arange(24.0) * (shard + 1)
+                ((wide.view(-1) + tall.view(-1)) * x).sum().backward()
+        finally:
+            reducers._ALONE = before
+        return [p.grad.view(-1).tolist() for p in (wide, tall)]  # type: ignore[union-attr]
+
+    whole = (torch.arange(24.0) * sum(range(1, virtual_workers + 1))).tolist()
+    for workers in range(1, min(virtual_workers, 3) + 1):
+        assert pool.run(gradients, workers=workers) == [[whole, whole]] * workers
+
+
+def bytes_of_tensors() -> int:
+    """The memory of all tensors of this process that Python knows."""
+    memories = {}
+    for kept in gc.get_objects():
+        if type(kept) in (torch.Tensor, nn.Parameter):
+            memory = kept.untyped_storage()
+            memories[memory.data_ptr()] = memory.nbytes()
+    return sum(memories.values())
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_one_of_several_workers_needs_no_more_memory_than_one_alone(
+    pool: Pool, backend: str
+) -> None:
+    def peak() -> float:
+        """Of the memory of the parameters: what there is at most, beside them, in steps."""
+        layers = [nn.Linear(2048, 2048, bias=False) for _ in range(3)]  # of 16 MiB each
+        model = nn.Sequential(*layers)
+        reducer = lockstep.invariance.OrderedReducer(model.parameters(), virtual_workers=8)
+        gc.collect()
+        gc.disable()  # nothing may hang on it
+        before = bytes_of_tensors()
+        most = 0
+        try:
+            for _ in range(3):
+                for _ in reducer:
+                    model(torch.ones(1, 2048)).sum().backward()
+                    most = max(most, bytes_of_tensors() - before)
+                most = max(most, bytes_of_tensors() - before)
+        finally:
+            gc.enable()
+        return most / sum(p.nbytes for p in model.parameters())
+
+    (alone,) = pool.run(peak, workers=1)
+    for workers in (2, 3, 4):
+        assert max(pool.run(peak, workers=workers, backend=backend)) <= alone
