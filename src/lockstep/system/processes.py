@@ -194,6 +194,10 @@ class ProcessLiveness:
         """Return whether the process of `rank` is stopped by a signal, and not by a debugger."""
         return rank in self._pids and is_stopped(self._pids[rank])
 
+    def status(self, rank: int) -> ProcessStatus | None:
+        """Return the status of the process of `rank`; None if there is none, or no /proc."""
+        return read_status(self._pids[rank]) if rank in self._pids else None
+
     def close(self) -> None:
         """Close the pidfds."""
         with self._lock:

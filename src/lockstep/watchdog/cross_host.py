@@ -9,7 +9,7 @@ hosts these are 2 h + 2 messages a period at the job's store, whatever the numbe
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,23 +18,36 @@ from msgspec import structs
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from .. import messages
+from ..errors import ranks_in_words
 from ..flight_recorder import Record, decode_batch, describe
 from ..flight_recorder.layout import StateWords
 from ..gloo import SocketTracker
 from . import report as reports
 from .deadlock import CycleSearch, deadlock_finding
 from .diagnosis import (
+    FROZEN_S,
     OWN_WORK_FACTOR,
     SIMULTANEOUS_S,
+    ObservationClock,
     exception_finding,
+    held_up_warning,
     missing_finding,
     stall_finding,
     straggler_warning,
+    why_held_up,
 )
 from .mismatch import compare_records, describe_difference
 from .report import Call, Finding, RankStatus, Report
 from .shared_state import WatchdogState
-from .states import GroupState, HostState, JobStates, RecordRow, Wait, collect_state
+from .states import (
+    GroupState,
+    HostState,
+    JobStates,
+    RecordRow,
+    Wait,
+    collect_state,
+    describe_record,
+)
 
 if TYPE_CHECKING:
     from .monitor import GroupMonitor
@@ -47,6 +60,7 @@ __all__ = [
     "find_deadlock",
     "find_divergence",
     "find_fault",
+    "find_held_up",
     "find_stragglers",
 ]
 
@@ -90,6 +104,7 @@ class StateExchange:
         self._polled: dict[
             int, tuple[int, float]
         ] = {}  # the last count of each host, and when it was new
+        self._before: dict[int, int] = {}  # the last counts before this host was absent
 
     def initialize(self) -> None:
         """Publish an empty state; every host must have done so before any host polls."""
@@ -123,12 +138,19 @@ class StateExchange:
     def reset_silence(self) -> None:
         """Restart the measurement of silences, as this host has not polled for a while."""
         now = time.monotonic()
+        self._before = {host: count for host, (count, _) in self._polled.items()}
         self._polled = {host: (count, now) for host, (count, _) in self._polled.items()}
 
     def silent_s(self, host: int) -> float:
         """Return the seconds since a host has published a new state."""
         polled = self._polled.get(host)
         return 0.0 if polled is None else time.monotonic() - polled[1]
+
+    def is_outdated(self, host: int) -> bool:
+        """Return whether a host has published nothing since this one was absent: the whole job may
+        have been stopped, one rank after the other.
+        """
+        return host in self._before and self._polled[host][0] == self._before[host]
 
     def publish_report(self, text: str) -> str:
         """Publish a report; return the one that all hosts get, which may be another host's."""
@@ -139,15 +161,18 @@ class StateExchange:
 # -------------------------------------------------------------------------------
 
 
-def find_fault(job: JobStates, uneven: bool = False) -> Finding | None:
+def find_fault(
+    job: JobStates, uneven: bool = False, may_be_stopped: Collection[int] = ()
+) -> Finding | None:
     """Return the first thing that is wrong.
 
     Args:
         job: the states of all hosts.
         uneven: whether ranks have different numbers of batches on purpose.
+        may_be_stopped: ranks of which it is no fault that they are stopped.
     """
     for key in job.groups:
-        finding = find_divergence(job, uneven, (key,)) or _find_missing(job, key)
+        finding = find_divergence(job, uneven, (key,)) or _find_missing(job, key, may_be_stopped)
         if finding is not None:
             return finding
     return None
@@ -210,15 +235,20 @@ def _as_record(state: GroupState, row: RecordRow) -> Record:
     )
 
 
-def _find_missing(job: JobStates, key: int) -> Finding | None:
-    """Return the finding for a rank that others wait for and that will never call the
-    collective.
+def _find_missing(job: JobStates, key: int, may_be_stopped: Collection[int]) -> Finding | None:
+    """Return the finding for a rank that others wait for and that will never call the collective,
+    or that is stopped within it.
     """
+    stopped = {rank for rank, row in job.rows.items() if row.state == "frozen"}
+    excused = stopped & set(may_be_stopped)
     for part in job.groups[key]:
-        for rank in job.missing(key, part.pending):
-            finding = (
-                missing_finding(job.rows[rank], part.last_call()) if rank in job.rows else None
-            )
+        awaited = [*job.missing(key, part.pending)]
+        if not stopped.issuperset(part.ranks):  # of those that wait, one runs
+            awaited += stopped.intersection(job.within(key, part.pending))
+        for rank in awaited:
+            finding = None
+            if rank in job.rows and rank not in excused:
+                finding = missing_finding(job.rows[rank], part.last_call())
             if finding is not None:
                 return finding.at(key, part.pending)
     return None
@@ -233,6 +263,25 @@ def find_stragglers(job: JobStates) -> Iterator[tuple[int, GroupState, list[int]
             missing = job.missing(key, part.pending)
             if missing:
                 yield key, part, missing
+
+
+def find_held_up(
+    job: JobStates, reasons: Mapping[int, str]
+) -> Iterator[tuple[int, GroupState, list[int]]]:
+    """Yield groups in which ranks wait in a collective that all have called, and some do not run:
+    key, state of ranks that wait, the ranks that do not run.
+
+    Args:
+        job: the states of all hosts.
+        reasons: why ranks do not run.
+    """
+    for key, parts in job.groups.items():
+        for part in parts:
+            within = job.within(key, part.pending)
+            held_up = [rank for rank in within if rank in reasons]
+            runs = not reasons.keys() >= set(part.ranks)
+            if held_up and runs and not job.missing(key, part.pending):
+                yield key, part, held_up
 
 
 def find_deadlock(cycles: CycleSearch, job: JobStates, counts: Mapping[int, int]) -> Finding | None:
@@ -295,8 +344,11 @@ class CrossHost:
         self._exchange: StateExchange | None = None
         self._states: dict[int, HostState] = {}
         self._next_period = self._failing_since = self._raised_since = 0.0
-        self._warned: set[tuple[int, int]] = set()  # the wait that was warned about last
+        # the wait that was warned about last, and whether it was known why a rank does not run
+        self._warned: set[tuple[int, int, bool]] = set()
+        self._warned_held_up: set[tuple[int, int]] = set()  # the same, of a call that all have made
         self._cycles = CycleSearch()
+        self._clock = ObservationClock()  # for how long processes have been in a state
         self._warned_groups: set[int] = set()  # in which ranks are on different batches
         self._host = 0
         self._is_final = False  # whether this rank is about to exit
@@ -442,12 +494,23 @@ class CrossHost:
 
     def _own_state(self) -> HostState:
         state = self._state
-        stopped = [rank for rank in state.peers if state.health.is_stopped(rank)]
+        self._clock.tick()
+        stopped = []
+        held_up = {}
+        for rank, reader in state.peers.items():
+            status = state.health.status(rank)
+            reason = why_held_up(reader, status)
+            condition = (rank, "" if status is None else status.state)
+            if reason and self._clock.observed_s(condition) >= FROZEN_S:
+                held_up[rank] = reason
+                if status is not None and status.state == "T":
+                    stopped.append(rank)
         local = {monitor.key for monitor in self._monitors if not monitor.remote_ranks}
         found = collect_state(state.readers, state.health.gone, stopped, local)
         if self._host == 0:  # the other hosts poll this one only
             found.solo = found.solo or any(each.solo for each in self._states.values())
         found.final = self._is_final
+        found.held_up = held_up
         return found
 
     def _has_long_wait(self) -> bool:
@@ -478,7 +541,9 @@ class CrossHost:
     def _check_all_hosts(self, lost: Mapping[int, tuple[str, str]]) -> Finding | None:
         """Return what is wrong between hosts, on the first one."""
         job = self._joined(self._states, lost)
-        finding = find_fault(job, self._may_be_uneven()) or self._find_exception(job)
+        finding = find_fault(
+            job, self._may_be_uneven(), self._may_be_stopped()
+        ) or self._find_exception(job)
         self._warn_of_batches(job)
         if finding is not None or self._state.limits.debugging:
             return finding
@@ -493,10 +558,65 @@ class CrossHost:
         if rows and all(row.state in ("ended", "raised", "died") for row in rows):
             # the first host compares the states no more
             return find_fault(job, self._may_be_uneven()) or self._find_exception(job)
-        if lost is None or not self._has_long_wait():
+        if not self._has_long_wait():
+            return None
+        if lost is None:
+            self._warn_of_first_host(job)
             return None
         text = f"Rank {first[0]}, or its host, is unreachable while other ranks wait: {lost[1]}."
         return Finding("lost", text, tuple(first))
+
+    def _warn_of_first_host(self, job: JobStates) -> None:
+        """Warn, on the second host, that the first one is silent while ranks of this host wait."""
+        state = self._state
+        if self._host != 1 or state.limits.debugging:
+            return
+        reasons = self._why_held_up(job, range(1))
+        firsts = (each.first_pending() for each in self._monitors if each.remote_ranks)
+        first = next((each for each in firsts if each is not None), None)
+        if reasons and first is not None and (0, first.number) not in self._warned_held_up:
+            self._warned_held_up = {(0, first.number)}
+            where = describe_record(state.own, first.number)
+            waited = time.monotonic() - first.entered
+            who = f"{ranks_in_words([state.rank])} has"
+            state.write_message(held_up_warning(where, waited, who, reasons))
+
+    def _why_held_up(self, job: JobStates, hosts: Iterable[int]) -> dict[int, str]:
+        """Return why ranks of these hosts do not run: as the hosts publish, or because a host
+        publishes nothing.
+        """
+        exchange = self._exchange
+        found = dict[int, str]()
+        for host in hosts:
+            if host in self._states:
+                found.update(self._states[host].held_up)
+            silent_s = 0.0
+            if exchange is not None and host != self._host:
+                silent_s = exchange.silent_s(host)
+            if silent_s < self._state.limits.warning_s:
+                continue
+            for rank in self._job.hosts[host]:
+                row = job.rows.get(rank)
+                if row is not None and row.state not in ("ended", "raised", "died"):
+                    found[rank] = (
+                        f"silent: its host {row.host} has published nothing for "
+                        f"{reports.seconds(silent_s)}; its processes may be stopped"
+                    )
+        return found
+
+    def _may_be_stopped(self) -> set[int]:
+        """Return the ranks of which it is no fault that they are stopped: what was published before
+        this host was absent says nothing, as the whole job may have been stopped.
+        """
+        limits = self._state.limits
+        is_excused = limits.debugging or limits.expects_losses
+        exchange = self._exchange
+        return {
+            rank
+            for host, ranks in enumerate(self._job.hosts)
+            for rank in ranks
+            if is_excused or (exchange is not None and exchange.is_outdated(host))
+        }
 
     def _may_be_uneven(self) -> bool:
         """Return whether different batches are no error."""
@@ -562,6 +682,7 @@ class CrossHost:
         states = self._states.values()
         activities = {rank: text for state in states for rank, text in state.activities.items()}
         own_work = {rank for state in states for rank in state.own_work}
+        held_up = self._why_held_up(job, range(len(self._job.hosts)))
         for key, waiting, missing in find_stragglers(job):
             call = waiting.last_call()
             seconds = waiting.seconds
@@ -570,18 +691,38 @@ class CrossHost:
                 return stall_finding(missing, call, limit_s).at(key, waiting.pending)
             # ranks of one host warn of each other themselves
             hosts = {job.host_of[rank] for rank in (*missing, *waiting.ranks)}
-            known = (key, waiting.pending) in self._warned
+            warning = key, waiting.pending, not held_up.keys().isdisjoint(missing)
             warning_s = limits.warning_s * (
                 OWN_WORK_FACTOR if own_work.issuperset(missing) else 1.0
             )
-            if seconds > warning_s and len(hosts) > 1 and not known:
-                self._warned = {(key, waiting.pending)}
-                places = {
-                    rank: f"in {activities[rank]}" for rank in missing[:3] if rank in activities
-                }
+            if seconds > warning_s and len(hosts) > 1 and warning not in self._warned:
+                self._warned = {warning}
+                places = {}
+                for rank in missing[:3]:
+                    known = [f"in {activities[rank]}"] if rank in activities else []
+                    known += [held_up[rank]] if rank in held_up else []
+                    if known:
+                        places[rank] = ", ".join(known)
                 text = straggler_warning(missing, call, seconds, "other ranks wait", 0.0, places)
                 self._state.write_message(text)
+        self._warn_of_held_up(job, held_up)
         return None
+
+    def _warn_of_held_up(self, job: JobStates, reasons: Mapping[int, str]) -> None:
+        """Warn of ranks on other hosts that do not run, in a collective that all have called."""
+        for key, waiting, held_up in find_held_up(job, reasons):
+            hosts = {job.host_of[rank] for rank in (*held_up, *waiting.ranks)}
+            warning = key, waiting.pending
+            is_due = waiting.seconds > self._state.limits.warning_s
+            # ranks of one host warn of each other themselves
+            if is_due and len(hosts) > 1 and warning not in self._warned_held_up:
+                self._warned_held_up = {warning}
+                own = sorted(set(waiting.ranks) - reasons.keys())
+                who = f"{ranks_in_words(own)} {'has' if len(own) == 1 else 'have'}"
+                shown = {rank: reasons[rank] for rank in held_up[:3]}
+                call = waiting.last_call()
+                text = held_up_warning(call, waiting.seconds, who, shown)
+                self._state.write_message(text)
 
     def _adopt_report(self, text: str) -> None:
         with suppress(OSError, ValueError):

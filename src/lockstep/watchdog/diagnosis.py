@@ -11,23 +11,28 @@ from typing import TYPE_CHECKING
 
 from .. import environment
 from ..errors import ranks_in_words
+from ..flight_recorder import RecorderReader
 from ..flight_recorder.layout import StateWords
-from .report import Finding, RankStatus, advice_on_method, method_in
-from .states import DESTROYED_GROUPS, rank_status
+from ..system.processes import ProcessStatus
+from .report import Finding, RankStatus, advice_on_method, method_in, seconds
+from .states import DESTROYED_GROUPS, SILENT_S, rank_status
 
 if TYPE_CHECKING:
     from .shared_state import WatchdogState
 
 __all__ = [
+    "FROZEN_S",
     "OWN_WORK_FACTOR",
     "SIMULTANEOUS_S",
     "ObservationClock",
     "exception_finding",
+    "held_up_warning",
     "local_exception",
     "local_finding",
     "missing_finding",
     "stall_finding",
     "straggler_warning",
+    "why_held_up",
 ]
 
 OWN_WORK_FACTOR = (
@@ -43,6 +48,7 @@ SIMULTANEOUS_S = 2.0
 # -----------------------------------
 
 _LONGEST_TICK_S = 0.5
+_WORDS = StateWords()
 
 
 class ObservationClock:
@@ -249,11 +255,57 @@ def straggler_warning(
     return text
 
 
-# --- The other ranks of this host
+# --- Ranks that hold up a call which they have made
 # -------------------------------------------------------------------------------------
 
-_WORDS = StateWords()
-_FROZEN_S = 1.0  # a process that is stopped for a shorter time may only pass through that state
+FROZEN_S = 1.0
+"""A process that is stopped for a shorter time, in seconds, may only pass through that state."""
+
+_PROCESS_STATES = {
+    "T": "stopped by a signal ({process}, state T; `kill -CONT {pid}` lets it go on)",
+    "t": "held by a debugger ({process}, state t)",
+    "D": "in uninterruptible sleep ({process}, state D: it waits for a disk, a network file "
+    "system, swapped memory or a driver)",
+}
+
+
+def why_held_up(reader: RecorderReader, status: ProcessStatus | None) -> str:
+    """Return why a rank of this host does not run, as its process shows; "" if it seems to run.
+
+    Args:
+        reader: of its flight recorder.
+        status: of its process; None if it is not known.
+    """
+    process = f"process {reader.pid} on {reader.host}"
+    letter = "?" if status is None else status.state
+    if letter in _PROCESS_STATES:
+        return _PROCESS_STATES[letter].format(process=process, pid=reader.pid)
+    silent_s = time.monotonic() - reader.floats[_WORDS.heartbeat]
+    if status is None or silent_s < SILENT_S:
+        return ""
+    return (
+        f"without a heartbeat for {seconds(silent_s)} ({process}, state {letter}): it is swapped "
+        "out, frozen, or in C code that holds the interpreter"
+    )
+
+
+def held_up_warning(where: str, waited_s: float, waiting: str, reasons: Mapping[int, str]) -> str:
+    """Return the warning of ranks that hold up the call `where`, which they have made.
+
+    Args:
+        where: the call.
+        waited_s: seconds for which the others wait.
+        waiting: who waits.
+        reasons: why each of these ranks does not run, see `why_held_up`.
+    """
+    text = f"held up: {waiting} waited in {where} for {waited_s:.1f} s, though all have called it."
+    for rank, reason in reasons.items():
+        text += f"\n  Rank {rank} is {reason}"
+    return text
+
+
+# --- The other ranks of this host
+# -------------------------------------------------------------------------------------
 
 
 def local_finding(
@@ -275,7 +327,7 @@ def local_finding(
     is_excused = state.limits.debugging or state.limits.expects_losses
     is_frozen = False
     if clock is not None and not is_excused and state.health.is_stopped(rank):
-        is_frozen = clock.observed_s(("stopped", rank)) > _FROZEN_S
+        is_frozen = clock.observed_s(("stopped", rank)) > FROZEN_S
     is_gone = rank in state.health.gone
     if not (is_gone or is_frozen or reader.phase in ("ended", "left")):
         return None

@@ -398,6 +398,11 @@ class GroupMonitor:
                 missing.append(peer.rank)
         return missing
 
+    def ranks_within(self, sequence: int) -> list[int]:
+        """Return the other ranks of this host that have called that collective and are in it."""
+        records = ((peer.rank, self.peer_record(peer, sequence)) for peer in self.peers)
+        return [rank for rank, raw in records if raw is not None and not raw.left]
+
     def peer_record(self, peer: Peer, sequence: int) -> RawRecord | None:
         """Return a peer's record of that collective; None if it has not called it, or the record is
         overwritten.

@@ -25,11 +25,14 @@ from .cross_host import CrossHost
 from .deadlock import CycleSearch, deadlock_finding, explained, find_other_tag
 from .delivery import ErrorDelivery, StackFile, collect_stacks, deliver_error
 from .diagnosis import (
+    FROZEN_S,
     OWN_WORK_FACTOR,
     ObservationClock,
+    held_up_warning,
     local_exception,
     stall_finding,
     straggler_warning,
+    why_held_up,
 )
 from .monitor import GroupMonitor
 from .rendezvous import Rendezvous
@@ -433,7 +436,7 @@ class MonitorThread:
                 monitor.compare_with(peer, own, raises=False)
         missing = monitor.missing_ranks(first.sequence)
         if not missing:
-            return None
+            return self._check_held_up(first, monitor.ranks_within(first.sequence), monitor)
         return monitor.diagnose(first, missing, self._clock) or self._check_stragglers(
             first, missing, monitor.ranks, monitor.key
         )
@@ -450,8 +453,15 @@ class MonitorThread:
         wait = wait_in(state.own, raw)
         peer = state.peers.get(raw.peer)
         is_matched = peer is not None and wait.is_matched_by(state.rank, peer)
-        if monitor is None or (is_matched and not wait.is_send):
-            return None  # the message arrives, whatever has become of its sender
+        if monitor is None:
+            return None
+        if is_matched and not wait.is_send:
+            # the message arrives, whatever has become of its sender, unless that still sends it
+            theirs = None if peer is None else peer.raw(peer.state_word(StateWords().since_record))
+            is_sent = peer is None or peer.phase != "waits"
+            if is_sent or theirs is None or theirs.peer != state.rank:
+                return None
+            return self._check_held_up(PendingCall.of(raw), [raw.peer], monitor)
         if monitor.moved is not None:
             state.recorder.set_word(StateWords().moved, monitor.moved())
         pending = PendingCall.of(raw)
@@ -510,6 +520,44 @@ class MonitorThread:
             self._warn(where, culprits, sorted(waiting), waited, limit_s)
         return None
 
+    def _check_held_up(
+        self, pending: PendingCall, inside: list[int], monitor: GroupMonitor
+    ) -> Finding | None:
+        """Check the processes of the ranks that are in the call in which this rank waits: one that
+        is stopped is reported, one that does not run for another reason is warned about.
+
+        Nothing is said of a call that takes long while all run: there may be much data.
+
+        Args:
+            pending: the call, which all have made.
+            inside: the other ranks of this host that are in it.
+            monitor: of its group.
+        """
+        state = self._state
+        waited = self._clock.observed_s(("held up", monitor.key, pending.number))
+        if state.limits.debugging or waited < FROZEN_S:
+            return None
+        stopped = [rank for rank in inside if state.health.is_stopped(rank)]
+        finding = monitor.diagnose(pending, stopped, self._clock)
+        if finding is not None:
+            return finding
+        reasons = dict[int, str]()
+        for rank in inside:
+            status = state.health.status(rank)
+            reason = why_held_up(state.peers[rank], status)
+            condition = ("process state", rank, "" if status is None else status.state)
+            if reason and self._clock.observed_s(condition) >= FROZEN_S:
+                reasons[rank] = reason
+        last = self._warned.get((monitor.key, pending.number), 0.0)
+        waiting = sorted({state.rank, *inside} - reasons.keys())
+        is_due = waited >= max(state.limits.warning_s, last * _REPEAT_FACTOR)
+        if reasons and is_due and state.rank == waiting[0]:
+            self._warned = {(monitor.key, pending.number): waited}
+            who = f"{ranks_in_words(waiting)} {'has' if len(waiting) == 1 else 'have'}"
+            where = describe_record(state.own, pending.number)
+            state.write_message(held_up_warning(where, waited, who, reasons))
+        return None
+
     def _is_any_stopped(self, ranks: list[int]) -> bool:
         """Return whether, in an elastic job, one of `ranks` is stopped; its launcher sees to
         that.
@@ -526,6 +574,8 @@ class MonitorThread:
         places = {}
         for reader in readers[:3]:
             known = [f"in {reader.activity}"] if reader.activity else []
+            if reason := why_held_up(reader, state.health.status(reader.rank)):
+                known.append(reason)
             if stack := stacks.get(reader.rank):
                 known.append(f"at {' < '.join(stack[:3])}")
             if known:

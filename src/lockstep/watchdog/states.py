@@ -23,6 +23,7 @@ from .report import Call, CollectiveCalls, Finding, RankCalls, RankStatus, Repor
 __all__ = [
     "DESTROYED_GROUPS",
     "HISTORY",
+    "SILENT_S",
     "GroupState",
     "HostState",
     "JobStates",
@@ -49,7 +50,8 @@ _WORDS = StateWords()
 # ---------------------------------------------------------------------------------------------
 
 _STATES = {"runs": "runs", "waits": "waits", "left": "ended", "ended": "ended", "raised": "raised"}
-_SILENT_S = 3.0  # the monitor thread of a rank records a heartbeat ten times a second
+SILENT_S = 3.0
+"""Seconds without a heartbeat that are noted; a monitor thread records ten of them a second."""
 
 DESTROYED_GROUPS = "it destroyed its process groups"
 """The note of a rank that has not ended its program, but all its groups."""
@@ -80,7 +82,7 @@ def rank_status(
     elif stopped:
         kind = "frozen"
         note = f"process {state.pid} is stopped by a signal"
-    elif now - state.heartbeat > _SILENT_S:
+    elif now - state.heartbeat > SILENT_S:
         note = f"no heartbeat for {now - state.heartbeat:.1f} s"
     elif kind == "runs" and state.call is not None and state.call.left is None:
         note = "its last collective is still pending"
@@ -335,6 +337,7 @@ class HostState(msgspec.Struct, omit_defaults=True):
         activities: what the programs of ranks are doing, such as "the callback Curve.on_train_end",
             where it is known.
         own_work: ranks of which that is work of Lockstep's own that may take seconds.
+        held_up: why ranks do not run, where their processes show it, see `diagnosis.why_held_up`.
         final: whether a rank is about to exit.
         count: differs from one publication to the next.
     """
@@ -347,6 +350,7 @@ class HostState(msgspec.Struct, omit_defaults=True):
     solo: bool = False
     activities: dict[int, str] = {}
     own_work: list[int] = []
+    held_up: dict[int, str] = {}
     final: bool = False
     count: int = 0
 
@@ -532,6 +536,11 @@ class JobStates:
         """
         parts = self.groups.get(key, ())
         return sorted(rank for part in parts if part.last < sequence for rank in part.ranks)
+
+    def within(self, key: int, sequence: int) -> list[int]:
+        """Return the ranks that are in the collective `sequence` of a group; none for 0."""
+        parts = self.groups.get(key, ()) if sequence else ()
+        return sorted(rank for part in parts if part.pending == sequence for rank in part.ranks)
 
     def is_matched(self, rank: int) -> bool:
         """Return whether the other rank has done its part of the message in which `rank` waits;

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from lockstep import messages
 from lockstep.flight_recorder import FlightRecorder, RecorderReader, activity, current
@@ -255,3 +256,58 @@ def test_other_hosts_learn_what_the_program_of_a_rank_is_doing(
     assert (busy.activities, busy.own_work) == ({0: "the callback Curve.on_train_end"}, [0])
     assert (after.activities, after.own_work) == ({}, [])
     assert convert(json.loads(messages.encode(busy)), HostState).activities == busy.activities
+
+
+def test_who_was_stopped_before_this_host_was_absent_may_run_again(clock: Clock) -> None:
+    """A whole job may be stopped, one rank after the other, and go on."""
+    store = Store()
+    first, second = Host(0, store), StateExchange(store, 1, 2)
+    first.rows((0, "waits"))
+    first.state.limits.debugging, first.state.limits.expects_losses = False, False
+    vars(first.cross_host)["_represents_host"] = lambda: True
+    second.initialize()
+    first.cross_host.tick(0.1)
+    assert first.cross_host._may_be_stopped() == set()
+    clock.pass_s(0.6)
+    first.cross_host.tick(3600)
+    assert first.cross_host._may_be_stopped() == {1, 2}
+    second.publish(HostState())
+    clock.pass_s(0.6)
+    first.cross_host.tick(0.1)
+    assert first.cross_host._may_be_stopped() == set()
+
+
+def test_a_host_that_is_silent_within_a_collective_is_named_once(clock: Clock) -> None:
+    """Whether the first host hears nothing of another, or the others nothing of it."""
+    store = Store()
+    places = [Host(0, store), Host(1, store)]
+    said: list[list[str]] = [[], []]
+    for place, texts in zip(places, said, strict=True):
+        place.state.write_message, place.state.seconds_since_solo = texts.append, lambda wait: 0.0
+        place.state.limits.debugging, place.state.limits.expects_losses = False, False
+        place.state.own = SimpleNamespace(raw=lambda number: None)
+        place.cross_host._exchange.initialize()  # type: ignore[union-attr]
+    within = GroupState([0], 3, 3, 6.0, what="barrier()", call_site="t.py:3 in f")
+    waits = {0: within, 1: structs.replace(within, ranks=[1, 2])}
+    rows = {0: [[0, "waits", "", "a", 1]], 1: [[1, "waits", "", "b", 1], [2, "waits", "", "b", 2]]}
+    states = {host: HostState(ranks=rows[host], groups={9: [waits[host]]}) for host in (0, 1)}
+    for number, place in enumerate(places):
+        place.wait_since(clock.now)
+        place.monitors[0].first_pending = lambda: SimpleNamespace(entered=990.0, number=1)
+        place.monitors[0].preflight = object()
+        vars(place.cross_host)["_own_state"] = functools.partial(states.get, number)
+        vars(place.cross_host)["_represents_host"] = lambda: True
+    for place in reversed(places):  # the first host then knows that the second is in it as well
+        place.cross_host.tick(0.1)
+    assert said == [[], []]
+    for place in (places[0], places[0], places[1], places[1]):
+        clock.pass_s(5.1)
+        place.cross_host.tick(0.1)
+    assert said[0] == [
+        "held up: rank 0 has waited in barrier() at t.py:3 in f for 6.0 s, though all have called "
+        "it.\n  Rank 1 is silent: its host b has published nothing for 5.1 s; its processes may be "
+        "stopped\n  Rank 2 is silent: its host b has published nothing for 5.1 s; its processes "
+        "may be stopped"
+    ]
+    assert len(said[1]) == 1
+    assert "Rank 0 is silent: its host a has published nothing for" in said[1][0]

@@ -70,6 +70,17 @@ def test_a_rank_that_will_not_come_is_found(state: str, kind: str) -> None:
     assert found("", told(waits=[5, 1.0, 0.0]), told(head=4)) == ""
 
 
+def test_a_rank_that_is_stopped_within_a_collective_is_found() -> None:
+    """All have called it, so that nobody is missing."""
+    within = told(waits=[5, 1.0, 0.0])
+    frozen = told("frozen", waits=[5, 1.0, 0.0])
+    assert found("", within, frozen).startswith("frozen: Rank 2 on host1 is stopped while other")
+    assert found("", frozen, frozen) == ""  # nobody runs who could wait for them
+    assert found("", told(head=6), frozen) == ""  # nor does anybody wait
+    excused = find_fault(together(said(within, frozen)), may_be_stopped={2, 3})
+    assert excused is None
+
+
 def test_a_lost_host_is_a_failure_if_others_wait_for_it() -> None:
     waits = told(waits=[5, 1.0, 0.0])
     assert found("", waits, told(head=4)) == ""

@@ -12,11 +12,13 @@ from typing import Any, cast
 import pytest
 
 from lockstep.flight_recorder import CallSignature, FlightRecorder, RecorderReader, RecordLog
+from lockstep.system.processes import ProcessStatus
 from lockstep.watchdog import session
-from lockstep.watchdog.diagnosis import ObservationClock
+from lockstep.watchdog.diagnosis import ObservationClock, why_held_up
 from lockstep.watchdog.report import Finding
 from lockstep.watchdog.session import MonitorThread
 from lockstep.watchdog.shared_state import Limits, PendingCall
+from support.clock import Clock
 
 
 def bare_thread(**state: Any) -> Any:
@@ -123,10 +125,15 @@ def straggler(
 ) -> str:
     """The warning of rank 1, which waits for rank 0; "" for none."""
     reader = SimpleNamespace(rank=0, phase="runs", activity=activity, activity_is_own=is_own)
+    patch.setattr(session, "why_held_up", lambda *_: "")
     patch.setattr(session, "collect_stacks", lambda *_: {0: stack} if stack else {})
     limits = Limits(False, warning_s=5, stall_s=600, debugging=False)
     made, said = bare_thread(
-        peers={0: reader}, limits=limits, folder=None, seconds_since_solo=lambda waited: 0.0
+        peers={0: reader},
+        limits=limits,
+        folder=None,
+        seconds_since_solo=lambda waited: 0.0,
+        health=SimpleNamespace(status=lambda rank: None),
     )
     made._state.rank, made._warned = 1, {}
     made._state.own = None
@@ -157,3 +164,108 @@ def test_work_of_locksteps_own_is_no_straggler_at_first(monkeypatch: pytest.Monk
     assert "is in the callback Curve" in straggler(
         "the callback Curve.on_train_end", True, 31.0, (), monkeypatch
     )
+
+
+class Held:
+    """Rank 0's monitor thread, which waits in a collective that ranks 1 and 2 have called, too."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, clock: Clock, **limits: Any) -> None:
+        self.states = {1: "S", 2: "S"}
+        self.clock = clock
+        readers = {rank: SimpleNamespace(rank=rank, pid=70 + rank, host="b") for rank in (1, 2)}
+        self.found: list[Any] = []
+        health = SimpleNamespace(
+            is_stopped=lambda rank: self.states[rank] == "T",
+            status=lambda rank: ProcessStatus(self.states[rank], 1, 1),
+        )
+        self.thread, self.said = bare_thread(
+            peers=readers,
+            limits=Limits(False, warning_s=5, stall_s=600, **{"debugging": False, **limits}),
+            health=health,
+            own=None,
+        )
+        self.thread._warned = {}
+        patch.setattr(session, "describe_record", lambda *_: "all_gather(x) at a.py:3 in f")
+        patch.setattr(session, "why_held_up", self.why)
+        self.silent = set[int]()
+
+    def why(self, reader: Any, status: ProcessStatus) -> str:
+        age = 9.0 if reader.rank in self.silent else 0.0
+        alive = SimpleNamespace(
+            pid=reader.pid, host=reader.host, floats=dict.fromkeys(range(99), self.clock.now - age)
+        )
+        return why_held_up(cast("Any", alive), status)
+
+    def watch(self, seconds: float) -> None:
+        monitor = SimpleNamespace(key=7, diagnose=lambda *args: self.found.append(args[1]))
+        for _ in range(round(seconds / 0.1)):
+            self.clock.pass_s(0.1)
+            self.thread._clock.tick()
+            self.thread._check_held_up(PendingCall(1, 1, 0.0), [1, 2], monitor)
+
+
+def test_a_collective_that_takes_long_while_all_run_is_nobodys_fault(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    held = Held(monkeypatch, clock)
+    held.watch(60)
+    assert held.said == []
+
+
+def test_a_rank_in_uninterruptible_sleep_is_named_and_not_ended(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    held = Held(monkeypatch, clock)
+    held.states[2] = "D"
+    held.watch(4)
+    assert held.said == []
+    held.watch(1.5)
+    assert held.said == [
+        "held up: ranks 0 and 1 have waited in all_gather(x) at a.py:3 in f for 5.0 s, though all "
+        "have called it.\n  Rank 2 is in uninterruptible sleep (process 72 on b, state D: it waits "
+        "for a disk, a network file system, swapped memory or a driver)"
+    ]
+    held.watch(20)
+    assert len(held.said) == 1
+    held.watch(6)  # after six times as long again
+    assert len(held.said) == 2
+    assert not any(held.found)
+
+
+def test_a_process_that_waits_for_a_disk_now_and_then_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    held = Held(monkeypatch, clock)
+    for _ in range(20):
+        held.states[1] = "D"
+        held.watch(0.5)
+        held.states[1] = "R"
+        held.watch(0.3)
+    assert held.said == []
+
+
+def test_a_rank_without_a_heartbeat_is_named(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """It is swapped out, or its control group is frozen."""
+    held = Held(monkeypatch, clock)
+    held.silent.add(1)
+    held.watch(6)
+    assert len(held.said) == 1
+    assert "Rank 1 is without a heartbeat for 9.0 s (process 71 on b, state S)" in held.said[0]
+
+
+def test_a_stopped_rank_is_reported_and_in_an_elastic_job_warned_about(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """`diagnose` makes an error of it, but where the launcher sees to stopped workers."""
+    held = Held(monkeypatch, clock, expects_losses=True)
+    held.states[2] = "T"
+    held.watch(6)
+    assert held.found[-1] == [2]
+    assert len(held.said) == 1
+    assert (
+        "Rank 2 is stopped by a signal (process 72 on b, state T; `kill -CONT 72`" in held.said[0]
+    )
+    debugged = Held(monkeypatch, clock, debugging=True)
+    debugged.states[2] = "T"
+    debugged.watch(60)
+    assert debugged.said == debugged.found == []
