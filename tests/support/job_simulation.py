@@ -28,25 +28,21 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from msgspec import structs
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lockstep.elastic.membership import (
     NO_STATE,
-    Arrived,
-    Bye,
     Commit,
-    Done,
-    Enter,
+    Finish,
     Hello,
     Lease,
-    Leave,
-    LeftGroup,
-    Ready,
     Regroup,
-    Stop,
     Up,
     View,
     Wish,
+    WorkerState,
 )
 from lockstep.elastic.mesh import NEW, WAITS_TO_JOIN, HostEntry, Knock, Link, Refused, Welcome
 from lockstep.errors import LockstepError
@@ -300,7 +296,7 @@ class Node:
             0,
         )
         self.view: View | None = None
-        self.bye: Bye | None = None
+        self.state, self.completed, self.has_left = WorkerState(), -1, False
         self.leased_until = float("inf")
         self.wants_to_leave = self.leaving = self.is_dead = self.is_lost = False
         self.began = 0.0  # its membership
@@ -312,14 +308,23 @@ class Node:
     def steps(self) -> int:
         return self.commit[1] if self.commit else 0
 
-    def tell(self, *messages: Up) -> None:
-        for message in messages:
-            self.world.after(0.002, 0.002, self.world.up, self, message)
+    def tell(self, **changes: Any) -> None:
+        """Tell the coordinator what has changed."""
+        self.state = structs.replace(self.state, leaving=self.leaving, **changes)
+        self.send(self.state)
+
+    def send(self, message: Up) -> None:
+        self.world.after(0.002, 0.002, self.world.up, self, message)
+
+    @property
+    def has_completed(self) -> bool:
+        return 0 <= self.state.fit <= self.completed
 
     def join(self) -> None:
         if not self.is_dead:
             self.doing = "joins"
-            self.tell(Hello(self.number), Ready())
+            self.send(Hello(self.number))
+            self.tell(phase="ready")
             self.react()
 
     def take(self, message: object) -> None:
@@ -331,10 +336,14 @@ class Node:
                 self.wished = generation
             case View():
                 self.view, self.next = message, max(self.next, message.generation)
-            case Stop(number):
-                self.signal = number
-            case Bye():
-                self.bye = message
+                if message.fit >= 0:
+                    self.state = structs.replace(self.state, fit=message.fit)
+            case Finish(how="stop"):
+                self.signal = message.number
+            case Finish(how="leave"):
+                self.has_left = True
+            case Finish(how="complete"):
+                self.completed = max(self.completed, message.number)
             case Lease(until):
                 self.leased_until = until
         self.react()
@@ -349,9 +358,9 @@ class Node:
                 self.fail()
         elif self.doing == "outside":
             return
-        elif self.bye is not None:
+        elif self.has_left or self.has_completed:
             self.doing = "over"
-            self.world.after(0.01, 0.1, self.exit, 0, not self.bye.leaves)
+            self.world.after(0.01, 0.1, self.exit, 0, not self.has_left)
         elif self.doing == "joins" and self.view is not None:
             self.use_view(self.view)
         elif self.doing == "done" and is_next:
@@ -359,7 +368,7 @@ class Node:
         elif self.doing in ("regroups", "arrives") and is_next:
             self.generation, self.doing = self.next, "arrives"
             self.leave_if_told()
-            self.tell(Arrived(self.generation, self.commit, self.leaving))
+            self.tell(phase="arrived", generation=self.generation, commit=self.commit, failed=None)
         elif (
             self.doing == "arrives"
             and self.view is not None
@@ -371,16 +380,17 @@ class Node:
         """Leave the group."""
         self.doing = "regroups"
         if self.next <= self.generation:
-            self.tell(LeftGroup(self.generation, "an error"))
+            self.tell(phase="left", commit=self.commit, failed="an error")
         self.react()
 
     def leave_if_told(self) -> None:
         if self.wants_to_leave and not self.leaving and not self.signal:
             self.leaving = True
-            self.tell(Leave())
+            self.tell()
 
     def use_view(self, view: View) -> None:
         self.generation, self.doing = view.generation, "forms"
+        self.state = structs.replace(self.state, phase="member", generation=view.generation)
         if self.next > self.generation:
             self.doing = "regroups"
             self.react()
@@ -453,7 +463,7 @@ class Node:
         """Begin the training."""
         if not self.is_dead:
             self.commit = (0, self.first)
-            self.tell(Enter(0, 99, "run"))
+            self.tell(fit=0, most=99, folder="run")
             self.go_on()
             self.react()
 
@@ -466,7 +476,7 @@ class Node:
 
     def finish(self) -> None:
         self.doing = "done"
-        self.tell(Done(self.generation))
+        self.tell(phase="done")
         self.react()
 
     def complete_step(self, view: View, step: int, requests: list[tuple[bool, bool]]) -> None:
@@ -478,7 +488,7 @@ class Node:
             self.finish()
         elif any(regroups for regroups, _ in requests):
             self.doing = "regroups"
-            self.tell(LeftGroup(self.generation))
+            self.tell(phase="left", commit=self.commit, failed=None)
             self.react()
         else:
             self.begin_step()

@@ -10,28 +10,25 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
+from typing import Any
+
+from msgspec import structs
 
 from ..errors import LockstepError, MembershipChangedError
 from ..job.client import JobClient
 from .keys import Answer
 from .membership import (
-    Arrived,
-    Bye,
     Commit,
-    Done,
     Down,
-    Enter,
     Events,
+    Finish,
     Lease,
-    Leave,
-    LeftGroup,
     Publish,
-    Ready,
     Regroup,
-    Stop,
     Up,
     View,
     Wish,
+    WorkerState,
 )
 
 __all__ = ["MembershipClient", "WorkerLeft"]
@@ -73,8 +70,9 @@ class MembershipClient:
         self._signal = 0
         self._leased_until = math.inf  # in a job on one host there are no leases
         self._view: View | None = None
-        self._bye: Bye | None = None
-        self._is_lost = False
+        self._completed = -1  # the last training that is complete everywhere
+        self._has_left = self._is_lost = False
+        self._state = WorkerState()
         self._requests = count()
         self._answers: dict[int, Answer] = {}
         self._job = job
@@ -109,16 +107,20 @@ class MembershipClient:
             case View():
                 self._view = message
                 self._next = max(self._next, message.generation)
+                if message.fit >= 0:
+                    self._state = structs.replace(self._state, fit=message.fit)
             case Lease():
                 self._leased_until = message.until
             case Answer():
                 self._answers[message.request] = message
             case Publish():
                 self.published.append(message.value)
-            case Stop():
-                self._signal = message.signal
-            case Bye():
-                self._bye = message
+            case Finish(how="stop"):
+                self._signal = message.number
+            case Finish(how="leave"):
+                self._has_left = True
+            case Finish(how="complete"):
+                self._completed = max(self._completed, message.number)
 
     # --- what this worker has been told
     # -------------------------------------------------------------------------------
@@ -158,6 +160,12 @@ class MembershipClient:
     # --- what this worker tells
     # ---------------------------------------------------------------------------------------
 
+    def _tell(self, **changes: Any) -> None:
+        """Tell the coordinator what has changed in this worker's state."""
+        with self._changed:
+            self._state = structs.replace(self._state, leaving=self.leaving, **changes)
+        self.send(self._state)
+
     def enter(self, fit: int, most: int, folder: str = "") -> None:
         """Say that the training number `fit` of the program begins, with at most so many workers
         and this folder.
@@ -165,12 +173,12 @@ class MembershipClient:
         With -1 the program is outside of a training from here on, where the loss of a worker is not
         survived.
         """
-        self.send(Enter(fit, most, folder))
+        self._tell(fit=fit, most=most, folder=folder)
 
     def leave(self) -> None:
         """Say that this worker wants to leave after the step in progress."""
         self.leaving = True
-        self.send(Leave())
+        self._tell()
 
     def publish(self, value: bytes) -> None:
         """Keep a value that rank 0 sends to all, for workers that join later; waits until all hosts
@@ -181,9 +189,7 @@ class MembershipClient:
     def published_value(self, number: int) -> bytes:
         """Return the value that rank 0 sent as number `number`, from 0; waits for it."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: len(self.published) > number or self._is_lost or self._bye is not None
-            )
+            self._changed.wait_for(lambda: len(self.published) > number or self._has_ended)
             if len(self.published) <= number:
                 self._end_if_told()
             return self.published[number]
@@ -211,15 +217,13 @@ class MembershipClient:
         Raises:
             WorkerLeft: the job ends before.
         """
-        self.send(Ready())
+        self._tell(phase="ready")
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._view is not None or self._bye is not None or self._is_lost
-            )
+            self._changed.wait_for(lambda: self._view is not None or self._has_ended)
             self._end_if_told()
             assert self._view is not None
             self.generation = self._view.generation
-            return self._view
+            return self._take_part(self._view)
 
     def joins_before(self, number: int) -> bool:
         """Ask to become a member; returns whether there is a view before rank 0 has sent its value
@@ -228,13 +232,10 @@ class MembershipClient:
         Raises:
             WorkerLeft: the job ends before.
         """
-        self.send(Ready())
+        self._tell(phase="ready")
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self.published) > number
-                or self._view is not None
-                or self._bye is not None
-                or self._is_lost
+                lambda: len(self.published) > number or self._view is not None or self._has_ended
             )
             if len(self.published) > number:
                 return False
@@ -254,19 +255,26 @@ class MembershipClient:
         """
         while True:
             if self._next <= self.generation:
-                self.send(LeftGroup(self.generation, None if at_boundary else reason))
-            with self._changed:
-                self._changed.wait_for(lambda: self._next > self.generation or self._is_lost)
-                generation = self.generation = self._next
-            self._end_if_told()
-            self.send(Arrived(generation, commit, self.leaving))
+                self._tell(phase="left", commit=commit, failed=None if at_boundary else reason)
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._is_viewed or self._bye is not None or self._is_lost
+                    lambda: (self._next > self.generation or self._has_ended or self._has_completed)
+                )
+                generation = self.generation = self._next
+            self._end_if_told()
+            self._tell(phase="arrived", generation=generation, commit=commit, failed=None)
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_viewed or self._has_ended or self._has_completed
                 )
                 self._end_if_told()
                 if self._next == generation and self._view is not None:
-                    return self._view
+                    return self._take_part(self._view)
+
+    def _take_part(self, view: View) -> View:
+        """This worker is a member now, which the coordinator knows."""
+        self._state = structs.replace(self._state, phase="member", generation=view.generation)
+        return view
 
     @property
     def _is_viewed(self) -> bool:
@@ -278,28 +286,39 @@ class MembershipClient:
             view is not None and view.generation == self.generation
         )
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether this worker takes part no more."""
+        return self._has_left or self._is_lost
+
+    @property
+    def _has_completed(self) -> bool:
+        """Whether this worker's training is complete everywhere."""
+        return 0 <= self._state.fit <= self._completed
+
     def _end_if_told(self) -> None:
         if self._is_lost:
             raise LockstepError("the launcher of this elastic job is gone")
-        if self._bye is not None:
+        if self._has_left or self._has_completed:
             raise WorkerLeft
 
     def complete(self) -> bool:
-        """Wait until the training is complete on all members; False if they have to regroup
-        before.
+        """Wait until the training that this worker is in, if any, is complete on all members; False
+        if they have to regroup before.
         """
-        self.send(Done(self.generation))
+        if self._state.fit < 0:
+            return True
+        self._tell(phase="done")
         with self._changed:
             self._changed.wait_for(
-                lambda: self._bye is not None or self._next > self.generation or self._is_lost
+                lambda: self._has_completed or self._has_ended or self._next > self.generation
             )
-            if self._is_lost:
-                raise LockstepError("the launcher of this elastic job is gone")
-            bye = self._bye
-            self._bye = None
-            if bye is not None and bye.leaves:
-                raise WorkerLeft
-            return bye is not None
+            if self._has_ended:
+                self._end_if_told()
+            if not self._has_completed:
+                return False
+            self._state = structs.replace(self._state, phase="member", fit=-1)
+            return True
 
     # --- keys
     # ----------------------------------------------------------------------------------------------

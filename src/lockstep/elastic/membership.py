@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import structs
@@ -34,26 +34,20 @@ from .keys import Answer, Keys, StoreRequest
 __all__ = [
     "LEASE_S",
     "NO_STATE",
-    "Arrived",
-    "Bye",
     "Commit",
     "Coordinator",
-    "Done",
     "Down",
-    "Enter",
     "Events",
+    "Finish",
     "HostMemory",
     "HostReport",
     "Lease",
-    "Leave",
-    "LeftGroup",
     "Publish",
-    "Ready",
     "Regroup",
-    "Stop",
     "Up",
     "View",
     "Wish",
+    "WorkerState",
 ]
 
 
@@ -68,56 +62,36 @@ one is greater.
 NO_STATE: Commit = ()
 """The commit of a worker that has not been given the training's state yet."""
 
-
-class Ready(Tagged, frozen=True):
-    """A worker is ready to become a member."""
+UNLIMITED = 1 << 30  # workers
 
 
-class Enter(Tagged, frozen=True):
-    """A member has begun a training; from here on it survives the loss of others.
+class WorkerState(Tagged, frozen=True):
+    """All that a worker says of itself, at each change: the newest one replaces those before.
 
     Attributes:
-        fit: the number of the training in its program; -1 if it is outside of one from here on.
-        most: the largest number of workers that it can have.
+        phase: "starts"; "ready" to become a member; "member" of a group, or forms it; "left": it
+            has left its group before the next generation was open; "arrived": it has left it, and
+            waits for the next view; "done": its training is complete, and it stays until that of
+            all others is, because they may need its state.
+        generation: whose group or view that is; 0 before the first.
+        commit: of its last complete step, when it left its group.
+        fit: the number of the training in its program, in which it survives the loss of others; -1
+            outside of one.
+        most: the largest number of workers that this training can have.
         folder: of the run; "" without one.
+        leaving: whether it wants to leave after the step in progress.
+        failed: why its group has failed, if it has "left" and does not know the cause; None if it
+            is between two steps, where all members have agreed to regroup.
     """
 
-    fit: Integer
-    most: Integer
+    phase: Literal["starts", "ready", "member", "left", "arrived", "done"] = "starts"
+    generation: Integer = 0
+    commit: Commit = NO_STATE
+    fit: Integer = -1
+    most: Integer = UNLIMITED
     folder: str = ""
-
-
-class Arrived(Tagged, frozen=True):
-    """A member has left its group, and waits for the view of `generation`."""
-
-    generation: Integer
-    commit: Commit
     leaving: bool = False
-
-
-class LeftGroup(Tagged, frozen=True):
-    """A member has left the group of `generation` before the next one was open.
-
-    Attributes:
-        generation: whose group it was.
-        failed: why that has failed, of which this member does not know the cause; None if it is
-            between two steps, where all members have agreed to regroup.
-    """
-
-    generation: Integer
     failed: str | None = None
-
-
-class Leave(Tagged, frozen=True):
-    """A member wants to leave after the step in progress."""
-
-
-class Done(Tagged, frozen=True):
-    """A member's training is complete; it stays until all others' are, because they may need its
-    state.
-    """
-
-    generation: Integer
 
 
 class Events(Tagged, frozen=True):
@@ -199,23 +173,38 @@ class Lease(Tagged, frozen=True):
     until: float
 
 
-class Stop(Tagged, frozen=True):
-    """The whole job stops: save and end, as after this signal."""
+class Finish(Tagged, frozen=True):
+    """What a worker does comes to an end.
 
-    signal: Integer
+    Attributes:
+        how: "complete": the training `number` is, on all members; "leave": this worker has left;
+            "stop": the whole job saves and ends, as after the signal `number`.
+        number: see `how`.
+    """
+
+    how: Literal["complete", "leave", "stop"]
+    number: Integer = 0
 
 
-class Bye(Tagged, frozen=True):
-    """A worker's part is over: its training is complete everywhere, or it leaves."""
-
-    leaves: bool = False
-
-
-Up = Hello | Ready | Enter | Arrived | LeftGroup | Leave | Done | Events | Publish | StoreRequest
+Up = Hello | WorkerState | Events | Publish | StoreRequest
 """From a worker to the coordinator."""
 
-Down = Regroup | Wish | View | Lease | Answer | Publish | Stop | Bye
+Down = Regroup | Wish | View | Lease | Answer | Publish | Finish
 """From the coordinator to a worker."""
+
+
+def training_of(state: WorkerState, view: View | None, completed: int) -> int:
+    """Return the number of the training that a worker is in; -1 outside of one.
+
+    Args:
+        state: the newest that the worker has sent. Before it is given the newest view, it does not
+            know of the training of that; and before it is told so, not that its own is complete.
+        view: the newest one, which has this worker.
+        completed: the last training that is complete everywhere.
+    """
+    is_older = view is not None and state.generation < view.generation
+    training = view.fit if view is not None and is_older else state.fit
+    return training if training > completed else -1
 
 
 # --- What a host knows of its workers, for the next coordinator
@@ -223,20 +212,23 @@ Down = Regroup | Wish | View | Lease | Answer | Publish | Stop | Bye
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One worker: see `_Worker`.
+    """One worker: what it has said of itself, and what it has been told.
 
     Attributes:
-        completed: the last training that it knows to be complete everywhere.
+        number: of the worker.
+        joins: whether there was a group already when it was started.
+        state: the newest one that it has sent.
+        is_member: whether it has been given a view.
+        is_over: whether it has been told that it has left.
+        completed: the last training of which it has been told that it is complete everywhere.
         published: how many of the values that rank 0 sent it has been given.
     """
 
     number: Integer
     joins: bool
-    is_ready: bool = False
+    state: WorkerState = WorkerState()
     is_member: bool = False
     is_over: bool = False
-    leaving: bool = False
-    fit: Integer = -1
     completed: Integer = -1
     published: Integer = 0
 
@@ -249,7 +241,6 @@ class HostReport(msgspec.Struct, frozen=True, array_like=True):
         workers: its living workers.
         view: the newest view that has been sent to one of them.
         generation: the newest one that it has heard of.
-        most: the largest number of workers that the training can have.
         completed: the last training that workers knew to be complete everywhere that have ended.
         finished: those of them whose program has ended in good order after it.
     """
@@ -258,7 +249,6 @@ class HostReport(msgspec.Struct, frozen=True, array_like=True):
     workers: List[WorkerRecord]
     view: View | None
     generation: Integer
-    most: Integer
     completed: Integer = -1
     finished: List[Integer] = ()
 
@@ -272,7 +262,6 @@ class HostMemory:
     host: int
     view: View | None = None
     generation: int = 0
-    most: int = 1 << 30
     _workers: dict[int, WorkerRecord] = field(default_factory=dict)
     _unanswered: dict[int, Publish | Events] = field(default_factory=dict)
     _completed: int = -1
@@ -288,7 +277,8 @@ class HostMemory:
         self._unanswered.pop(number, None)
         if worker is not None:
             self._completed = max(self._completed, worker.completed)
-            if in_good_order and worker.completed >= 0 and worker.fit < 0 and not worker.is_over:
+            has_completed = worker.completed >= 0 and self._training_of(worker) < 0
+            if in_good_order and has_completed and not worker.is_over:
                 self._finished.append(number)
 
     @property
@@ -310,30 +300,24 @@ class HostMemory:
     @property
     def members_in_training(self) -> list[int]:
         """The workers that are in a group and in a training."""
-        return [number for number in self.members if self._workers[number].fit >= 0]
+        return [number for number in self.members if self._training_of(self._workers[number]) >= 0]
+
+    def _training_of(self, worker: WorkerRecord) -> int:
+        return training_of(worker.state, self.view, worker.completed)
 
     def report(self) -> HostReport:
         """Return what a new coordinator has to know."""
         workers = tuple(self._workers.values())
         finished = tuple(self._finished)
-        return HostReport(
-            self.host, workers, self.view, self.generation, self.most, self._completed, finished
-        )
+        return HostReport(self.host, workers, self.view, self.generation, self._completed, finished)
 
     def note_up(self, number: int, message: Up) -> None:
         """A worker has sent a message."""
         match message:
             case Hello():
                 self._change(number, published=0)
-            case Ready():
-                self._change(number, is_ready=True)
-            case Enter():
-                self.most = message.most
-                self._change(number, fit=message.fit)
-            case Arrived():
-                self._change(number, leaving=message.leaving)
-            case Leave():
-                self._change(number, leaving=True)
+            case WorkerState():
+                self._change(number, state=message)
             case Publish() | Events():
                 if message.request >= 0:
                     self._unanswered[number] = message
@@ -346,9 +330,7 @@ class HostMemory:
             case View():
                 self.generation = max(self.generation, message.generation)
                 self.view = message
-                self._change(
-                    number, is_member=True, **({} if message.fit < 0 else {"fit": message.fit})
-                )
+                self._change(number, is_member=True)
             case Publish():
                 if number in self._workers:
                     self._change(number, published=self._workers[number].published + 1)
@@ -358,12 +340,10 @@ class HostMemory:
                     and self._unanswered[number].request == message.request
                 ):
                     del self._unanswered[number]
-            case Bye():
-                worker = self._workers.get(number)
-                if worker is not None and message.leaves:
-                    self._change(number, is_over=True)
-                elif worker is not None:
-                    self._change(number, completed=worker.fit, fit=-1)
+            case Finish(how="leave"):
+                self._change(number, is_over=True)
+            case Finish(how="complete"):
+                self._change(number, completed=message.number)
 
     def _change(self, number: int, **values: Any) -> None:
         if number in self._workers:
@@ -391,11 +371,7 @@ class _Worker:
     status: _Status = _Status.STARTED
     joins: bool = False  # whether there was a group already when it came
     seniority: int = -1
-    fit: int = -1  # the training that it is in, -1 outside of one
-    arrived: int = -1  # the generation for whose view it waits
-    commit: Commit = NO_STATE
-    leaving: bool = False
-    done: bool = False
+    state: WorkerState = field(default_factory=WorkerState)  # the newest that it has sent
 
 
 _OUTSIDE = "a worker was lost outside of the training"
@@ -420,7 +396,9 @@ class Coordinator:
         waiting: whether the members have arrived, and wait because they are fewer than `minimum`.
         failure: why the workers cannot go on from what they have in memory; "" as long as they can.
         complete: whether all members have completed the training that they were in.
+        completed: the last training that is complete on all members; -1 before the first.
         most: the largest number of workers that the training can have.
+        folder: of the training's run; "" without one.
         is_fenced: whether the first group must wait, as a host that was lost may have formed it
             with others.
         to_keep: what all hosts have to keep, each with the number of the worker that has sent it.
@@ -434,7 +412,9 @@ class Coordinator:
     waiting: bool = False
     failure: str = ""
     complete: bool = False
-    most: int = 1 << 30
+    completed: int = -1
+    most: int = UNLIMITED
+    folder: str = ""
     is_fenced: bool = False
     to_keep: deque[tuple[int, Publish | Events]] = field(default_factory=deque)
     _workers: dict[int, _Worker] = field(default_factory=dict)
@@ -444,7 +424,8 @@ class Coordinator:
     _seniority: int = 0
     _wished: bool = False
     _at_boundary: bool = False  # whether the members regroup between two steps, and not within one
-    _stop: Stop | None = None
+    _newest: View | None = None
+    _stop: Finish | None = None
     _events: Events = field(default_factory=lambda: Events(NO_STATE))
     _broken: tuple[Commit, int] = (NO_STATE, 0)
 
@@ -462,14 +443,18 @@ class Coordinator:
     @property
     def members_in_training(self) -> list[int]:
         """The members that are in a training, and not outside of one."""
-        return [number for number in self.members if self._workers[number].fit >= 0]
+        return [number for number in self.members if self._training_of(self._workers[number]) >= 0]
 
     @property
     def leaving(self) -> list[int]:
         """The members that have arrived in order to leave, and wait below the minimum for those
         that replace them.
         """
-        return [number for number in self.members if self.waiting and self._workers[number].leaving]
+        return [
+            number
+            for number in self.members
+            if self.waiting and self._workers[number].state.leaving
+        ]
 
     @property
     def candidates(self) -> list[int]:
@@ -478,8 +463,11 @@ class Coordinator:
 
     @property
     def progress(self) -> Commit:
-        """The greatest commit with which a member has arrived."""
-        return max((worker.commit for worker in self._workers.values()), default=NO_STATE)
+        """The greatest commit with which a member has left its group."""
+        return max((worker.state.commit for worker in self._workers.values()), default=NO_STATE)
+
+    def _training_of(self, worker: _Worker) -> int:
+        return training_of(worker.state, self._newest, self.completed)
 
     # --- events
     # ----------------------------------------------------------------------------------------------
@@ -495,9 +483,10 @@ class Coordinator:
             keys.forget(number)
         if worker is None or worker.status is not _Status.MEMBER:
             return
-        fits = {self._workers[number].fit for number in self.members} | {worker.fit}
+        training = self._training_of(worker)
+        trainings = {self._training_of(self._workers[number]) for number in self.members}
         if (
-            len(fits) > 1 or worker.fit < 0
+            trainings - {training} or training < 0
         ):  # or it has not told yet what it had to tell at the end of its training
             self.failure = self.failure or _OUTSIDE
             return
@@ -509,7 +498,8 @@ class Coordinator:
         was told to leave.
         """
         worker = self._workers.get(number)
-        if worker is not None and worker.status is _Status.MEMBER and worker.fit < 0:
+        is_member = worker is not None and worker.status is _Status.MEMBER
+        if worker is not None and is_member and self._training_of(worker) < 0:
             worker.status = _Status.OVER
         self.lost(number)
 
@@ -520,7 +510,7 @@ class Coordinator:
             self._give_view()
 
     def _tell_stop(self, signal: int) -> None:
-        self._stop = Stop(signal)
+        self._stop = Finish("stop", signal)
         for worker in self._workers.values():
             self._send(worker, self._stop)
 
@@ -534,19 +524,8 @@ class Coordinator:
         match message:
             case Hello():
                 self._greet(worker)
-            case Ready():
-                self._ready(worker)
-            case Enter():
-                self.most = message.most
-                self._enter(worker, message.fit)
-            case Arrived():
-                self._arrived(worker, message)
-            case LeftGroup():
-                self._left_group(worker, message)
-            case Leave():
-                self._leave()
-            case Done():
-                self._done(worker, message.generation)
+            case WorkerState():
+                self._take_state(worker, message)
             case Events():
                 self.keep(message)
                 self.to_keep.append((worker.number, message))
@@ -578,66 +557,75 @@ class Coordinator:
         if number in self._workers and request >= 0:
             self._send(self._workers[number], Answer(request))
 
+    def _take_state(self, worker: _Worker, state: WorkerState) -> None:
+        before = worker.state
+        training = self._training_of(worker)
+        worker.state = state
+        if worker.status is _Status.MEMBER and self._training_of(worker) != training:
+            self._begin_training(worker)
+        if state.leaving and not before.leaving and self._stop is None:
+            self._plan()
+        match state.phase:
+            case "ready" if worker.status is _Status.STARTED:
+                self._ready(worker)
+            case "left" if worker.status is _Status.MEMBER:
+                self._left_group(worker)
+            case "arrived" if worker.status is _Status.MEMBER:
+                self._arrived(worker)
+            case "done" if worker.status is _Status.MEMBER:
+                self._end_training()
+
     def _ready(self, worker: _Worker) -> None:
-        if worker.status is not _Status.STARTED:
-            return
         worker.status = _Status.READY
         if self.formed < 0 or self.waiting:
             self._give_view()
         else:
             self._plan()
 
-    def _enter(self, worker: _Worker, fit: int) -> None:
-        worker.fit = fit
-        worker.done = False
+    def _begin_training(self, worker: _Worker) -> None:
+        """A member has begun a training, or has left one before it was complete."""
         self.complete = False
-        if (
-            fit < 0 and self.generation != self.formed
-        ):  # it has not met those that were left by then
-            self.failure = self.failure or _OUTSIDE
+        self.most = worker.state.most
+        self.folder = worker.state.folder
+        if worker.state.fit < 0 and self.generation != self.formed:
+            self.failure = self.failure or _OUTSIDE  # it has not met those that were left by then
         if any(each.status is _Status.READY for each in self._workers.values()):
             self._plan()
 
-    def _arrived(self, worker: _Worker, message: Arrived) -> None:
-        if message.generation > self.generation and worker.status is _Status.MEMBER:
+    def _arrived(self, worker: _Worker) -> None:
+        if worker.state.generation > self.generation:
             # its host has let it leave its group: all others have to follow
-            self.generation = message.generation - 1
+            self.generation = worker.state.generation - 1
             self._open_next()
-        if message.generation == self.generation and worker.status is _Status.MEMBER:
-            worker.arrived = message.generation
-            worker.commit = message.commit
-            worker.leaving = message.leaving
+        if worker.state.generation == self.generation:
             self._give_view()
 
-    def _left_group(self, worker: _Worker, message: LeftGroup) -> None:
-        if not self.generation == self.formed == message.generation:
+    def _left_group(self, worker: _Worker) -> None:
+        if not self.generation == self.formed == worker.state.generation:
             return  # others have left it before, and this worker is told so
-        if message.failed is None:
+        if worker.state.failed is None:
             self._open(at_once=False)
             return
         commit, times = self._broken
-        self._broken = worker.commit, times + 1 if worker.commit == commit else 1
+        self._broken = worker.state.commit, times + 1 if worker.state.commit == commit else 1
         if self._broken[1] > _MOST_BROKEN:
             self.failure = (
-                f"the workers' group failed {times} times at the same step: {message.failed}"
+                f"the workers' group failed {times} times at the same step: {worker.state.failed}"
             )
         self._open_next()
 
-    def _leave(self) -> None:
-        if self._stop is None:
-            self._plan()
-
-    def _done(self, worker: _Worker, generation: int) -> None:
-        if generation != self.generation:
-            return
-        worker.done = True
+    def _end_training(self) -> None:
+        """End the training if it is complete on all members."""
         members = [self._workers[number] for number in self.members]
-        if all(member.done for member in members):
+        if all(self._is_done(member) for member in members):
             self.complete = True
+            self.completed = max(member.state.fit for member in members)
             for member in members:
-                member.fit = -1
-                member.done = False
-                self._send(member, Bye())
+                self._send(member, Finish("complete", self.completed))
+
+    def _is_done(self, worker: _Worker) -> bool:
+        is_now = worker.state.generation == self.generation
+        return worker.state.phase == "done" and is_now and self._training_of(worker) >= 0
 
     # --- another coordinator
     # ------------------------------------------------------------------------------------------
@@ -652,7 +640,11 @@ class Coordinator:
         views = [report.view for report in reports if report.view is not None]
         newest = max(views, key=lambda view: view.generation, default=None)
         self.generation = max([self.generation, *(report.generation for report in reports)])
-        self.most = min((report.most for report in reports), default=self.most)
+        self._newest = newest
+        self.most = min(
+            (record.state.most for report in reports for record in report.workers),
+            default=self.most,
+        )
         for report in reports:
             for record in report.workers:
                 worker = self._workers[record.number] = _restored(record, report.host, newest)
@@ -686,22 +678,24 @@ class Coordinator:
         """Tell the members that the last coordinator could not tell that their training is
         complete, or to leave.
         """
+        self.completed = completed
+        trainings = []
         for worker in self._workers.values():
-            if worker.status is _Status.MEMBER and 0 <= worker.fit <= completed:
-                worker.fit = -1
-                self._send(worker, Bye())
+            if worker.status is _Status.MEMBER:
+                trainings.append(self._training_of(worker))
+                if 0 <= worker.state.fit <= completed:
+                    self._send(worker, Finish("complete", completed))
             elif worker.status is _Status.OVER:
-                self._send(worker, Bye(leaves=True))
-        fits = [worker.fit for worker in self._workers.values() if worker.status is _Status.MEMBER]
-        self.complete = completed >= 0 and all(fit < 0 for fit in fits)
+                self._send(worker, Finish("leave"))
+        self.complete = completed >= 0 and all(training < 0 for training in trainings)
 
     # --- generations
     # ----------------------------------------------------------------------------------------------
 
     def _in_training(self) -> bool:
         """Return whether all members are in the same training, and not outside of it."""
-        fits = {self._workers[number].fit for number in self.members}
-        return len(fits) <= 1 and -1 not in fits
+        trainings = {self._training_of(self._workers[number]) for number in self.members}
+        return len(trainings) <= 1 and -1 not in trainings
 
     def expect(self, workers: int) -> None:
         """Form the first group of so many workers: no more can be started."""
@@ -741,9 +735,7 @@ class Coordinator:
         self.generation += 1
         self._wished = self.waiting = False
         for number in self.members:
-            worker = self._workers[number]
-            worker.done = False
-            self._send(worker, Regroup(self.generation, at_once))
+            self._send(self._workers[number], Regroup(self.generation, at_once))
 
     def _give_view(self) -> None:
         """Send the view of the open generation if all of its members have arrived."""
@@ -753,17 +745,20 @@ class Coordinator:
             if len(ready) < self.expected or self.is_fenced:
                 return
         elif self.generation == self.formed or any(
-            member.arrived != self.generation for member in members
+            not self._has_arrived(member) for member in members
         ):
             return
-        elif all(member.commit == NO_STATE for member in members):
+        elif all(member.state.commit == NO_STATE for member in members):
             self.failure = self.failure or "all workers that had the training's state were lost"
             return
         is_first = self.formed < 0
         is_within_step = self.formed >= 0 and not self._at_boundary
         if is_within_step:
-            for worker in [member for member in members if member.commit == NO_STATE]:
-                self._wait_for_boundary(worker)
+            # who has been given a view, and not the state, joins at the next boundary: those that
+            # are left may be within a step that only those who were lost had completed
+            for worker in [member for member in members if member.state.commit == NO_STATE]:
+                worker.status = _Status.READY
+                worker.seniority = -1
                 members.remove(worker)
                 ready.append(worker)
         stay, leave = self._choose(members, ready)
@@ -775,15 +770,11 @@ class Coordinator:
             return
         for worker in leave:
             worker.status = _Status.OVER
-            self._send(worker, Bye(leaves=True))
+            self._send(worker, Finish("leave"))
         self._send_view(stay, ready)
 
-    def _wait_for_boundary(self, worker: _Worker) -> None:
-        """Let a worker that has been given a view, and not the state, join at the next boundary:
-        those that are left may be within a step that only those who were lost had completed."""
-        worker.status = _Status.READY
-        worker.fit = -1
-        worker.seniority = -1
+    def _has_arrived(self, worker: _Worker) -> bool:
+        return worker.state.phase == "arrived" and worker.state.generation == self.generation
 
     def _choose(
         self, members: list[_Worker], ready: list[_Worker]
@@ -791,13 +782,14 @@ class Coordinator:
         """Return the members that stay, and those that leave now; who alone has the newest state
         hands it over.
         """
-        leave = [member for member in members if member.leaving and self._stop is None]
+        leave = [member for member in members if member.state.leaving and self._stop is None]
         stay = [member for member in members if member not in leave]
         if leave and not stay and not ready:
             self._tell_stop(_SIGTERM)  # nobody is left to go on: save and end
             return members, []
-        newest = max((member.commit for member in stay), default=NO_STATE)
-        if leave and (source := max(leave, key=lambda member: member.commit)).commit > newest:
+        newest = max((member.state.commit for member in stay), default=NO_STATE)
+        source = max(leave, key=lambda member: member.state.commit, default=None)
+        if source is not None and source.state.commit > newest:
             leave.remove(source)
             stay = sorted([*stay, source], key=lambda member: member.seniority)
         return stay, leave
@@ -809,8 +801,6 @@ class Coordinator:
             self._seniority += 1
             worker.status = _Status.MEMBER
             worker.seniority = self._seniority
-            worker.commit = NO_STATE
-            worker.fit = stay[0].fit if stay else -1
         new = [*stay, *ready]
         self.formed = self.generation
         self.view = tuple(worker.number for worker in new)
@@ -818,17 +808,18 @@ class Coordinator:
         self._keys = {
             number: keys for number, keys in self._keys.items() if number >= self.generation
         }
-        source = max(new, key=lambda worker: worker.commit)  # the first of them
+        source = max(new, key=lambda worker: worker.state.commit)  # the first of them
         view = View(
             self.generation,
             self.view,
             tuple(worker.host for worker in new),
-            tuple(worker.commit for worker in new),
+            tuple(worker.state.commit for worker in new),
             source.number,
             self._events.commit,
             self._events.states,
-            new[0].fit,
+            self._training_of(stay[0]) if stay else -1,
         )
+        self._newest = view
         for worker in new:
             self._send(worker, view)
         if self._wants_others():
@@ -841,7 +832,8 @@ class Coordinator:
         members = [self._workers[number] for number in self.members]
         is_ready = any(worker.status is _Status.READY for worker in self._workers.values())
         can_join = is_ready and len(members) < self.most
-        return can_join or len(members) < self.minimum or any(member.leaving for member in members)
+        can_leave = any(member.state.leaving for member in members)
+        return can_join or can_leave or len(members) < self.minimum
 
     def _send(self, worker: _Worker, message: Down) -> None:
         self._messages.append((worker.number, message))
@@ -863,9 +855,7 @@ def _restored(record: WorkerRecord, host: int, newest: View | None) -> _Worker:
     One that the newest view has not any more has left, or waits for a boundary since it had no
     state.
     """
-    worker = _Worker(
-        record.number, host, joins=record.joins, fit=record.fit, leaving=record.leaving
-    )
+    worker = _Worker(record.number, host, joins=record.joins, state=record.state)
     if (
         newest is not None
         and record.is_member
@@ -874,11 +864,10 @@ def _restored(record: WorkerRecord, host: int, newest: View | None) -> _Worker:
     ):
         worker.status = _Status.MEMBER
         worker.seniority = newest.members.index(record.number)
-    elif record.is_member and (record.is_over or record.leaving or not record.joins):
+    elif record.is_member and (record.is_over or record.state.leaving or not record.joins):
         worker.status = _Status.OVER
-    elif record.is_ready:
+    elif record.state.phase != "starts":
         worker.status = _Status.READY
-        worker.fit = -1
     return worker
 
 

@@ -20,7 +20,6 @@ from ..elastic.membership import (
     Commit,
     Coordinator,
     Down,
-    Enter,
     Events,
     HostReport,
     Publish,
@@ -327,7 +326,11 @@ class ElasticJob:
     )  # since the last view of as many workers as the training needs
 
     def __post_init__(self) -> None:
-        self.coordinator = Coordinator(self.state.target, self.limits.minimum)
+        self.coordinator = self._new_coordinator()
+
+    def _new_coordinator(self, generation: int = 0) -> Coordinator:
+        state = self.state
+        return Coordinator(state.target, self.limits.minimum, generation, folder=state.folder)
 
     def resume(
         self,
@@ -343,10 +346,7 @@ class ElasticJob:
             events: what rank 0's callbacks have seen.
         """
         reports = list(reports)
-        before = self.coordinator
-        self.coordinator = Coordinator(
-            self.state.target, self.limits.minimum, generation=before.generation
-        )
+        self.coordinator = self._new_coordinator(self.coordinator.generation)
         for number, message in kept:
             self._published.add((number, message.request))
             self.coordinator.keep(message)
@@ -362,7 +362,7 @@ class ElasticJob:
         self._keeping.clear()
         self._killed.clear()  # what was sent before may be lost: it is sent again
         leaving = {
-            record.number for report in reports for record in report.workers if record.leaving
+            record.number for report in reports for record in report.workers if record.state.leaving
         }
         self._kill(self._living.keys() & self._dismissed - leaving, gently=True)
         self._view = self.coordinator.view
@@ -422,14 +422,14 @@ class ElasticJob:
 
     def receive(self, number: int, message: Up) -> None:
         """A worker has sent a message."""
-        if isinstance(message, Enter) and message.folder != self.state.folder:
-            self._change_state(folder=message.folder)
         if isinstance(message, Publish) and (number, message.request) in self._published:
             self.coordinator.to_keep.append(
                 (number, message)
             )  # asked again, as the launcher that led is gone
             return
         self.coordinator.receive(number, message)
+        if self.coordinator.folder != self.state.folder:
+            self._change_state(folder=self.coordinator.folder)
         if (
             self.state.target > self.coordinator.most
         ):  # a host has joined before the training had begun
@@ -727,7 +727,7 @@ class ElasticJob:
         resume = state.checkpoint or state.resume
         where = f"from the checkpoint {resume}" if resume else "from the beginning"
         self.tell(f"{reason}; all workers are started again, {where}")
-        self.coordinator = Coordinator(state.target, self.limits.minimum)
+        self.coordinator = self._new_coordinator()
         self._view = ()
         self._failed_starts = 0
         self._keeping.clear()

@@ -7,32 +7,29 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from lockstep.elastic.keys import Answer, StoreRequest
 from lockstep.elastic.membership import (
     NO_STATE,
-    Arrived,
-    Bye,
     Commit,
     Coordinator,
-    Done,
     Down,
-    Enter,
+    Finish,
     Hello,
     HostMemory,
-    Leave,
-    LeftGroup,
     Publish,
-    Ready,
     Regroup,
-    Stop,
     Up,
     View,
     Wish,
+    WorkerState,
 )
+from support.worker_states import say
 
 DOWN: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
 UP: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
@@ -65,11 +62,13 @@ class Node:
 
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number = world, number
-        self.inbox, self.outbox = deque[Down](), deque[Up]([Hello(number), Ready()])
+        self.state = WorkerState("ready")
+        self.inbox, self.outbox = deque[Down](), deque[Up]([Hello(number), self.state])
         self.commit: Commit = NO_STATE
         self.doing = "joins"
         self.generation = self.due = self.next = 0
-        self.wished, self.signal, self.view, self.bye = -1, 0, None, None
+        self.wished, self.signal, self.view = -1, 0, None
+        self.completed, self.has_left = -1, False
         self.group: Group | None = None
         self.leaving = self.is_dead = False
         self.is_at_boundary = True
@@ -78,6 +77,14 @@ class Node:
     @property
     def steps(self) -> int:
         return self.commit[1] if self.commit else 0
+
+    def tell(self, **changes: Any) -> None:
+        self.state = structs.replace(self.state, leaving=self.leaving, **changes)
+        self.outbox.append(self.state)
+
+    @property
+    def is_told_to_end(self) -> bool:
+        return self.has_left or 0 <= self.state.fit <= self.completed
 
     def take(self) -> None:
         match self.inbox.popleft():
@@ -88,10 +95,14 @@ class Node:
                 self.wished = generation
             case View() as view:
                 self.view, self.next = view, max(self.next, view.generation)
-            case Stop(signal):
+                if view.fit >= 0:
+                    self.state = structs.replace(self.state, fit=view.fit)
+            case Finish("stop", signal):
                 self.signal = signal
-            case Bye() as bye:
-                self.bye = bye
+            case Finish("leave"):
+                self.has_left = True
+            case Finish("complete", training):
+                self.completed = training
 
     def is_broken(self) -> bool:
         """Whether a wait in the group ends with an error."""
@@ -106,12 +117,13 @@ class Node:
         return [action for action in (getattr(self, f"_{self.doing}")(),) if action is not None]
 
     def _joins(self) -> Callable[[], None] | None:
-        if self.bye is not None:
+        if self.is_told_to_end:
             return self._end
         return self._use_view if self.view is not None else None
 
     def _use_view(self) -> None:
         self.generation = self.view.generation
+        self.state = structs.replace(self.state, phase="member", generation=self.generation)
         if self.next > self.generation:
             self.doing = "regroups"
             return
@@ -155,7 +167,7 @@ class Node:
             assert not self.is_at_boundary, "a member has not begun the step that others have made"
         self.commit = (0, 0) if first else best
         if first:
-            self.outbox.append(Enter(0, 99))
+            self.tell(fit=0, most=99)
         self.doing = "confirms"
 
     def _confirms(self) -> Callable[[], None] | None:
@@ -197,7 +209,7 @@ class Node:
         if step in self.group.regroups:
             self.is_at_boundary = True
             self._leave_group()
-            self.outbox.append(LeftGroup(self.generation))
+            self.tell(phase="left", commit=self.commit, failed=None)
             self.doing = "regroups"
 
     def _leave_group(self) -> None:
@@ -208,22 +220,22 @@ class Node:
     def _fail(self) -> None:
         self._leave_group()
         if self.next <= self.generation:
-            self.outbox.append(LeftGroup(self.generation, "an error"))
+            self.tell(phase="left", commit=self.commit, failed="an error")
         self.doing = "regroups"
 
     def _regroups(self) -> Callable[[], None] | None:
-        return self._arrive if self.next > self.generation or self.bye is not None else None
+        return self._arrive if self.next > self.generation or self.is_told_to_end else None
 
     def _arrive(self) -> None:
-        if self.bye is not None:
+        if self.is_told_to_end:
             self._end()
             return
         self.generation = self.next
-        self.outbox.append(Arrived(self.generation, self.commit, self.leaving))
+        self.tell(phase="arrived", generation=self.generation, commit=self.commit, failed=None)
         self.doing = "arrives"
 
     def _arrives(self) -> Callable[[], None] | None:
-        if self.bye is not None:
+        if self.is_told_to_end:
             return self._end
         if self.next > self.generation:
             return lambda: setattr(self, "doing", "regroups")
@@ -234,11 +246,11 @@ class Node:
         )
 
     def _finish(self) -> None:
-        self.outbox.append(Done(self.generation))
+        self.tell(phase="done")
         self.doing = "done"
 
     def _done(self) -> Callable[[], None] | None:
-        if self.bye is not None:
+        if self.is_told_to_end:
             return self._end
         return self._fail if self.next > self.generation else None
 
@@ -248,7 +260,7 @@ class Node:
     def wants_to_leave(self) -> None:
         if not self.leaving and self.doing == "steps":
             self.leaving = True
-            self.outbox.append(Leave())
+            self.tell()
 
 
 class Host:
@@ -341,7 +353,7 @@ class World:
         self.coordinator = Coordinator(self.workers)
         self.coordinator.resume(host.memory.report() for host in self.hosts.values())
         if stop is not None:
-            self.coordinator.stop(stop.signal)
+            self.coordinator.stop(stop.number)
 
     def lose(self) -> None:
         number = self.unseen.popleft()
@@ -422,7 +434,9 @@ class World:
             if node.commit and node.number in self.coordinator.members
         ]
         begun = all(
-            worker.fit >= 0 for worker in self.coordinator._workers.values() if worker.seniority > 0
+            self.coordinator._training_of(worker) >= 0
+            for worker in self.coordinator._workers.values()
+            if worker.seniority > 0
         )
         assert not (alive and begun) or "outside" in self.coordinator.failure, (
             self.coordinator.failure
@@ -448,9 +462,9 @@ def formed(workers: int, **options: int) -> Coordinator:
     for number in range(workers):
         coordinator.started(number)
         coordinator.receive(number, Hello(number))
-        coordinator.receive(number, Ready())
+        coordinator.receive(number, WorkerState("ready"))
     for number in range(workers):
-        coordinator.receive(number, Enter(0, 8))
+        say(coordinator, number, phase="member", fit=0, most=8)
     list(coordinator.take_messages())
     return coordinator
 
@@ -466,7 +480,7 @@ def test_members_that_wait_below_the_minimum_save_and_end_when_they_are_told_to(
     told(coordinator)
     coordinator.stop(15)
     (_, stop), (number, view) = told(coordinator)
-    assert stop == Stop(15) and number == 0 and not coordinator.waiting
+    assert stop == Finish("stop", 15) and number == 0 and not coordinator.waiting
     assert isinstance(view, View) and view.members == (0,)
 
 
@@ -474,7 +488,7 @@ def lose_the_second(coordinator: Coordinator) -> None:
     """The second of two workers is lost in a step, which the first completes alone."""
     coordinator.lost(1)
     assert told(coordinator) == [(0, Regroup(2, at_once=True))]
-    coordinator.receive(0, Arrived(2, (0, 5, 0)))
+    say(coordinator, 0, phase="arrived", generation=2, commit=(0, 5, 0))
     (_, view), (_, wish) = told(coordinator)
     assert (
         isinstance(view, View)
@@ -482,16 +496,16 @@ def lose_the_second(coordinator: Coordinator) -> None:
         and wish == Wish(2)
         and not coordinator.waiting
     )
-    coordinator.receive(0, LeftGroup(2))
+    say(coordinator, 0, phase="left", generation=2)
     assert told(coordinator) == [(0, Regroup(3, at_once=False))]
-    coordinator.receive(0, Arrived(3, (0, 6, 0)))
+    say(coordinator, 0, phase="arrived", generation=3, commit=(0, 6, 0))
 
 
 def start(coordinator: Coordinator, number: int) -> None:
     """Start a worker that is ready at once."""
     coordinator.started(number)
     coordinator.receive(number, Hello(number))
-    coordinator.receive(number, Ready())
+    coordinator.receive(number, WorkerState("ready"))
 
 
 def test_below_the_minimum_the_members_wait_until_a_worker_has_joined() -> None:
@@ -511,15 +525,29 @@ def test_below_the_minimum_the_members_wait_until_a_worker_has_joined() -> None:
 
 def test_who_is_lost_while_the_others_wait_below_the_minimum_leaves_them_waiting() -> None:
     coordinator = formed(3, minimum=3)
-    coordinator.receive(0, Leave())
-    coordinator.receive(0, LeftGroup(1))
+    say(coordinator, 0, leaving=True)
+    say(coordinator, 0, phase="left", generation=1)
     for number in range(3):
-        coordinator.receive(number, Arrived(2, (0, 5, 0), leaving=number == 0))
+        say(
+            coordinator,
+            number,
+            phase="arrived",
+            generation=2,
+            commit=(0, 5, 0),
+            leaving=number == 0,
+        )
     assert coordinator.waiting
     coordinator.lost(2)
     told(coordinator)
     for number in range(2):
-        coordinator.receive(number, Arrived(3, (0, 5, 0), leaving=number == 0))
+        say(
+            coordinator,
+            number,
+            phase="arrived",
+            generation=3,
+            commit=(0, 5, 0),
+            leaving=number == 0,
+        )
     assert coordinator.waiting and told(coordinator) == []
     start(coordinator, 3)
     start(coordinator, 4)
@@ -532,31 +560,33 @@ def test_after_a_loss_those_that_are_left_make_the_step_and_then_others_join() -
     assert told(coordinator) == [(number, Wish(1)) for number in range(3)]
     coordinator.lost(2)
     told(coordinator)
-    coordinator.receive(0, Arrived(2, (0, 5)))
-    coordinator.receive(1, Arrived(2, (0, 4)))
+    say(coordinator, 0, phase="arrived", generation=2, commit=(0, 5))
+    say(coordinator, 1, phase="arrived", generation=2, commit=(0, 4))
     assert coordinator.view == (0, 1)
     assert told(coordinator)[2:] == [(0, Wish(2)), (1, Wish(2))]
-    coordinator.receive(1, LeftGroup(2))
-    coordinator.receive(1, Arrived(3, (0, 5)))
-    coordinator.receive(0, Arrived(3, (0, 5)))
+    say(coordinator, 1, phase="left", generation=2)
+    say(coordinator, 1, phase="arrived", generation=3, commit=(0, 5))
+    say(coordinator, 0, phase="arrived", generation=3, commit=(0, 5))
     assert coordinator.view == (0, 1, 3)
 
 
 def test_who_has_made_a_step_that_nobody_else_has_made_hands_it_over_before_it_leaves() -> None:
     coordinator = formed(3)
-    coordinator.receive(0, Leave())
-    coordinator.receive(0, LeftGroup(1))
-    coordinator.receive(0, Arrived(2, (0, 5), leaving=True))
-    coordinator.receive(1, Arrived(2, (0, 4)))
-    coordinator.receive(2, Arrived(2, (0, 4)))
+    say(coordinator, 0, leaving=True)
+    say(coordinator, 0, phase="left", generation=1)
+    say(coordinator, 0, phase="arrived", generation=2, commit=(0, 5), leaving=True)
+    say(coordinator, 1, phase="arrived", generation=2, commit=(0, 4))
+    say(coordinator, 2, phase="arrived", generation=2, commit=(0, 4))
     assert coordinator.view == (0, 1, 2)
 
 
 def test_a_member_whose_host_has_let_it_leave_the_group_takes_the_others_with_it() -> None:
     coordinator = formed(2)
-    coordinator.receive(1, Arrived(2, (0, 5, 0)))  # the coordinator knows of no change
+    say(
+        coordinator, 1, phase="arrived", generation=2, commit=(0, 5, 0)
+    )  # the coordinator knows of no change
     assert told(coordinator) == [(0, Regroup(2, at_once=True)), (1, Regroup(2, at_once=True))]
-    coordinator.receive(0, Arrived(2, (0, 5, 0)))
+    say(coordinator, 0, phase="arrived", generation=2, commit=(0, 5, 0))
     assert [view.members for _, view in told(coordinator) if isinstance(view, View)] == [(0, 1)] * 2
 
 
@@ -564,8 +594,8 @@ def test_the_most_advanced_member_gives_its_state() -> None:
     coordinator = formed(3)
     coordinator.lost(0)
     told(coordinator)
-    coordinator.receive(1, Arrived(2, (0, 5, 0)))
-    coordinator.receive(2, Arrived(2, (0, 6, 0)))
+    say(coordinator, 1, phase="arrived", generation=2, commit=(0, 5, 0))
+    say(coordinator, 2, phase="arrived", generation=2, commit=(0, 6, 0))
     view = told(coordinator)[0][1]
     assert isinstance(view, View) and view.members == (1, 2) and view.source == 2
 
@@ -574,12 +604,12 @@ def test_who_alone_has_the_state_hands_it_over_before_it_leaves() -> None:
     coordinator = formed(1)
     coordinator.started(1)
     coordinator.receive(1, Hello(1))
-    coordinator.receive(1, Ready())
-    coordinator.receive(0, Leave())
+    coordinator.receive(1, WorkerState("ready"))
+    say(coordinator, 0, leaving=True)
     assert told(coordinator) == [(0, Wish(1))]
-    coordinator.receive(0, LeftGroup(1))
+    say(coordinator, 0, phase="left", generation=1)
     assert told(coordinator) == [(0, Regroup(2, at_once=False))]
-    coordinator.receive(0, Arrived(2, (0, 3, 0), leaving=True))
+    say(coordinator, 0, phase="arrived", generation=2, commit=(0, 3, 0), leaving=True)
     messages = told(coordinator)
     assert [(number, type(message)) for number, message in messages] == [
         (0, View),
@@ -587,25 +617,29 @@ def test_who_alone_has_the_state_hands_it_over_before_it_leaves() -> None:
         (0, Wish),
         (1, Wish),
     ]
-    coordinator.receive(0, LeftGroup(2))
-    coordinator.receive(0, Arrived(3, (0, 4, 0), leaving=True))
-    coordinator.receive(1, Arrived(3, (0, 4, 0)))
+    say(coordinator, 0, phase="left", generation=2)
+    say(coordinator, 0, phase="arrived", generation=3, commit=(0, 4, 0), leaving=True)
+    say(coordinator, 1, phase="arrived", generation=3, commit=(0, 4, 0))
     leaves = [
-        (number, message) for number, message in told(coordinator) if isinstance(message, Bye)
+        (number, message) for number, message in told(coordinator) if isinstance(message, Finish)
     ]
-    assert leaves == [(0, Bye(leaves=True))] and coordinator.view == (1,)
+    assert leaves == [(0, Finish("leave"))] and coordinator.view == (1,)
 
 
 def test_if_all_leave_the_job_saves_and_ends() -> None:
     coordinator = formed(2)
-    coordinator.receive(0, Leave())
-    coordinator.receive(1, Leave())
-    coordinator.receive(0, LeftGroup(1))
+    say(coordinator, 0, leaving=True)
+    say(coordinator, 1, leaving=True)
+    say(coordinator, 0, phase="left", generation=1)
     told(coordinator)
-    coordinator.receive(0, Arrived(2, (0, 3, 0), leaving=True))
-    coordinator.receive(1, Arrived(2, (0, 3, 0), leaving=True))
+    say(coordinator, 0, phase="arrived", generation=2, commit=(0, 3, 0), leaving=True)
+    say(coordinator, 1, phase="arrived", generation=2, commit=(0, 3, 0), leaving=True)
     messages = told(coordinator)
-    assert (0, Stop(15)) in messages and (1, Stop(15)) in messages and coordinator.view == (0, 1)
+    assert (
+        (0, Finish("stop", 15)) in messages
+        and (1, Finish("stop", 15)) in messages
+        and coordinator.view == (0, 1)
+    )
 
 
 def test_no_more_workers_join_than_the_training_can_have() -> None:
@@ -613,21 +647,21 @@ def test_no_more_workers_join_than_the_training_can_have() -> None:
     for number in (7, 8, 9):
         coordinator.started(number)
         coordinator.receive(number, Hello(number))
-        coordinator.receive(number, Ready())
-    coordinator.receive(0, LeftGroup(1))
+        coordinator.receive(number, WorkerState("ready"))
+    say(coordinator, 0, phase="left", generation=1)
     for number in range(7):
-        coordinator.receive(number, Arrived(2, (0, 1, 0)))
+        say(coordinator, number, phase="arrived", generation=2, commit=(0, 1, 0))
     assert coordinator.view == tuple(range(8)) and coordinator.candidates == [8, 9]
 
 
 def test_a_group_that_fails_again_and_again_at_one_step_ends_the_job() -> None:
     coordinator = formed(2)
     for generation in range(1, 20):
-        coordinator.receive(0, LeftGroup(generation, "no route"))
+        say(coordinator, 0, phase="left", generation=generation, failed="no route")
         if coordinator.failure:
             break
         for number in (0, 1):
-            coordinator.receive(number, Arrived(generation + 1, (0, 3, 0)))
+            say(coordinator, number, phase="arrived", generation=generation + 1, commit=(0, 3, 0))
     assert "failed" in coordinator.failure and "no route" in coordinator.failure and generation < 10
 
 
@@ -683,10 +717,13 @@ def test_a_request_that_lacks_something_changes_nothing(request_: StoreRequest) 
 
 def test_when_all_are_done_all_are_told() -> None:
     coordinator = formed(2)
-    coordinator.receive(0, Done(1))
+    say(coordinator, 0, phase="done", generation=1)
     assert told(coordinator) == [] and not coordinator.complete
-    coordinator.receive(1, Done(1))
-    assert told(coordinator) == [(0, Bye()), (1, Bye())] and coordinator.complete
+    say(coordinator, 1, phase="done", generation=1)
+    assert (
+        told(coordinator) == [(0, Finish("complete", 0)), (1, Finish("complete", 0))]
+        and coordinator.complete
+    )
     coordinator.left(0)
     assert not coordinator.failure
 
@@ -697,7 +734,7 @@ def ended_alone(*down: Down, in_good_order: bool = True) -> HostMemory:
     """
     memory = HostMemory(7)
     memory.started(3, True)
-    memory.note_up(3, Enter(0, 8))
+    memory.note_up(3, WorkerState("member", 2, fit=0))
     for message in (View(2, (3,), (7,), ((0, 5),), 3), *down):
         memory.note_down(3, message)
     memory.ended(3, in_good_order)
@@ -706,7 +743,7 @@ def ended_alone(*down: Down, in_good_order: bool = True) -> HostMemory:
 
 def test_who_coordinates_next_knows_that_the_program_of_the_last_member_has_ended() -> None:
     coordinator = Coordinator(2)
-    coordinator.resume([ended_alone(Bye()).report()])
+    coordinator.resume([ended_alone(Finish("complete", 0)).report()])
     assert (
         coordinator.complete and not coordinator.failure and not list(coordinator.take_messages())
     )
@@ -714,7 +751,11 @@ def test_who_coordinates_next_knows_that_the_program_of_the_last_member_has_ende
 
 @pytest.mark.parametrize(
     "memory",
-    [ended_alone(), ended_alone(Bye(), in_good_order=False), ended_alone(Bye(leaves=True))],
+    [
+        ended_alone(),
+        ended_alone(Finish("complete", 0), in_good_order=False),
+        ended_alone(Finish("leave")),
+    ],
 )
 def test_who_coordinates_next_knows_that_the_last_member_was_lost(memory: HostMemory) -> None:
     assert memory.report().finished == ()
@@ -727,7 +768,7 @@ def test_a_loss_outside_of_the_training_is_not_survived() -> None:
     coordinator = Coordinator(2)
     for number in (0, 1):
         coordinator.started(number)
-        coordinator.receive(number, Ready())
+        coordinator.receive(number, WorkerState("ready"))
     coordinator.lost(0)
     assert "outside of the training" in coordinator.failure
 
@@ -735,8 +776,8 @@ def test_a_loss_outside_of_the_training_is_not_survived() -> None:
 def test_a_loss_is_not_survived_by_those_that_have_left_their_training() -> None:
     coordinator = formed(3)
     for number in range(3):
-        coordinator.receive(number, Enter(2, 8))
-    coordinator.receive(1, Enter(-1, 8))
+        say(coordinator, number, phase="member", fit=2, most=8)
+    say(coordinator, 1, phase="member", fit=-1, most=8)
     coordinator.lost(0)
     assert coordinator.failure == "a worker was lost outside of the training"
 
@@ -744,7 +785,7 @@ def test_a_loss_is_not_survived_by_those_that_have_left_their_training() -> None
 def test_a_loss_is_not_survived_if_the_others_are_in_a_later_training() -> None:
     coordinator = formed(3)
     for number, fit in ((0, 2), (1, 2), (2, 2), (1, -1), (2, -1), (1, 3), (2, 3)):
-        coordinator.receive(number, Enter(fit, 8))
+        say(coordinator, number, phase="member", fit=fit, most=8)
     coordinator.lost(0)
     assert coordinator.failure == "a worker was lost outside of the training"
 
@@ -753,7 +794,7 @@ def test_members_that_leave_their_training_before_they_meet_after_a_loss_start_a
     coordinator = formed(3)
     coordinator.lost(0)
     assert not coordinator.failure
-    coordinator.receive(1, Enter(-1, 8))
+    say(coordinator, 1, phase="member", fit=-1, most=8)
     assert coordinator.failure == "a worker was lost outside of the training"
 
 

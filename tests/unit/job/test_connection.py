@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from lockstep.elastic.keys import StoreRequest
-from lockstep.elastic.membership import Arrived, Down, Up, View
+from lockstep.elastic.membership import Down, Up, View, WorkerState
 from lockstep.job.connection import START, Connection, Pipes
 from lockstep.job.messages import Hello
 
@@ -34,7 +34,7 @@ def test_messages_arrive_as_they_were_sent(
     worker, coordinator = ends
     sent = [
         Hello(3),
-        Arrived(2, (0, 7, 1), True),
+        WorkerState("arrived", 2, (0, 7, 1), leaving=True),
         StoreRequest(2, "set", ("key",), (b"\0value",)),
         StoreRequest(2, "get", ("a", "b"), request=5),
     ]
@@ -157,7 +157,7 @@ def test_messages_travel_over_pipes() -> None:
     near.close()
     assert far.receive() is None
     with pytest.raises(OSError):
-        far.send(Arrived(0, (), True))
+        far.send(WorkerState("arrived", leaving=True))
     far.close()
 
 

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from lockstep.elastic.control import Request
-from lockstep.elastic.membership import Leave
+from lockstep.elastic.membership import WorkerState
 from lockstep.elastic.mesh import (
     NOBODY_LEADS,
     WAITS_TO_JOIN,
@@ -40,11 +40,11 @@ def test_what_a_report_says_is_not_handled_again() -> None:
     inbox = _Inbox()
     before: list[HostMessages] = [
         Saved("one"),
-        FromWorker(3, Leave()),
+        FromWorker(3, WorkerState()),
         ended(3),
         Request(1, "resize", 2),
     ]
-    after: list[HostMessages] = [FromWorker(4, Leave()), ended(4)]
+    after: list[HostMessages] = [FromWorker(4, WorkerState()), ended(4)]
     for message in before:
         inbox.add(1, message)
     inbox.mark(1)

@@ -13,17 +13,13 @@ import pytest
 
 from lockstep.elastic.control import Request
 from lockstep.elastic.membership import (
-    Arrived,
-    Bye,
-    Done,
-    Enter,
+    Finish,
     Hello,
     HostMemory,
     HostReport,
-    LeftGroup,
-    Ready,
     Regroup,
     View,
+    WorkerState,
 )
 from lockstep.elastic.mesh import HostEntry
 from lockstep.errors import LockstepError
@@ -40,6 +36,7 @@ from lockstep.launcher.elastic_job import (
     Start,
     ToWorker,
 )
+from support.worker_states import say
 
 M = TypeVar("M")
 
@@ -74,10 +71,10 @@ class World:
     def train(self) -> None:
         """Let all workers become members, and begin the training."""
         for number in self.placed():
-            for message in (Hello(number), Ready()):
+            for message in (Hello(number), WorkerState("ready")):
                 self.job.receive(number, message)
         for number in self.job.coordinator.members:
-            self.job.receive(number, Enter(0, 8))
+            say(self.job, number, phase="member", fit=0, most=8)
         self.job.supervise()
         self.sent.clear()
 
@@ -89,16 +86,29 @@ class World:
     def arrive(self) -> None:
         """All members arrive for the next view."""
         for number in self.job.coordinator.members:
-            self.job.receive(number, Arrived(self.job.coordinator.generation, (0, 5, 0)))
+            say(
+                self.job,
+                number,
+                phase="arrived",
+                generation=self.job.coordinator.generation,
+                commit=(0, 5, 0),
+            )
         self.job.supervise()
 
     def leave(self, leaver: int) -> None:
         """A member leaves after the step in progress."""
         for number in self.job.coordinator.members:
-            self.job.receive(number, LeftGroup(self.job.coordinator.formed))
+            say(self.job, number, phase="left", generation=self.job.coordinator.formed)
         for number in self.job.coordinator.members:
             generation = self.job.coordinator.generation
-            self.job.receive(number, Arrived(generation, (0, 5, 0), leaving=number == leaver))
+            say(
+                self.job,
+                number,
+                phase="arrived",
+                generation=generation,
+                commit=(0, 5, 0),
+                leaving=number == leaver,
+            )
         self.job.supervise()
 
 
@@ -180,7 +190,7 @@ def test_a_host_that_was_lost_is_not_replaced_beyond_the_slots_of_the_others() -
 
 def test_workers_do_not_wait_for_those_of_a_host_that_was_lost_before_they_began() -> None:
     world = World((1, 1), 2)
-    for message in (Hello(0), Ready()):
+    for message in (Hello(0), WorkerState("ready")):
         world.job.receive(0, message)
     assert not world.job.coordinator.members
     world.job.host_lost(1)
@@ -216,7 +226,7 @@ def test_workers_that_are_told_to_leave_when_the_training_is_complete_are_not_lo
     world = World((1, 1), 2)
     world.train()
     for number in (0, 1):
-        world.job.receive(number, Done(world.job.coordinator.generation))
+        say(world.job, number, phase="done", generation=world.job.coordinator.generation)
     assert world.job.coordinator.complete
     world.job.ask(1, Request(1, "leave"))
     world.end(1, host=1, code=-signal.SIGTERM)
@@ -349,8 +359,10 @@ def test_all_workers_are_started_again_from_the_checkpoint_until_it_is_in_vain()
         first = world.job.state.first
         world.job.saved("/run/step-5")
         for number in (first, first + 1):
-            for message in (Hello(number), Ready(), Enter(0, 8)):
+            for message in (Hello(number), WorkerState("ready")):
                 world.job.receive(number, message)
+        for number in (first, first + 1):
+            say(world.job, number, fit=0, most=8)
         world.end(first, host=0)
         world.end(first + 1, host=1)
         for number, host in world.placed().items():  # started in place of the first one, and killed
@@ -385,7 +397,7 @@ def test_a_crash_after_the_training_ends_the_job_with_its_code(
     world = World((2,), 2)
     world.train()
     for number in (0, 1):
-        world.job.receive(number, Done(world.job.coordinator.generation))
+        say(world.job, number, phase="done", generation=world.job.coordinator.generation)
     assert world.job.coordinator.complete
     world.job.ended(0, Ended(1, code, is_finished, None))
     world.job.supervise()
@@ -406,9 +418,9 @@ def test_a_crash_within_the_training_is_a_loss() -> None:
 def test_who_leads_next_ends_a_job_whose_programs_have_ended() -> None:
     memory = HostMemory(1)
     memory.started(1, True)
-    memory.note_up(1, Enter(0, 8))
+    memory.note_up(1, WorkerState("member", 2, fit=0))
     memory.note_down(1, View(2, (1,), (1,), ((0, 5),), 1))
-    memory.note_down(1, Bye())
+    memory.note_down(1, Finish("complete", 0))
     memory.ended(1, in_good_order=True)
     world = World((1, 1), 2)
     world.sent.clear()
@@ -429,7 +441,7 @@ def test_it_is_said_once_that_members_wait(monkeypatch: pytest.MonkeyPatch) -> N
     world.job.host_lost(1)
     world.job.coordinator.lost(1)
     world.arrive()  # for a view of the one that is left, which completes its step and waits then
-    world.job.receive(0, LeftGroup(world.job.coordinator.formed))
+    say(world.job, 0, phase="left", generation=world.job.coordinator.formed)
     world.arrive()
     assert world.said == [
         "lockstep: beta was lost with 1 worker; 1 worker is left of the 2 that the training needs"
@@ -454,7 +466,7 @@ def test_below_the_minimum_a_worker_that_leaves_waits_for_its_replacement() -> N
             assert world.said == ["lockstep: rank 2 has left; 2 workers go on"]
             assert not world.of(Start)
     assert [start.number for _, start in world.of(Start)] == [3]
-    for message in (Hello(3), Ready()):
+    for message in (Hello(3), WorkerState("ready")):
         world.job.receive(3, message)
     assert world.job.coordinator.view == (0, 3)
     world.end(1, host=0, code=0)
@@ -521,7 +533,7 @@ def test_the_first_group_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     now = fake_clock(monkeypatch)
     world = World((1, 1), 1)
     world.job.fence()
-    for message in (Hello(0), Ready()):
+    for message in (Hello(0), WorkerState("ready")):
         world.job.receive(0, message)
     world.job.supervise()
     assert not world.job.coordinator.view
@@ -551,7 +563,7 @@ def waiting_below_the_minimum(
     for _ in range(2):  # after the loss, and at the boundary that follows
         for number in world.job.coordinator.members:
             if world.job.coordinator.formed == world.job.coordinator.generation:
-                world.job.receive(number, LeftGroup(world.job.coordinator.formed))
+                say(world.job, number, phase="left", generation=world.job.coordinator.formed)
         world.arrive()
     assert world.job.coordinator.waiting
     return world, now
@@ -611,8 +623,8 @@ def reports_of(world: World, leaving: int = -1) -> list[HostReport]:
         for number, at in places.items():
             if at == host:
                 memory.started(number, False)
-                memory.note_up(number, Enter(0, 8))
                 memory.note_down(number, newest)
-                memory.note_up(number, Arrived(1, (0, 5), leaving=number == leaving))
+                state = WorkerState("arrived", 1, (0, 5), fit=0, leaving=number == leaving)
+                memory.note_up(number, state)
         reports.append(memory.report())
     return reports
