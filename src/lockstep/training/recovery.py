@@ -402,6 +402,7 @@ class ElasticRecovery(Recovery):
                 self._held.close()
             else:
                 self._is_suspended = False
+                self._client.enter(self._training, self._most, self._folder)
                 return True
         state.result = comm.earlier_result()
         return False
