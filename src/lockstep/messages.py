@@ -56,7 +56,11 @@ _LOCK = threading.Lock()
 
 
 def convert(value: object, kind: type[T]) -> T:
-    """As `decode`, of JSON that has been parsed."""
+    """Return parsed JSON as the message of the type `kind` that it encodes.
+
+    Raises:
+        ValueError: `value` is not a `kind`; names what was expected and where.
+    """
     if kind not in _ANALYSED:
         with (
             _LOCK

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from typing_extensions import override
 
 from .. import devices, watchdog
 from ..elastic.client import MembershipClient
@@ -226,8 +227,8 @@ class ElasticCommunicator(Communicator):
     # --- what came before this worker
     # ---------------------------------------------------------------------------------
 
+    @override
     def on_rank0(self, fn: Callable[[], T]) -> T:
-        """See `Communicator.on_rank0`."""
         if self.is_joining:
             succeeded, value = pickle.loads(self._next_value())
             if not succeeded:
@@ -240,8 +241,8 @@ class ElasticCommunicator(Communicator):
         return value
 
     @contextmanager
+    @override
     def rank0_first(self) -> Iterator[None]:
-        """See `Communicator.rank0_first`."""
         if self.is_joining:
             if error := self._next_value():
                 raise pickle.loads(error)[1]
@@ -252,16 +253,16 @@ class ElasticCommunicator(Communicator):
         if self.size == 1:
             self._keep(b"")
 
+    @override
     def broadcast_object(self, value: T | None, root: int = 0) -> T:
-        """See `Communicator.broadcast_object`."""
         if self.is_joining and root == 0:
             return cast(T, self._next_value())
         if self.rank == root == 0:
             self._keep(value)
         return super().broadcast_object(value, root)
 
+    @override
     def barrier(self) -> None:
-        """See `Communicator.barrier`."""
         if not self.is_joining:
             super().barrier()
 

@@ -11,13 +11,14 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from ..errors import ConfigError, MismatchError
 from ..flight_recorder import named
 from ..parallel.randomness import preserve_generators
 from ..parallel.shards import steps_per_epoch
 from .batch_plan import BatchPlan
-from .fetching import Samples
+from .fetching import Request, Samples
 from .indexed_source import IndexedSource, Order
 from .sample_draws import seed_collate
 
@@ -25,7 +26,7 @@ __all__ = ["BlockSource"]
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockRequest:
+class _BlockRequest(Request):
     """Asks for samples of a part of a batch, not collated.
 
     Attributes:
@@ -40,8 +41,8 @@ class _BlockRequest:
 
     gives_samples: ClassVar[bool] = True
 
+    @override
     def load(self, samples: Samples) -> list[Any]:
-        """See `Request`."""
         reader = samples.reader()
         if self.keep is not None:
             reader.keep(self.keep)
@@ -49,7 +50,7 @@ class _BlockRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class _BatchInParts:
+class _BatchInParts(Request):
     """Asks for a batch, whose parts may be loaded by several processes.
 
     Attributes:
@@ -62,8 +63,8 @@ class _BatchInParts:
 
     gives_samples: ClassVar[bool] = False
 
+    @override
     def load(self, samples: Samples) -> Any:
-        """See `Request`."""
         return self.joined(
             samples, [sample for part in self.parts for sample in part.load(samples)]
         )
@@ -105,12 +106,12 @@ class BlockSource(IndexedSource):
             expected = f"at most the samples of {self._dataset}"
             raise ConfigError("global_batch_size", expected, self.plan.global_batch_size)
 
+    @override
     def settings(self) -> Mapping[str, Any]:
-        """See `Source`."""
         return {**super().settings(), **self._dataset.order_settings()}
 
+    @override
     def order(self, epoch: int) -> torch.Tensor:
-        """See `Source`."""
         order = self._order(epoch)
         return torch.cat(
             [order.samples(step, 0, order.global_size(step)) for step in range(order.steps)]
@@ -154,7 +155,7 @@ class BlockSource(IndexedSource):
             yield fetcher.pinned(data)
 
     def _compare_files(self) -> None:
-        """See `IndexedSource`.
+        """Check that all workers read the same files, and the same samples of them.
 
         Raises:
             MismatchError: on every worker, if they differ.
@@ -168,7 +169,7 @@ class BlockSource(IndexedSource):
                 )
 
 
-class _BlockOrder:
+class _BlockOrder(Order):
     """This worker's part of an epoch's order, step by step; see `Order`.
 
     Args:
@@ -195,8 +196,8 @@ class _BlockOrder:
         """Return the samples [low, high) of a global batch, int64."""
         return torch.from_numpy(self._order.part(step, low, high))
 
+    @override
     def part(self, step: int) -> tuple[torch.Tensor, int]:
-        """See `Order`."""
         size = self.global_size(step)
         indices = self._ahead.pop(step, None)
         if indices is None:

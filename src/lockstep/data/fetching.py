@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
+from typing_extensions import override
 
 from .. import environment
 from ..errors import ConfigError, DataError, LockstepError
@@ -221,7 +222,7 @@ class Samples(Dataset[Any]):
 
 
 @dataclass(slots=True)
-class BatchRequest:
+class BatchRequest(Request):
     """Asks for a batch.
 
     Attributes:
@@ -235,8 +236,8 @@ class BatchRequest:
 
     gives_samples: ClassVar[bool] = False
 
+    @override
     def load(self, samples: Samples) -> Any:
-        """See `Request`."""
         if isinstance(self.indices, tuple):
             return [samples.batch(self.key, shard) if shard else None for shard in self.indices]
         return samples.batch(self.key, self.indices)

@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any, NoReturn, Protocol
 
 import torch
+from typing_extensions import override
 
 from ..errors import ConfigError, MismatchError
 from ..flight_recorder import named
@@ -106,28 +107,28 @@ class IndexedSource(Source):
             )
 
     @property
+    @override
     def steps(self) -> int:
-        """See `Source`."""
         return len(self)
 
     def __len__(self) -> int:
         return steps_per_epoch(self.samples, self.plan.global_batch_size, self.plan.drop_last)
 
+    @override
     def has_ended(self, step: int) -> bool:
-        """See `Source`."""
         return step >= len(self)
 
+    @override
     def settings(self) -> Mapping[str, Any]:
-        """See `Source`."""
         return {"samples": self.samples}
 
     def loop(self, epoch: int, first: int) -> tuple[int, int]:
-        """See `Source`: all epochs are one loop."""
+        """Return loop 0, which all epochs are, and the batches before this epoch."""
         plan = self.plan
         return mix((self.samples, plan.global_batch_size, plan.shuffle)) or 1, epoch * len(self)
 
+    @override
     def order(self, epoch: int) -> torch.Tensor:
-        """See `Source`."""
         return self._permutation(epoch).long()
 
     def _permutation(self, epoch: int) -> torch.Tensor:
@@ -142,7 +143,7 @@ class IndexedSource(Source):
         return torch.randperm(self.samples, generator=generator, dtype=dtype)
 
     def batches(self, epoch: int, first: int) -> Iterator[PartOfBatch]:
-        """See `Source`.
+        """Yield this worker's part of each global batch of an epoch, from step `first` on.
 
         Raises:
             ConfigError: if the loader processes serve another epoch meanwhile.
@@ -187,8 +188,8 @@ class IndexedSource(Source):
                 key, self.plan.by_shard(indices, global_size) or indices.tolist() or [any_sample]
             )
 
+    @override
     def stand_in(self) -> Any:
-        """See `Source`."""
         fetcher = Fetcher(self._dataset, self.plan.collate_fn, 0, 0, pin=False)
         return next(to_device(fetcher.fetch([BatchRequest(0, [0, 0])]), self.plan.comm.device))
 
@@ -226,8 +227,8 @@ class IndexedSource(Source):
             settings["seed"] = plan.seed
         self._same_data.check(settings, length, plan.key_of_samples(epoch))
 
+    @override
     def digests(self) -> dict[int, str]:
-        """See `Source`."""
         return digests_of_some(self.fetcher.load, length_of(self._dataset), self._in_blocks)
 
     def _compare_files(self) -> None:
@@ -291,20 +292,20 @@ class SampledSource(IndexedSource):
     def __len__(self) -> int:
         return len(self._sampler)
 
+    @override
     def settings(self) -> Mapping[str, Any]:
-        """See `Source`."""
         return {**super().settings(), "batch_sampler": type(self._sampler).__name__}
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Source`."""
         return {"batch_order": self._digest}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Source`."""
         self._digest = int(state.get("batch_order", 0))
 
+    @override
     def order(self, epoch: int) -> torch.Tensor:
-        """See `Source`."""
         return self._read(epoch).indices.long()
 
     def _start(self, epoch: int, steps: range) -> tuple[Order, Iterator[Any]]:
@@ -394,7 +395,7 @@ class SampledSource(IndexedSource):
         raise AssertionError("equal batches have equal digests")
 
 
-class _WorkerOrder:
+class _WorkerOrder(Order):
     """This worker's part of an epoch's order, from which the samples of each step are sliced.
 
     It takes 4 bytes per sample, divided by the number of workers; Python lists for an epoch would
@@ -429,8 +430,8 @@ class _WorkerOrder:
             torch.Tensor, ...
         ] = ()  # the rows of some steps from the first one on, int64
 
+    @override
     def part(self, step: int) -> tuple[torch.Tensor, int]:
-        """See `Order`."""
         if step >= self._full_steps:
             return self._last.long(), self._last_size
         at = step - self._first
@@ -492,7 +493,7 @@ class _Batches:
         return torch.split(self.indices, self.sizes.tolist())
 
 
-class _SampledOrder:
+class _SampledOrder(Order):
     """This worker's part of an epoch's batches from a batch sampler; see `_WorkerOrder`."""
 
     def __init__(self, plan: BatchPlan, batches: _Batches) -> None:
@@ -502,8 +503,8 @@ class _SampledOrder:
         self._ends = batches.ends.tolist()
         self.any_sample = int(self._indices[0])
 
+    @override
     def part(self, step: int) -> tuple[torch.Tensor, int]:
-        """See `Order`."""
         size = self._sizes[step]
         start = self._ends[step] - size
         low, high = self._plan.local_range(size)

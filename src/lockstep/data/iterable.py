@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
+from typing_extensions import override
 
 from .. import arguments, environment
 from ..errors import ConfigError, DataError, LockstepError
 from ..parallel.shards import mix
 from .digest import Digest, digest_of
-from .fetching import Samples, describe_exception
+from .fetching import Request, Samples, describe_exception
 from .sample_draws import seed_draws
 
 __all__ = [
@@ -154,7 +155,7 @@ class SamplesRead:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRequest:
+class ReadRequest(Request):
     """Asks for the next samples of parts of an iterable data set.
 
     Attributes:
@@ -177,8 +178,8 @@ class ReadRequest:
 
     gives_samples: ClassVar[bool] = True
 
+    @override
     def load(self, samples: Samples) -> list[SamplesRead]:
-        """See `Request`."""
         read: list[SamplesRead] = samples.reader().read(self)
         return read
 

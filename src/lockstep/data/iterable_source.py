@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..errors import ConfigError
 from ..parallel.nested import narrow
@@ -56,8 +57,8 @@ class IterableSource(Source):
             raise ConfigError("global_batch_size", expected, plan.global_batch_size)
 
     @property
+    @override
     def steps(self) -> int | None:
-        """See `Source`."""
         return self._steps
 
     def __len__(self) -> int:
@@ -69,32 +70,32 @@ class IterableSource(Source):
             )
         return self._steps
 
+    @override
     def has_ended(self, step: int) -> bool:
-        """See `Source`."""
         return self._position.ended
 
+    @override
     def end_epoch(self, epoch: int, steps: int) -> None:
-        """See `Source`."""
         if self._steps not in (None, steps) and self.plan.comm.rank == 0:
             _log.warning("epoch %d has %d steps, the one before had %d", epoch, steps, self._steps)
         self._steps = steps
         self._position = StreamPosition()
 
+    @override
     def settings(self) -> Mapping[str, Any]:
-        """See `Source`."""
         return {"parts": self._substreams.parts, "samples": self.samples}
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Source`."""
         return {"stream": self._position._asdict()}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Source`."""
         is_within = int(state["step"]) and "stream" in state
         self._position = StreamPosition(**state["stream"]) if is_within else StreamPosition()
 
     def order(self, epoch: int) -> torch.Tensor:
-        """See `Source`.
+        """Refuse: the samples of an iterable data set have no indices.
 
         Raises:
             ConfigError: in any case.
@@ -106,11 +107,11 @@ class IterableSource(Source):
         )
 
     def loop(self, epoch: int, first: int) -> tuple[int, int]:
-        """See `Source`: each reading of an epoch is a loop of its own."""
+        """Return the number of this reading of the epoch, which is a loop of its own, and 0."""
         return mix((epoch, self.plan.global_batch_size, first)) or 1, 0
 
+    @override
     def batches(self, epoch: int, first: int) -> Iterator[PartOfBatch]:
-        """See `Source`."""
         plan = self.plan
         key = plan.key_of_samples(epoch)
         start = self._position if first else StreamPosition()
@@ -160,7 +161,7 @@ class IterableSource(Source):
                     return read.samples[0]
         raise no_samples(self._substreams.name, self.plan.role)
 
+    @override
     def stand_in(self) -> Any:
-        """See `Source`."""
         data = self.fetcher.collated(0, [self._any_sample()] * 2, [0, 0])
         return next(to_device([data], self.plan.comm.device))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from .. import arguments
 from ..data.loader import Batch, Loader
 from ..errors import ConfigError
@@ -189,7 +191,7 @@ class _StateOfSteps(StateOfStep):
         self._steps = steps
 
     def part_of(self, batch: Batch) -> Batch:
-        """See `TrainingState`.
+        """Return this worker's part of the batch of the body that runs.
 
         Raises:
             ConfigError: for another batch than that of the body in which the step is called.
@@ -201,28 +203,28 @@ class _StateOfSteps(StateOfStep):
             )
         return self._steps._feed.current()
 
+    @override
     def commit(self, result: Any) -> None:
-        """See `TrainingState`."""
         super().commit(result)
         if isinstance(result, StepResult):
             self._steps._in_flight.add(result)
 
+    @override
     def of_program(self) -> dict[str, Any]:
-        """See `TrainingState`."""
         steps = self._steps
         users = steps._user_state.of_program()
         return {**super().of_program(), "at": list(steps._at), "ends": steps._ends, "users": users}
 
+    @override
     def load_program(self, state: dict[str, Any]) -> None:
-        """See `TrainingState`."""
         super().load_program(state)
         steps = self._steps
         steps._at = tuple(state["at"])
         steps._ends = state["ends"]
         steps._user_state.load_program(state["users"], self.comm.device)
 
+    @override
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
-        """See `TrainingState`."""
         super().regroup(states, all_seen)
         self._steps._in_flight.regroup()
         self._steps._feed.regroup()

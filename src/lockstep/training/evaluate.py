@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 from .. import arguments
 from ..communicator import Communicator, init
@@ -419,8 +420,8 @@ class Prediction(Computation):
                 outputs.append(_gather(_concatenate(results), comm))
         return _concatenate(outputs)
 
+    @override
     def on(self, model: nn.Module, data: Any, size: int) -> Any:
-        """See `Computation`."""
         return self._forward(model, data)
 
 
@@ -621,8 +622,8 @@ class Evaluation(Computation):
             found = found or metric.check(precision.autocast, gradients=False)
         return found
 
+    @override
     def on(self, model: nn.Module, data: Any, size: int) -> torch.Tensor:
-        """See `Computation`."""
         output, target = self._loss.forward(model, data, size)
         if self._stateful:
             self._kept.append((output, target))

@@ -56,7 +56,7 @@ class HostCopy:
         return [float(number) for number in self.integers()]
 
     def integers(self) -> list[Any]:
-        """As `read`, of a tensor of whole numbers, which stay whole."""
+        """Wait for the copy, and return the numbers of an integer tensor as integers."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return list(self._numbers.tolist())
@@ -151,8 +151,8 @@ class StepsInFlight:
         return requests
 
     def settle_at_boundary(self) -> float:
-        """As `settle`; if a worker requests to regroup, the latest steps as well: who joins knows
-        nothing of them.
+        """Check the steps that `settle` checks; if a worker requests to regroup, the latest ones as
+        well, of which a worker that joins knows nothing.
         """
         requests = self.settle()
         if requests >= REGROUP:

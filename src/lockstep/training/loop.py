@@ -9,6 +9,8 @@ from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any, NoReturn, Protocol, cast
 
+from typing_extensions import override
+
 from .. import interruption
 from ..data.loader import Loader
 from ..errors import (
@@ -400,8 +402,8 @@ class _StateOfRun(StateOfStep):
     def result(self, rows: list[Row]) -> None:
         self._run.state.history = rows
 
+    @override
     def note_seen(self, note: Callable[[bytes | None], None]) -> None:
-        """See `TrainingState`."""
         if self.step.comm.rank != 0:
             return
         try:
@@ -410,13 +412,13 @@ class _StateOfRun(StateOfStep):
             self._callbacks.forget_states()  # not all hosts have them
             raise
 
+    @override
     def commit(self, result: Any) -> None:
-        """See `TrainingState`."""
         super().commit(result)
         self._callbacks.note_commit()
 
+    @override
     def of_operations(self) -> dict[str, Any]:
-        """See `TrainingState`."""
         last = self._run.checkpoint_manager.last
         state = super().of_operations()
         frozen = self._left_out()
@@ -438,7 +440,7 @@ class _StateOfRun(StateOfStep):
         return left_out if is_same else nothing
 
     def load_operations(self, state: dict[str, Any]) -> None:
-        """See `TrainingState`.
+        """Load what another worker has sent: the model, without the frozen weights that both have.
 
         Raises:
             CheckpointError: with save_frozen=False, if this worker has other pretrained weights.
@@ -454,8 +456,8 @@ class _StateOfRun(StateOfStep):
         last = state["last_checkpoint"]
         self._run.checkpoint_manager.last = None if last is None else (last[0], Path(last[1]))
 
+    @override
     def of_program(self) -> dict[str, Any]:
-        """See `TrainingState`."""
         run = self._run
         state = self._run.state
         return {
@@ -467,8 +469,8 @@ class _StateOfRun(StateOfStep):
             "callbacks": self._callbacks.shared_states(),
         }
 
+    @override
     def load_program(self, state: dict[str, Any]) -> None:
-        """See `TrainingState`."""
         super().load_program(state)
         own = self._run.state
         own.position = Position(state["position"])
@@ -477,15 +479,15 @@ class _StateOfRun(StateOfStep):
         own.epoch, self._run.steps_before_epoch, self._loop.epoch_has_begun = state["epoch"]
         self._callbacks.load_shared_states(state["callbacks"])
 
+    @override
     def leave(self) -> None:
-        """See `TrainingState`."""
         super().leave()
         self._run.checkpoint_manager.abandon()
         self._run.directory.leave()
         self._loop.stop_requests.forget_polls()
 
+    @override
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
-        """See `TrainingState`."""
         super().regroup(states, all_seen)
         run = self._run
         loop = self._loop

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ..flight_recorder import named
 from ..parallel.randomness import preserve_generators
@@ -86,8 +87,8 @@ class _WatchedLoss(Computation):
         self._finds = finds
         self.found: set[int] = set()
 
+    @override
     def on(self, model: nn.Module, data: Any, size: int) -> Any:
-        """See `Computation`."""
         total, count = self._on(model, data, size)
         if self._finds:
             self.found |= _cast_parameters(total, list(model.parameters()))

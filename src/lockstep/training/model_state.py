@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from .. import arguments
 from ..communicator import Communicator
@@ -20,7 +21,7 @@ from ..parallel.full_state import load_model, load_optimizer, read_optimizer_sta
 from ..parallel.module_sync import expanded_dimensions
 from ..parallel.nested import map_tensors
 from ..parallel.randomness import generator_states, set_generator_states
-from .recovery import REGROUP, as_bytes, from_bytes
+from .recovery import REGROUP, TrainingState, as_bytes, from_bytes
 from .step import TrainStep
 from .step_result import StepResult
 
@@ -29,7 +30,7 @@ __all__ = ["ModelState", "StateOfStep", "UserState"]
 _CPU = torch.device("cpu")
 
 
-class ModelState:
+class ModelState(TrainingState):
     """The part of a `recovery.TrainingState` that all trainings have: the model, its optimizer, and
     the generators.
 
@@ -59,12 +60,12 @@ class ModelState:
             Any
         ] = []  # the states of the global generators then, or before an operation
 
+    @override
     def part_of(self, batch: Batch) -> Batch:
-        """See `TrainingState`."""
         return batch
 
     def begin(self) -> None:
-        """See `TrainingState`.
+        """Note the state of the generators, to which `undo` returns.
 
         Raises:
             ConfigError: if the program has changed parameters since the last operation.
@@ -75,30 +76,30 @@ class ModelState:
         self._generators = self._generator_states()
 
     def note_seen(self, note: Callable[[bytes | None], None]) -> None:
-        """See `TrainingState`."""
+        """Note nothing: a training has no callbacks by default."""
 
+    @override
     def undo(self) -> None:
-        """See `TrainingState`."""
         self._versions = self._current_versions()  # what has been restored has another one
         self._set_generator_states(self._generators)
 
+    @override
     def commit(self, result: Any) -> None:
-        """See `TrainingState`."""
         self._left = self._hyperparameters()
         self._versions = self._current_versions()
         self._has_changed = self.has_changed_parameters = False
         self._generators = self._generator_states()
 
+    @override
     def for_others(self, result: Any) -> Any:
-        """See `TrainingState`."""
         return map_tensors(lambda tensor: tensor.detach().cpu(), result)
 
+    @override
     def from_others(self, result: Any) -> Any:
-        """See `TrainingState`."""
         return map_tensors(lambda tensor: tensor.to(self.comm.device), result)
 
+    @override
     def of_operations(self) -> dict[str, Any]:
-        """See `TrainingState`."""
         return {
             "model": self.model.state_dict(),
             "buffers": _buffers_beside(self.model),
@@ -109,7 +110,7 @@ class ModelState:
         }
 
     def load_operations(self, state: dict[str, Any]) -> None:
-        """See `TrainingState`.
+        """Load model, optimizer and generators as the other worker's last operation left them.
 
         Raises:
             ConfigError: if the program of the other worker has changed the model since the
@@ -125,26 +126,26 @@ class ModelState:
         self._set_hyperparameters(from_bytes(state["hyperparameters"], _CPU))
         self._set_generator_states(from_bytes(state["generators"], _CPU))
 
+    @override
     def of_program(self) -> dict[str, Any]:
-        """See `TrainingState`."""
         return {
             "hyperparameters": as_bytes(self._hyperparameters()),
             "generators": as_bytes(self._generator_states()),
             "modes": _modes_of(self.model),
         }
 
+    @override
     def load_program(self, state: dict[str, Any]) -> None:
-        """See `TrainingState`."""
         self._set_hyperparameters(from_bytes(state["hyperparameters"], _CPU))
         self._set_generator_states(from_bytes(state["generators"], _CPU))
         _load_modes(self.model, state["modes"])
 
+    @override
     def leave(self) -> None:
-        """See `TrainingState`."""
         self._look_for_changes()
 
+    @override
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
-        """See `TrainingState`."""
         self._versions = self._current_versions()
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
@@ -201,19 +202,19 @@ class StateOfStep(ModelState):
         super().__init__(step.model, step.optimizer, step.comm)
         self.step = step
 
+    @override
     def begin(self) -> None:
-        """See `TrainingState`."""
         super().begin()
         self.step.strategy.begin_step()
 
+    @override
     def undo(self) -> None:
-        """See `TrainingState`."""
         self.step.strategy.abandon_step()
         super().undo()
 
     def for_others(self, result: Any) -> Any:
-        """See `TrainingState`: requests to regroup were those of an earlier group, and those to
-        stop hold.
+        """Return a step's result without its requests to regroup, which were those of an earlier
+        group; those to stop hold.
         """
         if isinstance(result, StepResult):
             stop = result.on_hand[2] % REGROUP
@@ -222,23 +223,23 @@ class StateOfStep(ModelState):
             )
         return super().for_others(result)
 
+    @override
     def from_others(self, result: Any) -> Any:
-        """See `TrainingState`."""
         if isinstance(result, StepResult):
             return result.mapped(lambda tensor: tensor.to(self.comm.device))
         return super().from_others(result)
 
+    @override
     def of_operations(self) -> dict[str, Any]:
-        """See `TrainingState`."""
         return {**super().of_operations(), "step": self.step.state_dict()}
 
+    @override
     def load_operations(self, state: dict[str, Any]) -> None:
-        """See `TrainingState`."""
         super().load_operations(state)
         self.step.load_state_dict(state["step"])
 
+    @override
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
-        """See `TrainingState`."""
         self.step.regroup()
         super().regroup(states, all_seen)
 

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 from weakref import WeakMethod
 
 import torch
+from typing_extensions import override
 
 from .. import interruption
 from ..checkpoint.serialization import pack, unpack
@@ -322,35 +323,36 @@ class ElasticRecovery(Recovery):
         self._first_results: Iterator[Any] = iter(())
 
     @property
+    @override
     def is_running(self) -> bool:
-        """See `Recovery.is_running`."""
         return self._state is not None
 
     @property
+    @override
     def repeats(self) -> bool:
-        """See `Recovery.repeats`."""
         return self._state is not None and not self._is_suspended
 
     @property
+    @override
     def requests(self) -> float:
-        """See `Recovery.requests`."""
         if not self.repeats:
             return 0.0
         return STOP * bool(self._client.stop_signal) + REGROUP * self._client.wants_to_regroup
 
     @property
+    @override
     def stop_signal(self) -> int:
-        """See `Recovery.stop_signal`."""
         return self._client.stop_signal
 
     def stop_signals(self, signals: StopSignals) -> StopSignals:
-        """See `Recovery.stop_signals`: a signal to this worker alone means that it leaves."""
+        """Return the job's signals: a signal to this worker alone means that it leaves."""
         return _JobSignals(self._client)
 
     # --- the training
     # ----------------------------------------------------------------------------------------------
 
     @contextmanager
+    @override
     def training(
         self,
         state: TrainingState,
@@ -360,7 +362,6 @@ class ElasticRecovery(Recovery):
         repeats: bool = True,
         is_one_of_many: bool = False,
     ) -> Iterator[bool]:
-        """See `Recovery.training`."""
         comm = self._comm
         self._training = comm.trainings
         comm.trainings = comm.trainings + 1
@@ -411,15 +412,15 @@ class ElasticRecovery(Recovery):
         given = self._given_signals
         self._signals = self._held.enter_context(StopSignals()) if given is None else given
 
+    @override
     def suspend(self) -> None:
-        """See `Recovery.suspend`."""
         if self.repeats:
             self._is_suspended = True
             self._client.enter(_OUTSIDE, self._most, self._folder)
             self._held.close()
 
+    @override
     def resume(self) -> None:
-        """See `Recovery.resume`."""
         if self._state is not None and self._is_suspended:
             self._hold_signals()
             self._client.enter(self._training, self._most, self._folder)
@@ -428,8 +429,8 @@ class ElasticRecovery(Recovery):
 
     @contextmanager
     def until_all_have_ended(self) -> Iterator[None]:
-        """See `Recovery.until_all_have_ended`: the others may need this worker's state until they
-        have done as much.
+        """Return a context at whose end this worker waits for all others, which may need its state
+        until they have done as much.
         """
         try:
             yield
@@ -456,12 +457,12 @@ class ElasticRecovery(Recovery):
     # --- operations
     # ----------------------------------------------------------------------------------------------
 
+    @override
     def part_of(self, batch: Batch) -> Batch:
-        """See `Recovery.part_of`."""
         return batch if self._state is None else self._state.part_of(batch)
 
+    @override
     def run(self, operation: Callable[..., T], *args: Any, meets: bool = True) -> T:
-        """See `Recovery.run`."""
         if (
             self._state is None or self._is_suspended or self._is_within
         ):  # or it is a part of another operation
@@ -475,15 +476,15 @@ class ElasticRecovery(Recovery):
             self._kept_results.append(self._state.for_others(self._last))
         return cast(T, self._last)
 
+    @override
     def run_only(self, operation: Callable[[], T]) -> T:
-        """See `Recovery.run_only`."""
         if self._done:  # before this worker joined
             return cast(T, self._last)
         return self.run(operation, meets=False)
 
     @contextmanager
+    @override
     def beginning(self) -> Iterator[None]:
-        """See `Recovery.beginning`."""
         self._is_beginning = True
         self._first_results = iter(self._kept_results)
         try:
@@ -491,8 +492,8 @@ class ElasticRecovery(Recovery):
         finally:
             self._is_beginning = False
 
+    @override
     def attempt(self, operation: Callable[..., T], *args: Any) -> T | None:
-        """See `Recovery.attempt`."""
         if self._state is None or self._is_suspended or self._is_within:
             return operation(*args)
         number = self._done
@@ -525,8 +526,8 @@ class ElasticRecovery(Recovery):
         self._last = result
         state.commit(result)
 
+    @override
     def leave_out(self, rank: int) -> None:
-        """See `Recovery.leave_out`."""
         if not self.repeats:
             return
         if rank == self._comm.rank:
@@ -548,8 +549,8 @@ class ElasticRecovery(Recovery):
         with named("meeting of all workers"):
             self._comm.barrier()
 
+    @override
     def read(self, load: Callable[[], T]) -> T:
-        """See `Recovery.read`."""
         while True:
             try:
                 return load()
@@ -559,8 +560,8 @@ class ElasticRecovery(Recovery):
                 self._note_all_seen()
                 self._regroup(failure_reason(error))
 
+    @override
     def once(self, hook: Callable[..., object], *args: Any) -> None:
-        """See `Recovery.once`."""
         try:
             hook(*args)
         except RuntimeError as error:
@@ -568,8 +569,8 @@ class ElasticRecovery(Recovery):
                 raise
             self._regroup(failure_reason(error))
 
+    @override
     def boundary(self, requests: float) -> None:
-        """See `Recovery.boundary`."""
         if requests >= REGROUP:
             self._note_all_seen()
             self._regroup(at_boundary=True)

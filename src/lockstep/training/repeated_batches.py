@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ..communicator import Communicator
 from ..data.loader import Batch, Loader
@@ -386,8 +387,8 @@ class OwnLoopState(ModelState):
         return not ended
 
     def part_of(self, batch: Any) -> Any:
-        """See `TrainingState`; other batches than that of the loop are whole ones, which every
-        worker has.
+        """Return this worker's present part of the loop's batch; other batches are whole ones,
+        which every worker has.
         """
         if (
             isinstance(batch, Batch)
@@ -422,28 +423,30 @@ class OwnLoopState(ModelState):
     # ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """See `TrainingState`: what has changed was looked for before the bodies, whose passes
-        change buffers.
+        """Look for changes, except within a batch: there they were looked for before the bodies,
+        whose passes change buffers.
         """
         if not self._repeats.is_within_batch:
             self._look_for_changes()
             self._generators = self._generator_states()
 
     def undo(self) -> None:
-        """See `TrainingState`: draws in bodies are keyed, and those that run again begin anew."""
+        """Restore buffers, and outside of a batch the generators: draws in bodies are keyed, and
+        bodies that run again begin anew.
+        """
         if self._repeats.is_within_batch:
             self._loop.buffers.restore()
             self._versions = self._current_versions()
         else:
             super().undo()
 
+    @override
     def of_operations(self) -> dict[str, Any]:
-        """See `TrainingState`."""
         return {**super().of_operations(), "steps": self.prepared.steps_done}
 
     def load_operations(self, state: dict[str, Any]) -> None:
-        """See `TrainingState`: gradients are not sent, so that nobody may take those of an attempt
-        for the sums.
+        """Load the state of another worker and clear the gradients: none are sent, so that nobody
+        takes those of an attempt for the sums.
         """
         super().load_operations(state)
         self.prepared.steps_done = state["steps"]
@@ -451,8 +454,8 @@ class OwnLoopState(ModelState):
             for p in group["params"]:
                 p.grad = None
 
+    @override
     def of_program(self) -> dict[str, Any]:
-        """See `TrainingState`."""
         loop = self._loop
         return {
             **super().of_program(),
@@ -463,8 +466,8 @@ class OwnLoopState(ModelState):
             "users": loop.user_state.of_program(),
         }
 
+    @override
     def load_program(self, state: dict[str, Any]) -> None:
-        """See `TrainingState`."""
         super().load_program(state)
         loop = self._loop
         epoch, number = state["at"]
@@ -477,8 +480,8 @@ class OwnLoopState(ModelState):
             acting.load_state_dict(saved)
         loop.user_state.load_program(state["users"], self.comm.device)
 
+    @override
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
-        """See `TrainingState`."""
         self._repeats.regroup()
         self._loop.regroup()
         if self._loader is not None:
