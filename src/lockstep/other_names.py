@@ -8,17 +8,6 @@ TrainStep or prepare.
 
 from __future__ import annotations
 
-__all__ = [
-    "INIT",
-    "LAUNCH",
-    "PRECISIONS",
-    "RUN_FLAGS",
-    "STRATEGIES",
-    "TRAIN_FLAGS",
-    "in_loader",
-    "in_training",
-]
-
 # --- Where things are here
 # --------------------------------------------------------------------------------------------
 

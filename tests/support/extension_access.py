@@ -22,7 +22,7 @@ def check_public_imports(modules: Mapping[str, Module], extensions: Collection[s
     for module in _of(modules, extensions):
         for source, name, line in _imported(module, modules):
             public = _public_names(modules[source])
-            if name.startswith("_") or (public is not None and name not in public):
+            if name not in public:
                 problems.append(
                     f"{module.name}:{line} imports {name}, which is not public in {source}"
                 )
@@ -122,9 +122,9 @@ def _source(module: Module, node: ast.ImportFrom, modules: Mapping[str, Module])
     return ".".join([*here[: len(here) - node.level + 1], *([node.module] if node.module else [])])
 
 
-def _public_names(module: Module) -> set[str] | None:
-    """Return what `__all__` of a module lists; None without one."""
-    public: set[str] | None = None
+def _public_names(module: Module) -> set[str]:
+    """Return what `__all__` of a module lists; nothing without one, as the module is internal."""
+    public: set[str] = set()
     for node in module.tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if (
@@ -135,7 +135,7 @@ def _public_names(module: Module) -> set[str] | None:
             listed = {
                 str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)
             }
-            public = (public or set()) | listed
+            public |= listed
     return public
 
 

@@ -77,6 +77,7 @@ __all__ += ['run']
 from .inner import Public, run, other
 """,
     "core/inner.py": """
+__all__ = ['Public', 'run']
 class Public:
     def __init__(self):
         self._hidden = 1
@@ -109,6 +110,20 @@ def test_a_private_name_is_not_public_even_where_all_names_are(tree: Tree) -> No
     )
     assert extension_access.check_public_imports(modules, ["more/"]) == [
         "pack.more.a:2 imports _secret, which is not public in pack.core.inner",
+    ]
+
+
+def test_a_module_of_the_core_without_a_list_of_names_is_internal(tree: Tree) -> None:
+    modules = tree(
+        {
+            **CORE,
+            "core/internal.py": "def run(): ...\n",
+            "more/__init__.py": "",
+            "more/a.py": "from ..core.internal import run\n",
+        }
+    )
+    assert extension_access.check_public_imports(modules, ["more/"]) == [
+        "pack.more.a:1 imports run, which is not public in pack.core.internal",
     ]
 
 

@@ -48,7 +48,7 @@ CYCLES: list[tuple[str, str]] = []
 # Small modules with one importer that stand alone all the same.
 PLUG_INS = [
     "lockstep.callbacks",  # a name by which users import
-    "lockstep.cli.diff",  # a command
+    *("lockstep.cli.diff", "lockstep.cli.join"),  # commands
     "lockstep.invariance",  # a name by which users import
     *(f"lockstep.models.{name}" for name in ("conv_net", "le_net", "perceptron", "resnet")),
     "lockstep.training.callbacks.learning_rates",  # callbacks have a file each

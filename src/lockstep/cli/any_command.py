@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from ..interruption import LAUNCHER_SIGNALS
 
-__all__ = ["main"]
-
 
 def main(words: Sequence[str]) -> int:
     """Run the command, forward signals to it, and return its exit code; 126 or 127 if it cannot be

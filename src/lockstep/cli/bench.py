@@ -16,8 +16,6 @@ from .parser import Help, can_draw
 if TYPE_CHECKING:
     from ..planning.measurement import NetworkMeasurement
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Measure latency and bandwidth between the ranks of a job: messages between pairs
 and every collective, by message size, over every transport that is there, idle

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..proof.blame import Blamed
     from ..proof.culprits import Culprit
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Find the samples behind a step whose loss, gradient or running statistics jumped,
 or became NaN. The step is found in the ledger and replayed; then shards, and in

@@ -11,8 +11,6 @@ from ..system.terminal_text import plain
 from .parser import Help
 from .replay import announce
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Compare two runs by their ledgers: what they were started with, and the first step
 that differs. If the ledgers do not say why (other samples, another learning rate),

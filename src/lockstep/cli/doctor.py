@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ..doctor import Problem, Section
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Check this host's devices, memory, cores, limits and network, run an all-reduce
 of two processes on each backend, and log in on the hosts of a job. On the nodes

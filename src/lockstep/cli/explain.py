@@ -17,8 +17,6 @@ from .train_options import REPORTS, RUNS
 if TYPE_CHECKING:
     from ..watchdog.report import Report
 
-__all__ = ["add_to", "failure_text", "run_command", "text_for"]
-
 
 # --- The report as text
 # -----------------------------------------------------------------------------------------------

@@ -21,9 +21,6 @@ from . import run
 from .host_discovery import Discovery, Follower, OwnJob
 from .parser import Help
 
-__all__ = ["HorovodOptions", "add_to", "child_variables", "program_of", "run_command"]
-
-
 # --- Options of Horovod's launcher
 # ------------------------------------------------------------------------------------
 

@@ -16,8 +16,6 @@ from types import TracebackType
 from ..errors import ConfigError, LockstepError
 from ..hosts import Host, is_this_host, parse_hosts
 
-__all__ = ["Discovery", "Follower", "OwnJob"]
-
 _RETRY_S = 1.0  # as in Horovod
 _ARGUMENT = "host_discovery_script"
 

@@ -9,8 +9,6 @@ from .. import arguments
 from ..errors import ConfigError
 from .parser import Help
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Add this machine to a job that was started with `lockstep run --elastic MIN:MAX`
 and -H, --nnodes or --master-addr, while it trains. Its workers join after a

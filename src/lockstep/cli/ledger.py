@@ -18,8 +18,6 @@ from .parser import Help
 if TYPE_CHECKING:
     from ..proof.ledger import Ledger
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Print the ledger of a run: of each step its loss, the norm of its gradient, the
 learning rate, a digest of its samples' numbers, and what stands out. A Trainer

@@ -45,8 +45,6 @@ from .explain import failure_text
 from .parser import Parser, UsageError
 from .train_options import as_typed
 
-__all__ = ["main", "run_as_horovodrun"]
-
 _COMMANDS = {
     "train": train,
     "run": run,

@@ -13,8 +13,6 @@ from .. import arguments
 from ..errors import LockstepError, MissingPackageError
 from ..option_table import Option
 
-__all__ = ["Help", "Parser", "UsageError", "can_draw"]
-
 
 class Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of description and examples."""

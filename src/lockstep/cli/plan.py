@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..planning.profiling import Program
     from ..planning.step_profile import Profile
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Predict what N workers on a given network would bring, before anybody pays for
 them. The script runs for some 40 steps on one worker, and on two where there

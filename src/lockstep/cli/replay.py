@@ -19,8 +19,6 @@ from .parser import Help
 if TYPE_CHECKING:
     from ..proof.replay import PlannedReplay, Replayed
 
-__all__ = ["add_to", "announce", "print_comparison", "run_command", "whole_or_none"]
-
 _DESCRIPTION = """\
 Compute a step of a run again: its program runs as it did, resumes from the newest
 checkpoint before the step, and ends in it. Each step is compared with the ledger,

@@ -12,8 +12,6 @@ from .top import select_jobs
 if TYPE_CHECKING:
     from ..flight_recorder.jobs import JobDescription
 
-__all__ = ["add_to", "elastic_job", "run_command"]
-
 _DESCRIPTION = """\
 Change the number of workers of a job that was started with `lockstep run
 --elastic MIN:MAX`, while it trains, or let one of its hosts leave. Workers join

@@ -16,8 +16,6 @@ from ..option_table import options_of
 from .parser import Help
 from .train_options import REPORTS, new_folder
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Run a program as the ranks of one job, each in its own process with RANK,
 WORLD_SIZE, LOCAL_RANK etc. in its environment, as under torchrun.

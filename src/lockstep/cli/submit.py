@@ -20,8 +20,6 @@ from ..submit.options import KUBERNETES, SLURM, fit_name
 from ..system.atomic_files import write_text
 from .parser import Help
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Write the file that gives a program to a scheduler: a batch script of Slurm, or a
 manifest of Kubernetes. It starts `lockstep run` on each node, gives the trainer

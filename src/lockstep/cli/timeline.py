@@ -16,8 +16,6 @@ from .parser import Help
 if TYPE_CHECKING:
     from ..timeline import RankTime
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Convert the records of a run to a trace with one track per rank: computation,
 every collective with its shapes and call site, and the part of it spent waiting

@@ -15,8 +15,6 @@ from ..training.options import FILES, TrainOptions
 from .parser import Help
 from .train_options import resolve
 
-__all__ = ["add_to", "choose_workers", "run_command"]
-
 _DESCRIPTION = """\
 Train a model on one worker or many. The number of workers only affects speed: a
 step is --global-batch-size samples, however many workers share them. Without

@@ -20,18 +20,6 @@ from ..errors import ConfigError
 from ..option_table import options_of, values_of
 from ..training.options import CONFIGS, TrainOptions, check_names
 
-__all__ = [
-    "REPORTS",
-    "RUNS",
-    "as_typed",
-    "choose_folder",
-    "find_checkpoint",
-    "new_folder",
-    "read_config",
-    "resolve",
-]
-
-
 # --- Configuration files
 # ----------------------------------------------------------------------------------------------
 

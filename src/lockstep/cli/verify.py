@@ -21,8 +21,6 @@ from .verify_script import verify_script
 if TYPE_CHECKING:
     from ..training.verify import Record
 
-__all__ = ["add_to", "run_command"]
-
 _DESCRIPTION = """\
 Run the first steps of the same training at each number of workers, and report
 the first step and tensor that differ, and the likely cause.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..verification.held import Held
     from ..verification.records import RunRecord
 
-__all__ = ["verify_script"]
-
 
 def verify_script(parsed: argparse.Namespace, counts: Sequence[int], steps: int) -> int:
     """Run the script at each number of workers, print what differs and why, and return 1 if

@@ -13,18 +13,6 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 
-__all__ = [
-    "SPEC_LENGTH",
-    "Arguments",
-    "TensorSpec",
-    "copy_back",
-    "dense",
-    "dense_buffer",
-    "fill_from_wire",
-    "flatten",
-    "wire_view",
-]
-
 MAX_DIMS = 16
 SPEC_LENGTH = MAX_DIMS + 3  # integers that encode a tensor's dtype, device and shape
 

@@ -28,18 +28,6 @@ from .call_arguments import (
 )
 from .requests import Request
 
-__all__ = [
-    "Op",
-    "Tensors",
-    "broadcast_spec",
-    "exchange",
-    "gather_specs",
-    "output_tensors",
-    "reduce_scatter",
-    "reduction_for",
-    "share_with_all",
-]
-
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 

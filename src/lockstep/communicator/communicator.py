@@ -37,8 +37,6 @@ from .objects import (
 from .point_to_point import check_any_source, check_message, message_view, with_polling
 from .requests import Request
 
-__all__ = ["Communicator"]
-
 T = TypeVar("T")
 
 # Names in torch.distributed and MPI of attributes of a communicator.

@@ -16,18 +16,6 @@ from .. import watchdog
 from ..errors import WorkerError
 from .call_arguments import Arguments
 
-__all__ = [
-    "error_to_send",
-    "first_message",
-    "joined",
-    "length_of_rest",
-    "pickled",
-    "rest_of",
-    "unpickle_all",
-    "unpickled",
-    "wait_for_rank0",
-]
-
 T = TypeVar("T")
 
 

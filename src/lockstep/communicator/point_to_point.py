@@ -14,15 +14,6 @@ from ..errors import ConfigError, TransportError
 from .call_arguments import Arguments, wire_view
 from .requests import PolledWork
 
-__all__ = [
-    "SelfMessages",
-    "check_any_source",
-    "check_message",
-    "keep_alive",
-    "message_view",
-    "with_polling",
-]
-
 _MAX_TAG = 2**31 - 1
 
 

@@ -11,8 +11,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from .. import devices
 from ..errors import ConfigError
 
-__all__ = ["PolledWork", "Request", "register_pending", "synchronize", "wait_all"]
-
 T = TypeVar("T")
 Result = TypeVar("Result", covariant=True)
 

@@ -16,8 +16,6 @@ from .fetching import Collate
 if TYPE_CHECKING:
     from ..communicator import Communicator
 
-__all__ = ["BatchPlan", "PartOfBatch"]
-
 # Part of the keys of draws, so that the draws of one seed are independent; `lockstep.training.step`
 # uses 2.
 _ORDER = 1

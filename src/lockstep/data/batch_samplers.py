@@ -13,8 +13,6 @@ from .. import arguments
 from ..errors import ConfigError
 from ..parallel.shards import steps_per_epoch
 
-__all__ = ["LengthBatchSampler", "TokenBatchSampler", "index_dtype"]
-
 _MAX_INT32_SAMPLES = 1 << 31
 
 

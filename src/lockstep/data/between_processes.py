@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from typing_extensions import Self
 
-__all__ = ["PackedSamples", "PickledByValue", "copies_of"]
-
 
 class PickledByValue:
     """Wraps an object, to pickle it by value if plain pickle cannot find its class or functions by

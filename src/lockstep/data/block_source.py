@@ -22,8 +22,6 @@ from .fetching import Request, Samples
 from .indexed_source import IndexedSource, Order
 from .sample_draws import seed_collate
 
-__all__ = ["BlockSource"]
-
 
 @dataclass(frozen=True, slots=True)
 class _BlockRequest(Request):

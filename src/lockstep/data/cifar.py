@@ -17,18 +17,6 @@ from torch import Tensor
 
 from ..errors import DataError
 
-__all__ = [
-    "ARCHIVE",
-    "BATCHES",
-    "FOLDER",
-    "TEST_BATCHES",
-    "TRAIN_BATCHES",
-    "Batches",
-    "parse_batch",
-    "read_archive",
-    "read_folder",
-]
-
 ARCHIVE = "cifar-10-python.tar.gz"
 FOLDER = "cifar-10-batches-py"
 TRAIN_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))

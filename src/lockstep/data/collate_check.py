@@ -13,8 +13,6 @@ import torch
 
 from ..parallel.nested import named_tensors
 
-__all__ = ["MAX_SAMPLES", "describe_collate"]
-
 MAX_SAMPLES = 8
 """Samples of which a batch is made for the comparison, at most."""
 

@@ -12,8 +12,6 @@ import torch
 from .. import devices
 from ..parallel.nested import map_tensors, tensors_of
 
-__all__ = ["pinned", "to_device"]
-
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` in page-locked memory; a sparse tensor, or one on a device, is returned

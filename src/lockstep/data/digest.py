@@ -27,8 +27,6 @@ import torch
 
 from ..parallel.shards import mix
 
-__all__ = ["Difference", "Digest", "Leaf", "differences", "digest_of"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from ..errors import DataError
 from ..system import atomic_files
 
-__all__ = ["RemoteFile", "fetch", "locked"]
-
 _BLOCK = 1 << 16
 _TIMEOUT_S = 30  # without an answer, or a further block
 

@@ -34,16 +34,6 @@ from .between_processes import PackedSamples, PickledByValue
 from .device_copies import pinned
 from .sample_draws import seed_collate, seed_draws
 
-__all__ = [
-    "BatchRequest",
-    "Collate",
-    "Fetcher",
-    "Request",
-    "Samples",
-    "describe_exception",
-    "superseded_error",
-]
-
 _REAP_S = 0.1  # in which the exit code of a process that has ended is known
 
 Collate = Callable[[list[Any]], Any]

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ..errors import DataError
 
-__all__ = ["read_idx", "read_pair"]
-
 _TYPES = {
     0x08: "uint8",
     0x09: "int8",

@@ -28,8 +28,6 @@ from .same_data import SameData, digests_of_some
 from .sample_draws import seed_draws
 from .source import Source
 
-__all__ = ["IndexedSource", "Order", "SampledSource", "length_of"]
-
 _log = logging.getLogger(__name__)
 
 _ENDED = object()

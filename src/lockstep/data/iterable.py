@@ -23,15 +23,6 @@ from .digest import Digest, digest_of
 from .fetching import Request, Samples, describe_exception
 from .sample_draws import seed_draws
 
-__all__ = [
-    "PartPosition",
-    "ReadRequest",
-    "SamplesRead",
-    "Substreams",
-    "is_iterable",
-    "substreams_of",
-]
-
 
 class Substreams(IterableDataset[Any]):
     """An iterable data set in a fixed number of parts, so that workers read it together and not

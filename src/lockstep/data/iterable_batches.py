@@ -19,8 +19,6 @@ from .fetching import Fetcher, superseded_error
 from .iterable import PartPosition, ReadRequest, SamplesRead, Substreams
 from .same_data import places, say_difference
 
-__all__ = ["EpochOfStream", "SamplesOfPart", "StreamPosition", "no_samples"]
-
 _AHEAD = 4  # batches on which the workers agree at once
 _COMPARISON = "comparison of the samples"
 _COMPARED = 32  # samples of the first batch, or of a part, that are compared

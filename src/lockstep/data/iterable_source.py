@@ -22,8 +22,6 @@ from .iterable import PartPosition, ReadRequest, Substreams
 from .iterable_batches import EpochOfStream, SamplesOfPart, StreamPosition, no_samples
 from .source import Source
 
-__all__ = ["IterableSource"]
-
 _log = logging.getLogger(__name__)
 
 

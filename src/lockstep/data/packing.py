@@ -15,8 +15,6 @@ from .. import arguments
 from ..activity import Activity
 from ..errors import ConfigError, DataError
 
-__all__ = ["PackedSequences", "pack"]
-
 _IGNORED = -100  # the label that losses of torch, and so models of Hugging Face, do not count
 
 

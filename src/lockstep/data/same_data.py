@@ -22,8 +22,6 @@ from .sample_digests import DigestRequest, SampleDigests
 if TYPE_CHECKING:
     from ..communicator import Communicator
 
-__all__ = ["SameData", "digests_of_some", "places", "say_difference"]
-
 _log = logging.getLogger(__name__)
 
 _PLACES = 32  # samples that are compared at first

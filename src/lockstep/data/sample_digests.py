@@ -24,8 +24,6 @@ from .digest import Digest, digest_of
 from .fetching import Samples
 from .sample_draws import seed_collate, seed_draws
 
-__all__ = ["DigestRequest", "SampleDigests", "preserve_own_generators"]
-
 
 @dataclass(frozen=True, slots=True)
 class SampleDigests:

@@ -11,8 +11,6 @@ import torch
 
 from ..parallel.shards import mix
 
-__all__ = ["seed_collate", "seed_draws"]
-
 _LOW = 0xFFFFFFFF
 _COLLATE = 1  # part of the key of a collate function's draws
 

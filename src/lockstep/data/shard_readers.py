@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from ..registry import Registry
 
-__all__ = ["READERS", "Blocks", "Decoded", "Runs", "ShardReader", "read_range"]
-
 Blocks = tuple[Sequence[int] | NDArray[np.int64], Sequence[Any] | NDArray[np.int64]]
 """(the number of samples in each block of a file, the place of each block: a whole number, or a
 tuple of them).

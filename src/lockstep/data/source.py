@@ -14,8 +14,6 @@ from .. import devices
 from .batch_plan import BatchPlan, PartOfBatch
 from .fetching import Fetcher
 
-__all__ = ["Source"]
-
 
 class Source(ABC):
     """One kind of data set, as a `Loader` reads it.

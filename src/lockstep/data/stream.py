@@ -26,8 +26,6 @@ from .formats.mds import INDEX
 from .shard_readers import READERS, ShardReader
 from .stream_order import Integers, OrderSettings, StreamOrder
 
-__all__ = ["BlockReader", "Stream"]
-
 _SUFFIXES = {
     ".jsonl": "jsonl",
     ".parquet": "parquet",

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from ..parallel.shards import bounds, mix
 
-__all__ = ["OrderSettings", "StreamOrder"]
-
 Integers = NDArray[np.int64]
 
 # part of the keys of permutations, so that those of one seed are independent

@@ -23,8 +23,6 @@ from ..errors import ConfigError, DataError
 from ..system import atomic_files
 from .download import locked
 
-__all__ = ["TextBlocks", "text"]
-
 
 def text(
     file: str | os.PathLike[str],

@@ -18,8 +18,6 @@ from ..errors import ConfigError
 from .indexed_source import length_of
 from .iterable import is_iterable
 
-__all__ = ["dataloader_batch_size", "dataloader_settings"]
-
 _log = logging.getLogger(__name__)
 
 

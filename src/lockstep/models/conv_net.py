@@ -6,8 +6,6 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["convnet"]
-
 
 def convnet(
     classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), dropout: float = 0.5

@@ -6,8 +6,6 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["lenet"]
-
 
 def lenet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
     """Build two convolutions (20 of 3×3, 50 of 5×5), ReLU, average pooling, 128 units: (n, *shape)

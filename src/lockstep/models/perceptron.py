@@ -7,8 +7,6 @@ from itertools import pairwise
 
 from torch import nn
 
-__all__ = ["mlp"]
-
 
 def mlp(
     classes: int = 10, shape: tuple[int, ...] = (1, 28, 28), hidden: tuple[int, ...] = (256, 128)

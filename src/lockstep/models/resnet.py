@@ -7,8 +7,6 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-__all__ = ["Residual", "resnet18"]
-
 
 class Residual(nn.Module):
     """Two 3×3 convolutions with batch norm, added to the input: (n, in, h, w) → (n, out, h/stride,

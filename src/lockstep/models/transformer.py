@@ -13,8 +13,6 @@ from torch import nn
 from .. import arguments
 from ..errors import ConfigError
 
-__all__ = ["GPT", "continue_text", "gpt", "next_token_loss"]
-
 _ROTATION_BASE = 10_000.0  # of Su et al.: the slowest pair turns once in 2π × 10,000 positions
 _STD = 0.02  # of initial weights, as in GPT-2
 

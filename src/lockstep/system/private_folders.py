@@ -9,15 +9,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = [
-    "find_folders",
-    "is_private",
-    "make_folder",
-    "make_random_folder",
-    "make_usual_folder",
-    "remove_if_random",
-]
-
 
 def make_folder(parent: Path, runtime: Path | None) -> Path:
     """Create the folder with the usual name, or one with a random name if another user has taken

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-__all__ = ["LIMIT_S", "MOST", "Strangers"]
-
 T = TypeVar("T")
 
 LIMIT_S = 10.0

@@ -18,8 +18,6 @@ from .batch_parts import BatchParts
 from .loss_graphs import Refusal
 from .shard_gradients import ShardGradients
 
-__all__ = ["AllGradients"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from ..parallel.buffers import Buffers
 from ..parallel.reducer import Reducer
 from .batch_parts import BatchParts, Shard
 
-__all__ = ["BatchBuffers"]
-
 
 class BatchBuffers:
     """The buffers that forward passes change, and what the shards of the running batch have made of

@@ -15,8 +15,6 @@ from ..errors import ConfigError
 from ..parallel.nested import narrow, sample_count
 from ..parallel.shards import bounds, check_virtual_workers, mix
 
-__all__ = ["BatchParts", "Shard", "parts_of"]
-
 # In place of (epoch, step) for batches of no loader; no loader has as many epochs.
 _NO_LOADER = (1 << 32, 1 << 32)
 

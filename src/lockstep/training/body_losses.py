@@ -18,8 +18,6 @@ from .loss_graphs import Refusal, divisor, refusal_of
 from .model_calls import ModelCalls
 from .model_check import is_compiled
 
-__all__ = ["BodyLosses"]
-
 
 class BodyLosses:
     """What is wrong with the losses of a loop, and what they are divided by.

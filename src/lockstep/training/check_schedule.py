@@ -11,8 +11,6 @@ from functools import lru_cache
 
 from ..parallel.shards import mix
 
-__all__ = ["WITH_GRADIENTS", "block_at", "is_due"]
-
 _EVERY = 1024
 _FIRST_DRAWN = 8
 _SCHEDULE = 17  # the key of this schedule's draws

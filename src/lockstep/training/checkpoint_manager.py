@@ -28,8 +28,6 @@ from .errors_on_all import call_on_all
 from .run_directory import numbered, of_this_job
 from .run_state import RunState
 
-__all__ = ["CheckpointManager"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -26,8 +26,6 @@ from ..parallel.replicas.scatter import (
 from ..parallel.strategy import number_on
 from .loss import Loss, LossFn
 
-__all__ = ["DataParallel"]
-
 
 class DataParallel(nn.Module):
     """`module` on several devices of one process, each with its part of every batch.

@@ -22,8 +22,6 @@ from ..parallel.sync_batchnorm import SyncBatchNorm
 from .model_check import DRAWING_LAYERS, copy_in_float64, is_compiled
 from .pass_effects import PassEffects
 
-__all__ = ["FirstBatch", "FirstCall", "describe_division"]
-
 _log = logging.getLogger(__name__)
 
 _MOST_NAMES = 3

@@ -12,8 +12,6 @@ from .. import clock
 from ..parallel.strategy import accumulation_dtype
 from .precision import Number
 
-__all__ = ["COLUMNS", "EpochTotals", "Row"]
-
 Row = dict[str, float]
 """The results of one epoch, or of the part of one before a validation: epoch (from 1), step,
 train_loss, lr, seconds, samples_per_second, and val_… by metric."""

@@ -10,8 +10,6 @@ from typing import TypeVar, cast
 from ..communicator import Communicator
 from ..errors import LockstepError, WorkerError
 
-__all__ = ["call_on_all", "raise_on_all"]
-
 T = TypeVar("T")
 
 

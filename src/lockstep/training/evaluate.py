@@ -39,18 +39,6 @@ from .recovery import repeated
 from .replica_check import compare_weights
 from .torch_losses import classification_loss
 
-__all__ = [
-    "Evaluation",
-    "Metric",
-    "WholeSet",
-    "accuracy",
-    "check_metrics",
-    "default_metrics",
-    "evaluate",
-    "predict",
-    "whole_set",
-]
-
 _log = logging.getLogger(__name__)
 
 Metric = Callable[[Any, Any], Any] | Any

@@ -9,9 +9,6 @@ from ..errors import counted
 from .out_of_memory import explained, is_out_of_memory
 from .recovery import Recovery
 
-__all__ = ["Feed", "copied"]
-
-
 _ADVICE = (
     "Try a smaller global batch, or more workers: several passes over a batch need all of it on "
     "the device."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["COMPILE_MODES", "IN_FLIGHT", "PRECISIONS", "REPLICA_CHECK"]
-
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

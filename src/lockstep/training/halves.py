@@ -19,19 +19,6 @@ from ..parallel.nested import map_tensors, tensors_of
 from ..parallel.randomness import preserve_generators
 from .sum_and_count import as_sum, is_pair
 
-__all__ = [
-    "MAX_FLOAT64_VALUES",
-    "Difference",
-    "Halves",
-    "LossLike",
-    "Passes",
-    "Samples",
-    "compare_or_skip",
-    "depends_on_unsliced",
-    "device_of",
-    "rounding_of",
-]
-
 _log = logging.getLogger(__name__)
 
 LossLike = Callable[[Any, Any], Any]

@@ -15,14 +15,6 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointError
 
-__all__ = [
-    "ParamGroup",
-    "check_same_parameters",
-    "load_optimizer",
-    "merge_param_groups",
-    "named_param_groups",
-]
-
 ParamGroup = dict[str, Any]
 """One parameter group: `parameters`, the names of its parameters, and its hyperparameters by name.
 `lr` is the learning rate without the factor of a schedule."""

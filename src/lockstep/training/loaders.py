@@ -14,8 +14,6 @@ from ..data.loader import Loader
 from ..data.torch_dataloaders import dataloader_batch_size, dataloader_settings
 from ..errors import ConfigError
 
-__all__ = ["TrainerLoaders", "loader_of"]
-
 _ROLES = {"train": "the training data", "validate": "the data of validate="}  # in messages
 
 

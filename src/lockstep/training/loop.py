@@ -36,8 +36,6 @@ from .step_result import StepResult
 from .stop_signals import StopSignals
 from .stopping import StoppableLoader, StopRequests
 
-__all__ = ["Loop", "Run"]
-
 
 class Run(TrainingContext, Protocol):
     """What the loop needs of a training run; the `Trainer` has it."""

@@ -15,8 +15,6 @@ from ..errors import ConfigError
 from .mean_check import NotAMean
 from .model_calls import ModelCalls
 
-__all__ = ["Refusal", "common_number", "divisor", "ignored_labels_error", "refusal_of"]
-
 Node = Any  # torch.autograd.graph.Node, whose saved values differ from class to class
 
 # How many nodes of a graph are looked at: a language model of 48 layers has some 3,000.

@@ -18,8 +18,6 @@ from .loss import Computation, LossModule
 from .pass_effects import preserving_buffers
 from .precision import Precision
 
-__all__ = ["agree_on_loss_scale"]
-
 
 def agree_on_loss_scale(
     precision: Precision,

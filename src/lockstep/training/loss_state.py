@@ -18,8 +18,6 @@ from ..errors import CheckpointError
 from ..parallel.module_sync import move_module, sync_tensors
 from .settings import variables_of
 
-__all__ = ["LossState", "modules_of"]
-
 _log = logging.getLogger(__name__)
 
 

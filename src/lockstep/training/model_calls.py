@@ -16,8 +16,6 @@ from ..parallel.unchanged_parameters import UnchangedParameters
 from .mean_check import NotAMean
 from .model_check import compare_model
 
-__all__ = ["ModelCalls"]
-
 # Numbers of classes, channels and views are often smaller.
 _FEWEST_SAMPLES = 4
 

@@ -14,8 +14,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-__all__ = ["ModelChanges", "are_same"]
-
 
 class _Registrations:
     """Counts the layers and parameters that any module of this process gets.

@@ -32,8 +32,6 @@ from .mean_check import NotAMean, without_traces
 from .modes import evaluating
 from .pass_effects import PassEffects, preserving_buffers
 
-__all__ = ["DRAWING_LAYERS", "compare_model", "copy_in_float64", "is_compiled"]
-
 _log = logging.getLogger(__name__)
 
 # A comparison calls the model twice with these samples, so they are few of many: at most one of 16,

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["TrainingModes", "evaluating"]
-
 
 class TrainingModes:
     """Remembers which layers of a model in training mode are in evaluation mode, e.g. frozen batch

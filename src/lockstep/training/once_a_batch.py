@@ -16,8 +16,6 @@ from ..errors import ConfigError
 from .batch_parts import BatchParts
 from .repeated_batches import RepeatedBatches
 
-__all__ = ["OnceABatch"]
-
 
 class OnceABatch:
     """The schedulers and averages of a loop, whose body calls them in each of this worker's shards.

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from .. import arguments
 from ..errors import ConfigError
 
-__all__ = ["LAMB", "LARS"]
-
 
 class _LayerwiseOptimizer(Optimizer):
     """Updates parameters that it adapts its rate to, and the others, apart from each other."""

@@ -12,8 +12,6 @@ from .. import devices
 from ..communicator import Communicator
 from ..errors import LockstepError
 
-__all__ = ["OutOfMemoryError", "explained", "explaining_out_of_memory", "is_out_of_memory"]
-
 _CPU = "DefaultCPUAllocator: can't allocate memory"
 
 

@@ -13,8 +13,6 @@ import torch
 
 from .settings import Variable, variables_of
 
-__all__ = ["OuterValues"]
-
 
 class OuterValues:
     """The lists, numbers and tensors that a function reaches by name: global ones, those around it,

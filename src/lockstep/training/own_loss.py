@@ -22,8 +22,6 @@ from .modes import evaluating
 from .pass_effects import preserving_buffers
 from .sum_and_count import as_sum
 
-__all__ = ["IGNORED", "Counting", "OwnLoss", "loss_in", "returning_pair"]
-
 _Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 
 IGNORED = -100

@@ -13,8 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import devices
 
-__all__ = ["PassEffects", "preserving_buffers"]
-
 
 class PassEffects:
     """What passes do beside computing their outputs: made before them, asked after.

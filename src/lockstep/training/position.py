@@ -11,8 +11,6 @@ from .. import arguments
 from ..data.loader import Loader
 from ..errors import ConfigError
 
-__all__ = ["Position", "check_epochs", "check_max_steps", "check_validate_every"]
-
 # The other keys of a saved position say in which data it is one.
 _POSITION_KEYS = ("epoch", "step", "ended", "batches", "batch_order", "stream", "numerics")
 

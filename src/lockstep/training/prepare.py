@@ -17,8 +17,6 @@ from ..parallel.module_sync import move_module
 from ..parallel.sync_batchnorm import SyncBatchNorm, convert
 from .formats import COMPILE_MODES
 
-__all__ = ["prepare_model"]
-
 
 def prepare_model(
     model: nn.Module,

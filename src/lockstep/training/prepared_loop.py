@@ -40,8 +40,6 @@ from .recovery import recovery_of
 from .repeated_batches import RepeatedBatches
 from .step_arguments import check_threads
 
-__all__ = ["PreparedLoop", "running_loop", "watch_torch"]
-
 
 class PreparedLoop:
     """What was prepared together, and the loop over the shards of a batch, whose bodies are the

@@ -30,8 +30,6 @@ from .replica_check import ReplicaCheck
 from .shard_gradients import multiply
 from .step_arguments import parameters_of, refuse_closure
 
-__all__ = ["PreparedOptimizer"]
-
 # The places of numbers in the sums beside the gradients. The buffers follow, where they are part of
 # the step.
 _LOSS = 0

@@ -21,8 +21,6 @@ from .callbacks.base import Callback, TrainingContext
 from .check_schedule import is_due
 from .settings import NONE, Holder, Identity, described, holders_of, setting_of
 
-__all__ = ["Rank0Changes"]
-
 _AT_EACH_STEP = ("on_train_step_start", "on_train_step_end", "on_loss")
 
 _SHOWN = 3  # changes in a message

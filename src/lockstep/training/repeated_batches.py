@@ -24,8 +24,6 @@ from .in_flight import LAG, HostCopy
 from .model_state import ModelState, UserState
 from .recovery import REGROUP, Recovery, as_bytes, from_bytes, interrupt, repeat_by
 
-__all__ = ["Loop", "RepeatedBatches"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -22,8 +22,6 @@ from ..parallel.shards import mix
 from ..parallel.strategy import accumulation_dtype
 from .formats import REPLICA_CHECK
 
-__all__ = ["ReplicaCheck", "compare_weights"]
-
 _log = logging.getLogger(__name__)
 
 _NOT_COMPARED = ("params", "param_names", "initial_lr")

@@ -24,18 +24,6 @@ from ..messages import Integer
 from ..system.terminal_text import plain
 from .options import CONFIGS
 
-__all__ = [
-    "HeldRunDirectory",
-    "RunLock",
-    "check_newest",
-    "check_unused",
-    "choose",
-    "numbered",
-    "of_this_job",
-    "prepare",
-    "release",
-]
-
 _log = logging.getLogger(__name__)
 
 _FILES_OF_A_RUN = (*CONFIGS, "result.json", "checkpoints")

@@ -25,8 +25,6 @@ from .saved_state import (
 )
 from .step import TrainStep
 
-__all__ = ["RunState"]
-
 _log = logging.getLogger(__name__)
 
 

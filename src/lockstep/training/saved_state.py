@@ -19,15 +19,6 @@ from ..parallel.determinism import differences
 from ..parallel.fingerprints import checksum_of
 from .hyperparameters import ParamGroup, check_same_parameters
 
-__all__ = [
-    "check_determinism",
-    "check_fits",
-    "check_frozen",
-    "checksum_of_parameters",
-    "other_dtypes",
-    "with_names_of",
-]
-
 _log = logging.getLogger(__name__)
 
 _PARTS = ("model", "optimizer", "hyperparameters", "step", "loader", "totals", "history")

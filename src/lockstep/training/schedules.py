@@ -9,8 +9,6 @@ from typing import Any
 from .. import arguments
 from ..errors import ConfigError, counted
 
-__all__ = ["SCHEDULES", "Schedule", "learning_rate_factor", "make_schedule", "scaled_lr"]
-
 Schedule = Callable[[int], float]
 """Number of steps done → factor of the optimizer's learning rate. A step is one update by all
 workers together, so the factor does not depend on their number."""

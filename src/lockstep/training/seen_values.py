@@ -9,8 +9,6 @@ import torch
 
 from ..parallel.nested import tensors_of
 
-__all__ = ["SeenValues"]
-
 # Whole numbers that are told apart: among them usual labels to ignore, and the classes. Those
 # beyond are as the ends.
 _LOWEST = -256

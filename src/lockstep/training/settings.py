@@ -17,17 +17,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-__all__ = [
-    "NONE",
-    "Holder",
-    "Identity",
-    "Variable",
-    "described",
-    "holders_of",
-    "setting_of",
-    "variables_of",
-]
-
 _MOST = 64  # entries of a dict or list that is looked into
 _MOST_OBJECTS = 4096  # looked into from one root: a bound, for what refers to everything
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))

@@ -17,8 +17,6 @@ from ..parallel.gradient_buckets import Gradients
 from .batch_parts import Shard
 from .precision import full_precision
 
-__all__ = ["ShardGradients", "multiply"]
-
 Seen = tuple[torch.Tensor | None, int]
 """A gradient, and its version."""
 

@@ -24,18 +24,6 @@ from .loss import Forward
 from .schedules import Schedule
 from .torch_schedulers import SchedulerOfTorch
 
-__all__ = [
-    "StepOptions",
-    "check_functions",
-    "check_step",
-    "check_threads",
-    "make_scheduler",
-    "make_strategy",
-    "parameters_of",
-    "refuse_closure",
-    "resolve_strategy",
-]
-
 
 class StepOptions(TypedDict, total=False):
     """Options that a `Trainer` passes on to its `TrainStep`; see there."""

@@ -15,8 +15,6 @@ from ..errors import ConfigError, DataError, DivergedError
 from .precision import Number
 from .replica_check import ReplicaCheck
 
-__all__ = ["StepResult"]
-
 _NOT_FINITE_LATER = "Lower the learning rate, warm it up, or clip the gradients."
 _NOT_FINITE_AT_FIRST = (
     "No update has been made yet: look for values that are not finite in the inputs and the "

@@ -11,8 +11,6 @@ from ..environment import under_launcher
 from ..interruption import Requests, leave_closed_terminal
 from ..job.client import ask_for_time
 
-__all__ = ["StopSignals"]
-
 
 class StopSignals:
     """A context manager that records the first SIGINT, SIGTERM or SIGHUP instead of letting it end

@@ -17,9 +17,6 @@ from ..flight_recorder import in_method, named
 from .in_flight import LAG, HostCopy
 from .stop_signals import StopSignals
 
-__all__ = ["StopRequests", "StoppableLoader"]
-
-
 # --- Agreement among workers on the stop
 # ------------------------------------------------------------------------------
 

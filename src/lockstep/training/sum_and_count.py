@@ -10,8 +10,6 @@ import torch
 
 from ..errors import ConfigError
 
-__all__ = ["as_sum", "is_known_nan", "is_pair"]
-
 # A sum of many samples in these formats would overflow (float16: above 65,504) or be rounded to 3
 # digits (bfloat16).
 _HALF = (torch.float16, torch.bfloat16)

@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.overrides import has_torch_function
 
-__all__ = ["FirstGradients", "clear_gradients", "run_backward", "take_step"]
-
 _zero_grad = Optimizer.zero_grad
 _backward = torch.autograd.backward
 _profiler_runs: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)

@@ -16,15 +16,6 @@ from ..errors import ConfigError
 from .mean_check import describe_function, describe_shapes
 from .sum_and_count import as_sum
 
-__all__ = [
-    "LabelSum",
-    "check_fit",
-    "classification_loss",
-    "is_elementwise",
-    "refuse_bare_sum",
-    "sum_of_elementwise",
-]
-
 
 def refuse_bare_sum(loss_fn: Any) -> None:
     """Check that a loss module, or a function of torch with bound keywords, does not have

@@ -17,8 +17,6 @@ from .. import arguments
 from ..checkpoint.serialization import pack
 from ..errors import ConfigError
 
-__all__ = ["SchedulerOfTorch", "rates_of"]
-
 
 def rates_of(optimizer: Optimizer) -> list[float | torch.Tensor]:
     """Return the learning rates of the groups, without waiting for a device that has them."""

@@ -10,8 +10,6 @@ import torch
 
 from .precision import Number
 
-__all__ = ["Totals", "as_float", "make_totals"]
-
 
 class Totals(Protocol):
     """The totals of passes; several may be added up."""

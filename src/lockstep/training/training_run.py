@@ -47,9 +47,6 @@ from .schedules import Schedule, make_schedule, scaled_lr
 from .torch_losses import check_fit
 from .trainer import Trainer
 
-__all__ = ["RunDirectory", "build_model", "load_data", "run"]
-
-
 # --- Model and data by name
 # -------------------------------------------------------------------------------------------
 

@@ -24,8 +24,6 @@ from .loss import LossModule
 from .precision import Precision
 from .totals import make_totals
 
-__all__ = ["ShardPasses"]
-
 # Alignment of torch's allocations on the CPU in bytes; libraries choose kernels by the alignment of
 # their inputs.
 _ALIGN = 64

@@ -14,8 +14,6 @@ from ..flight_recorder import named
 from ..parallel import shards
 from .prepared_loop import running_loop
 
-__all__ = ["whole_batch"]
-
 
 def whole_batch(output: torch.Tensor) -> torch.Tensor:
     """Return the rows of `output` for all samples of the global batch, in a loop prepared with

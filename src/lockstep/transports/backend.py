@@ -12,8 +12,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["register"]
-
 _C10D = "torch.distributed.distributed_c10d"
 
 

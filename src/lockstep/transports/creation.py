@@ -23,9 +23,6 @@ from .shm.context import ShmContext
 from .shm.process_group import ShmGroup
 from .shm.segment import Layout, default_size, plan
 
-__all__ = ["ShmOptions", "make_shm_group"]
-
-
 # --- Options
 # --------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,6 @@ from ..errors import ConfigError
 from .runtime.c10d import PrefixStore, backend_as_group
 from .runtime.tensor_arguments import NotOnCPUError
 
-__all__ = ["OPERATIONS", "device_options", "dispatch_by_device"]
-
 Group = TypeVar("Group", bound=type[dist.ProcessGroup])
 
 # c10d's names for the operations of a group; some have two, as torch renamed them

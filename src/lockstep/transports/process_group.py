@@ -29,8 +29,6 @@ from .runtime.tensor_arguments import (
 )
 from .runtime.work import CPUWork
 
-__all__ = ["TransportGroup"]
-
 
 class TransportContext(Protocol):
     """One rank's connection to the others: where operations are queued, and messages are sent."""

@@ -9,8 +9,6 @@ from typing import Any
 from ... import arguments
 from ..shard_readers import Blocks, Decoded
 
-__all__ = ["Arrow", "check_columns", "rows_of"]
-
 
 class Arrow:
     """Reads ``.arrow`` files with pyarrow, of Arrow's file and of its stream format (as written by

@@ -9,8 +9,6 @@ from typing import Any
 
 from ..shard_readers import Blocks, Decoded, Runs, read_range
 
-__all__ = ["JsonLines"]
-
 
 class JsonLines:
     """Reads ``.jsonl`` files: a sample is the value on one line; empty lines do not count."""

@@ -26,8 +26,6 @@ from ... import arguments
 from ...errors import ConfigError
 from ..shard_readers import Blocks
 
-__all__ = ["INDEX", "Mds"]
-
 INDEX = "index.json"
 
 _SAMPLES = 1000  # in a block of a shard that is not compressed

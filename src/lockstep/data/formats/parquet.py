@@ -10,8 +10,6 @@ from ... import arguments
 from ..shard_readers import Blocks
 from .arrow import check_columns, rows_of
 
-__all__ = ["Parquet"]
-
 
 class Parquet:
     """Reads ``.parquet`` files with pyarrow: a sample is a row, a dict of Python values by column.

@@ -12,8 +12,6 @@ from typing import Any, BinaryIO
 
 from ..shard_readers import Blocks, Runs, read_range
 
-__all__ = ["Tar"]
-
 _TAR_UNIT = 512
 
 

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from ... import arguments
 from ..shard_readers import Blocks, Decoded
 
-__all__ = ["Tokens"]
-
 
 class Tokens:
     """Reads ``.bin`` files: tokens as numbers of one type, without a header.

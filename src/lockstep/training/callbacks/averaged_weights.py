@@ -17,8 +17,6 @@ from ...checkpoint.names import match_names
 from ...errors import ConfigError
 from .base import Callback, TrainingContext
 
-__all__ = ["AveragedWeights"]
-
 
 class AveragedWeights(Callback):
     """Averages the model's weights over the steps; the training itself does not change.

@@ -10,8 +10,6 @@ from ...errors import ConfigError, unknown_name
 from ..epoch_totals import COLUMNS
 from .base import Callback
 
-__all__ = ["RowColumns", "check_column", "is_higher_better"]
-
 _LOWER = ("loss", "error")
 _HIGHER = ("accuracy", "acc", "f1", "auc")
 

@@ -9,8 +9,6 @@ from ...system import atomic_files
 from .base import Callback, Row, TrainingContext
 from .writing import WriteGuard
 
-__all__ = ["CSVLog"]
-
 
 class CSVLog(Callback):
     """Writes one line for each row of the history to `metrics.csv` in the run directory.

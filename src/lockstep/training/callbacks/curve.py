@@ -17,8 +17,6 @@ from .writing import WriteGuard
 if TYPE_CHECKING:
     from ..step_result import StepResult
 
-__all__ = ["Curve", "StepLosses", "draw"]
-
 _log = logging.getLogger(__name__)
 
 _RATIO = 20  # of the largest loss to the smallest one, from which on a logarithmic scale shows more

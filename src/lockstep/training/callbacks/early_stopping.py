@@ -8,8 +8,6 @@ from ... import arguments
 from .base import Callback, Row, TrainingContext
 from .columns import check_column, is_higher_better
 
-__all__ = ["EarlyStopping"]
-
 
 class EarlyStopping(Callback):
     """Stops a run after `patience` consecutive rows of the history without an improvement of

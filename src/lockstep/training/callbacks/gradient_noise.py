@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..step import TrainStep
     from ..step_result import StepResult
 
-__all__ = ["GradientNoise"]
-
 
 class GradientNoise(Callback):
     """Adds the column `noise_scale`: about the global batch size, in samples, up to which a larger

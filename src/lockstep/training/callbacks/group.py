@@ -23,8 +23,6 @@ from .csv_log import CSVLog
 from .curve import Curve
 from .progress import Progress
 
-__all__ = ["CallbackGroup", "check_callbacks"]
-
 _log = logging.getLogger(__name__)
 _OWN = f"{__name__.partition('.')[0]}."
 

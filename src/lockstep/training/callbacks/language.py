@@ -18,8 +18,6 @@ from ..modes import evaluating
 from .base import Callback, Row, TrainingContext
 from .writing import WriteGuard
 
-__all__ = ["TextSamples", "TokenColumns"]
-
 _PRINTED = 76  # columns of a printed sample
 
 

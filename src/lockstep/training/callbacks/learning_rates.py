@@ -8,8 +8,6 @@ from ... import arguments
 from ...errors import ConfigError, counted
 from .base import Callback, Row, TrainingContext
 
-__all__ = ["LearningRates"]
-
 
 class LearningRates(Callback):
     """Adds the columns `lr_NAME` for each group of parameters, and with `momentum` those of

@@ -6,8 +6,6 @@ from ...errors import OUTPUT_FAILED, ConfigError, LockstepError
 from ...system import atomic_files
 from .base import Callback, TrainingContext
 
-__all__ = ["Pretrained"]
-
 
 class Pretrained(Callback):
     """Saves the model with its own ``save_pretrained`` when the run ends, for ``from_pretrained``

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ...data.loader import Batch
     from ..step_result import StepResult
 
-__all__ = ["Profile"]
-
 _ROWS = 30  # operations in the table
 
 

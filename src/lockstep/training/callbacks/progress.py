@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ...data.loader import Batch
     from ..step_result import StepResult
 
-__all__ = ["Progress"]
-
 _LINE_INTERVAL = 10.0  # seconds between lines, where there is neither a terminal nor a notebook
 
 

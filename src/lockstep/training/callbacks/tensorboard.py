@@ -13,8 +13,6 @@ from .writing import WriteGuard
 if TYPE_CHECKING:
     from ..step_result import StepResult
 
-__all__ = ["TensorBoard"]
-
 # Columns of the history → tags; metrics of validations become "accuracy/val" and so on.
 _TAGS = {
     "train_loss": "loss/train_epoch",

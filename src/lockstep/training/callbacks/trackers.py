@@ -16,8 +16,6 @@ from .base import Callback, Row, TrainingContext
 if TYPE_CHECKING:
     from ..step_result import StepResult
 
-__all__ = ["MLflow", "WandB"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -25,9 +25,6 @@ from ..runtime.backoff import CHECK_S, Steps
 from ..runtime.c10d import PrefixStore, Store, backend_as_group
 from ..shm.context import ShmContext
 
-__all__ = ["GlooConnection", "LazyPairs"]
-
-
 # --- A Gloo group that can be closed
 # ----------------------------------------------------------------------------------
 

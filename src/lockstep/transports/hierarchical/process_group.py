@@ -27,9 +27,6 @@ from ..shm import collectives
 from ..shm.context import ShmContext
 from .connections import GlooConnection, LazyPairs
 
-__all__ = ["HierarchicalGroup", "Leaders"]
-
-
 # --- Collectives between the leaders of hosts
 # -------------------------------------------------------------------------
 

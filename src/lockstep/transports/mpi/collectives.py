@@ -19,22 +19,6 @@ from ..runtime.tensor_arguments import Tensors, copy_back, flatten
 from .context import request_steps
 from .library import buffer_for, counts_and_displacements, flatten_all, load_mpi, mpi_buffer
 
-__all__ = [
-    "Reduction",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_sparse",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduction_for",
-    "scatter",
-]
-
-
 # --- Collectives without reduction, as bytes
 # --------------------------------------------------------------------------
 

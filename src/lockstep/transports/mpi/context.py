@@ -21,9 +21,6 @@ from ..runtime.work import CPUWork
 from .finalizer import finalizer
 from .library import buffer_for, load_mpi, mpi_buffer
 
-__all__ = ["MpiContext", "request_steps"]
-
-
 # --- Requests as steps
 # ------------------------------------------------------------------------------------------------
 

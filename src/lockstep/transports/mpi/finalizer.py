@@ -14,8 +14,6 @@ from weakref import WeakSet
 
 from .library import load_mpi
 
-__all__ = ["finalizer"]
-
 # for abandoned operations: they have been waited for before, or the other ranks have abandoned them
 # too
 _GRACE_S = 1.0

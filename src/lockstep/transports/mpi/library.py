@@ -10,9 +10,6 @@ import torch
 from ...errors import ConfigError
 from ..runtime.tensor_arguments import Tensors, flatten
 
-__all__ = ["buffer_for", "counts_and_displacements", "flatten_all", "load_mpi", "mpi_buffer"]
-
-
 # --- The library
 # --------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,6 @@ from .collectives import Reduction, reduction_for
 from .context import MpiContext
 from .library import load_mpi
 
-__all__ = ["MpiGroup", "make_mpi_group"]
-
 
 @dispatch_by_device
 class MpiGroup(TransportGroup):

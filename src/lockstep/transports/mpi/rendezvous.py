@@ -21,8 +21,6 @@ from ..runtime.c10d import Store
 from .finalizer import finalizer
 from .library import load_mpi
 
-__all__ = ["find_world", "make_store", "rendezvous_handler"]
-
 _TIMEOUT = timedelta(minutes=5)  # for the store: to connect, and for what is waited for in it
 
 

@@ -21,9 +21,6 @@ from . import virtual_host
 from .backoff import CHECK_S, UNCHECKED, Awaited, Backoff, Check, Steps
 from .work import COMPLETED, CPUWork
 
-__all__ = ["OpQueue", "ProgressThread", "progress_thread"]
-
-
 # --- The progress thread
 # ----------------------------------------------------------------------------------------------
 

@@ -13,8 +13,6 @@ from torch.distributed import ReduceOp
 
 from ...errors import ConfigError
 
-__all__ = ["ReduceFn", "premul_factor", "reduce_fn_for"]
-
 # Writes the reduction of tensors in rank order into a tensor of the same shape and dtype, which may
 # be one of them.
 ReduceFn = Callable[[Sequence[torch.Tensor], torch.Tensor], None]

@@ -8,19 +8,6 @@ import torch
 
 from ...errors import ConfigError
 
-__all__ = [
-    "NotOnCPUError",
-    "Tensors",
-    "check_same_dtype",
-    "contiguous_for",
-    "copy_back",
-    "dense",
-    "flatten",
-    "is_plain",
-    "split_dense_per_rank",
-    "split_per_rank",
-]
-
 Tensors = Sequence[torch.Tensor]
 
 

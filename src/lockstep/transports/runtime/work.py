@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from .virtual_host import WorkTime
 
-__all__ = ["COMPLETED", "CPUWork"]
-
 _lock = (
     threading.Lock()
 )  # between asking for a future and the end of the operation; held for a moment only

@@ -10,8 +10,6 @@ from .rank_states import ExchangeState, RankStates
 from .segment import Layout, Segment
 from .signatures import KINDS, dtype_number, signature_of
 
-__all__ = ["ChunkBuffers"]
-
 _CACHE = 512  # views kept; making one costs about as much as copying 16 KiB
 
 

@@ -16,20 +16,6 @@ from .chunk_buffers import ChunkBuffers
 from .native import run_collective
 from .segment import HEADER
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_reduce_sparse",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
-
-
 # --- Collectives without reduction: broadcast, gather, all-gather, scatter, all-to-all, barrier
 # -----------------------
 

@@ -27,8 +27,6 @@ from .rank_states import RankStates
 from .segment import Layout, share
 from .signatures import KINDS
 
-__all__ = ["ShmContext"]
-
 
 @dataclass(eq=False)
 class _Resources:

@@ -10,8 +10,6 @@ from ..runtime.backoff import Steps
 from .chunk_buffers import ChunkBuffers
 from .signatures import KINDS, dtype_number
 
-__all__ = ["addresses_of", "begin", "dtype_code_of", "run_collective"]
-
 _WAITING, _DONE, _MISMATCH = range(3)  # as in _exchange.h
 _LARGE = 64 << 10  # as in _exchange.h
 

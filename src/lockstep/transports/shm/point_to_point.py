@@ -17,9 +17,6 @@ from .rank_states import ExchangeState, RankStates, memory_fence
 from .segment import HEADER, LINE, RING, Layout, Segment
 from .signatures import dtype_name, dtype_number
 
-__all__ = ["MessageQueues", "PostedReceive"]
-
-
 # --- Rings
 # --------------------------------------------------------------------------------------------------
 

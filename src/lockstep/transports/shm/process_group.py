@@ -22,8 +22,6 @@ from .context import ShmContext
 from .native import addresses_of, dtype_code_of
 from .rank_states import native_sum_code
 
-__all__ = ["ShmGroup"]
-
 Reduction = tuple[ReduceFn, int]  # the Python form, and the code of the native form, or -1
 
 

@@ -21,9 +21,6 @@ from ..runtime.backoff import Steps
 from .segment import BLOCK, SIGNATURES, Layout, Segment
 from .signatures import dtype_number, mismatch_error
 
-__all__ = ["ExchangeState", "RankStates", "memory_fence", "native_sum_code"]
-
-
 # --- Memory order
 # --------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,6 @@ from ...errors import ConfigError, TransportError
 from ...stores import exchange
 from ..runtime.c10d import PrefixStore, Store
 
-__all__ = ["Layout", "Segment", "default_size", "plan", "share"]
-
-
 # --- Layout: control blocks, rings for messages, halves of slots for collectives (pure)
 # -------------------------------
 

@@ -10,8 +10,6 @@ import torch
 
 from ...errors import TransportError
 
-__all__ = ["KINDS", "dtype_name", "dtype_number", "mismatch_error", "signature_of"]
-
 # the position is the kind's number; in the order of _exchange.h
 _NAMES = (
     *("barrier", "all_reduce", "reduce", "broadcast", "gather", "scatter"),
