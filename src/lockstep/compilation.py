@@ -170,9 +170,8 @@ def export(
     unwrapped = model.module if hasattr(model, "device_ids") else model
     copied: nn.Module = replicate(unwrapped, ["cpu"])[0].eval()
     if dynamic_shapes is None:
-        by_name = (
-            inspect.signature(copied.forward).bind(*args).arguments
-        )  # the names that torch.export uses
+        # the names that torch.export uses
+        by_name = inspect.signature(copied.forward).bind(*args).arguments
         dynamic_shapes = tree_map(_dynamic_first_dim, dict(by_name))
     with torch.no_grad():
         expected = copied(*args)

@@ -48,9 +48,8 @@ def abort_gloo(group: Any) -> None:
         group: a process group of c10d; nothing is done to its other backends.
     """
     for backend in _gloo_backends(group):
-        for tag in range(
-            _TAG, _TAG + len(backend.options._devices)
-        ):  # each has connections of its own
+        # each has connections of its own
+        for tag in range(_TAG, _TAG + len(backend.options._devices)):
             for peer in range(backend.size()):
                 if peer != backend.rank() and _times_out(backend, peer, tag):
                     break
@@ -93,9 +92,8 @@ def _gloo_backends(group: Any) -> list[Any]:
         for device in group._device_types:
             backend = group._get_backend(device)
             backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-            if (
-                type(backend).__name__ == "ProcessGroupGloo"
-            ):  # also where torch was built without it
+            # also where torch was built without it
+            if type(backend).__name__ == "ProcessGroupGloo":
                 found.append(backend)
     return found
 
@@ -121,9 +119,8 @@ class SocketTracker:
     """The sockets that were opened while process groups were made."""
 
     def __init__(self) -> None:
-        self._found: dict[
-            int, int
-        ] = {}  # descriptor: inode, as the descriptor may have been reused since
+        # descriptor: inode, as the descriptor may have been reused since
+        self._found: dict[int, int] = {}
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
@@ -159,9 +156,8 @@ class SocketTracker:
         for descriptor, inode in self._found.items():
             if now.get(descriptor) == inode:
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
-                    if not copy.getsockopt(
-                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                    ):  # without its listener Gloo aborts
+                    # without its listener Gloo aborts
+                    if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         copy.shutdown(socket.SHUT_RDWR)
 
 

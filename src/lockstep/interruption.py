@@ -34,9 +34,8 @@ LAUNCHER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 """The signals by which users, terminals and schedulers end a launcher. The last two stand for
 SIGTERM: a terminal that is closed, and Ctrl-\\."""
 
-_SAME_REQUEST_S = (
-    5.0  # more than srun takes, and less than people wait before they send another one
-)
+# more than srun takes, and less than people wait before they send another one
+_SAME_REQUEST_S = 5.0
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

@@ -62,9 +62,8 @@ def convert(value: object, kind: type[T]) -> T:
         ValueError: `value` is not a `kind`; names what was expected and where.
     """
     if kind not in _ANALYSED:
-        with (
-            _LOCK
-        ):  # msgspec 0.22 crashes if two threads analyse the fields of a struct at the same time
+        # msgspec 0.22 crashes if two threads analyse the fields of a struct at the same time
+        with _LOCK:
             msgspec.json.Decoder(kind)
             _ANALYSED.add(kind)
     return msgspec.convert(value, kind, str_keys=True)

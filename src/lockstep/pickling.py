@@ -28,9 +28,8 @@ class _PicklerByName(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (FunctionType, type)):
             name = f"{obj.__module__}.{obj.__qualname__}"
-            if (
-                obj.__module__ == "__main__" or "<" in obj.__qualname__
-            ):  # <lambda>, or in the <locals> of a function
+            # <lambda>, or in the <locals> of a function
+            if obj.__module__ == "__main__" or "<" in obj.__qualname__:
                 needs = f"{name}, which another process cannot import by its name,"
                 raise MissingPackageError(needs, "cloudpickle", "launch")
         return NotImplemented

@@ -129,10 +129,8 @@ def listen(address: str, port: int, several_hosts: bool) -> socket.socket:
 def _resolve(address: str, port: int) -> list[tuple[int, Any]]:
     try:
         addresses = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except (
-        OSError,
-        UnicodeError,
-    ):  # only other hosts know the name; UnicodeError: the name is invalid
+    # only other hosts know the name; UnicodeError: the name is invalid
+    except (OSError, UnicodeError):
         return []
     return [(family, sockaddr) for family, _, _, _, sockaddr in addresses]
 

@@ -20,16 +20,11 @@ from .flight_recorder import Record
 __all__ = ["RankTime", "write_trace"]
 
 _RECORDS = "rank-*.records"
-_MAX_TRACKS = (
-    8  # for collectives in flight at the same time; further ones are drawn as instant events
-)
+# for collectives in flight at the same time; further ones are drawn as instant events
+_MAX_TRACKS = 8
 
-_FIRST = {
-    "name": "process_sort_index",
-    "ph": "M",
-    "pid": 0,
-    "args": {"sort_index": 0},
-}  # further events begin with a comma
+# further events begin with a comma
+_FIRST = {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}}
 
 _Key = tuple[str, int, str, int]
 """Identifies a collective on all ranks: group, sequence number, signature, and how often these
@@ -157,9 +152,8 @@ def _sources(folder: Path) -> list[_Source]:
             f"{folder} contains records of several runs, with different numbers of ranks. {hint}"
         )
     offsets: dict[str, float] = {}
-    for (
-        source
-    ) in sources:  # the ranks of one host share a clock, but measured its offset at different times
+    # the ranks of one host share a clock, but measured its offset at different times
+    for source in sources:
         source.offset = offsets.setdefault(source.host, source.offset)
     return sorted(sources, key=lambda source: source.rank)
 

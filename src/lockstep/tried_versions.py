@@ -37,10 +37,8 @@ def about_untried_torch(torch_version: str) -> str | None:
 
 
 def _own_name() -> str:
-    from importlib.metadata import (
-        PackageNotFoundError,
-        version,
-    )  # as slow as all of `import lockstep`
+    # as slow as all of `import lockstep`
+    from importlib.metadata import PackageNotFoundError, version
 
     try:
         return "Lockstep " + ".".join(map(str, release_of(version("lockstep-train"))))

@@ -26,12 +26,8 @@ of a scheduler it checks what the job's ranks would see: run it on all of them a
 once, as the job. Ends with a list of problems and their fixes.
 """
 
-_OF_RUN = (
-    "hosts",
-    "hostfile",
-    "ssh_port",
-    "identity",
-)  # options of `lockstep run` that this command has too
+# options of `lockstep run` that this command has too
+_OF_RUN = ("hosts", "hostfile", "ssh_port", "identity")
 _INDENT = 16  # columns before the text of a line: its mark and name
 
 _EXAMPLES = """

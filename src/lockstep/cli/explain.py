@@ -33,9 +33,8 @@ def text_for(stream: TextIO, report: Report, written: str = "", lead: int = 0) -
     terminal = stream.isatty()
     width = min(max(60, shutil.get_terminal_size().columns), 120) if terminal else 80
     text = as_text(report, width, terminal and environment.wants_colours(), written, lead)
-    if isinstance(
-        encoding := stream.encoding, str
-    ):  # source lines may have characters that the terminal lacks
+    # source lines may have characters that the terminal lacks
+    if isinstance(encoding := stream.encoding, str):
         text = text.encode(encoding, errors="backslashreplace").decode(encoding)
     return text
 

@@ -87,9 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = f"lockstep {words[0]}" if words and words[0] in _COMMANDS else "lockstep"
     options = argparse.Namespace()
     if arguments is None:
-        atexit.register(
-            gc.freeze
-        )  # the end of Python spends 0.4 s on garbage among PyTorch's modules, where none is
+        # the end of Python spends 0.4 s on garbage among PyTorch's modules, where none is
+        atexit.register(gc.freeze)
     try:
         _parse(words, command, options)
         result: int = options.run(options)
@@ -233,9 +232,8 @@ def _print_error(
         message = f"error: {str(error) if full_tracebacks else _worker_message(error, option_name)}"
     else:
         message = f"error: {_in_one_line(str(error))}"
-    if error.report_json or isinstance(
-        error, WorkerError
-    ):  # a worker has died or raised an exception
+    # a worker has died or raised an exception
+    if error.report_json or isinstance(error, WorkerError):
         sentence = hint(error).removeprefix(". ")
         message = f"{message.rstrip()}\n\n{sentence}" if sentence else message
     print(f"{command}: {message}", file=sys.stderr)

@@ -100,9 +100,8 @@ class Parser(argparse.ArgumentParser):
                 no underscores.
             defaults: the further values.
         """
-        known = [
-            flag for action in self._actions for flag in action.option_strings
-        ]  # suggested for unknown options
+        # suggested for unknown options
+        known = [flag for action in self._actions for flag in action.option_strings]
         first = {
             action.dest: action.option_strings[0]
             for action in self._actions

@@ -588,9 +588,8 @@ class Communicator:
             dist.irecv, message_view(buffer, group), group=group, tag=tag, group_peer=source
         )
         send = dist.P2POp(dist.isend, data, group=group, tag=tag, group_peer=dest)
-        for work in dist.batch_isend_irecv(
-            [receive, send]
-        ):  # in one batch, as NCCL would run one after the other
+        # in one batch, as NCCL would run one after the other
+        for work in dist.batch_isend_irecv([receive, send]):
             work.wait()
         copy_back(buffer, out)
         return source

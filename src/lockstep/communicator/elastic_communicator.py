@@ -77,9 +77,8 @@ class ElasticCommunicator(Communicator):
     """
 
     client: MembershipClient
-    keeps_values: bool = (
-        False  # as in communicators made from this one, which are no members of the job
-    )
+    # as in communicators made from this one, which are no members of the job
+    keeps_values: bool = False
     trainings: int = 0
 
     @classmethod
@@ -217,9 +216,8 @@ class ElasticCommunicator(Communicator):
             dist.destroy_process_group()
         self._store = None
         before, own = self._hooks
-        if (
-            sys.excepthook is own
-        ):  # else each group adds one of torch's to those that an exception passes through
+        # else each group adds one of torch's to those that an exception passes through
+        if sys.excepthook is own:
             sys.excepthook = before
 
     # --- what came before this worker

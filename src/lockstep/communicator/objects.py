@@ -139,9 +139,8 @@ class _Rank0Gate:
             self._store.add(self._key, 1)
             return
         sleep_s = 1e-3
-        while (
-            self._use and self._store.add(self._key, 0) < self._times
-        ):  # a fake store counts no uses
+        # a fake store counts no uses
+        while self._use and self._store.add(self._key, 0) < self._times:
             check()
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, self._max_sleep_s)

@@ -68,9 +68,8 @@ class Request(Generic[Result]):
 
     def test(self) -> bool:
         """Return whether `wait` would return at once."""
-        return not [
-            work for work in self._works if not work.is_completed()
-        ]  # polls each, so that each makes progress
+        # polls each, so that each makes progress
+        return not [work for work in self._works if not work.is_completed()]
 
 
 class PolledWork:

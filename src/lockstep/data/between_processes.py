@@ -90,9 +90,8 @@ class _Tree(pickle.Pickler):
         )
         if not plain or obj.requires_grad or obj.is_conj() or obj.is_neg() or obj.is_quantized:
             return NotImplemented
-        numbers = (
-            obj.contiguous().reshape(-1).view(torch.uint8).numpy()
-        )  # NumPy does not have all types of torch
+        # NumPy does not have all types of torch
+        numbers = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
         return _from_bytes, (numbers, obj.dtype, obj.shape)
 
 

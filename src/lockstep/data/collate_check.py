@@ -59,9 +59,8 @@ def describe_collate(
         other = sorted(
             path for path in paths if _differs(whole[path], first[path], second[path], half)
         )
-    except (
-        Exception
-    ):  # of the collate function, or of a copy; an error of it is left to the training
+    # of the collate function, or of a copy; an error of it is left to the training
+    except Exception:
         return ""
     if not other:
         return ""

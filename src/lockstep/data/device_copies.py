@@ -61,9 +61,8 @@ def _overlapped(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
     for data in batches:
         tensors = tensors_of(data)
-        if tensors and all(
-            tensor.device == device for tensor in tensors
-        ):  # made there, as by `ImageSet.to`
+        # made there, as by `ImageSet.to`
+        if tensors and all(tensor.device == device for tensor in tensors):
             if pending is not None:
                 yield wait_for_copy(*pending)
                 pending = None

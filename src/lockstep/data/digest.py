@@ -92,9 +92,8 @@ def digest_of(sample: Any) -> Digest:
                         leaf.bits,
                     )
                 )
-    except (
-        Exception
-    ):  # of a class that cannot be looked into; what was found until then is compared
+    # of a class that cannot be looked into; what was found until then is compared
+    except Exception:
         _log.debug("a sample cannot be compared as a whole", exc_info=True)
     if rest:
         found["…"] = Leaf("further values", rest, text="further values")

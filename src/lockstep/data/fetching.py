@@ -310,9 +310,8 @@ class Fetcher:
     ) -> None:
         self.samples = Samples(dataset, collate)
         self.parts = max(1, processes)
-        self.takes_tensors = (
-            not processes and self.samples.takes_tensors
-        )  # lists are sent to processes sooner
+        # lists are sent to processes sooner
+        self.takes_tensors = not processes and self.samples.takes_tensors
         self._processes = processes
         self._prefetch = prefetch
         self._pin = pin
@@ -387,11 +386,8 @@ class Fetcher:
                 loaded = next(arriving)
             except StopIteration:
                 return
-            except (
-                RuntimeError,
-                OSError,
-                EOFError,
-            ) as error:  # of torch, or of a pipe, when a process has ended
+            # of torch, or of a pipe, when a process has ended
+            except (RuntimeError, OSError, EOFError) as error:
                 message = _describe_dead_process(self._loader)
                 if message is None:
                     raise
@@ -453,9 +449,8 @@ def _close_all() -> None:
 def _describe_dead_process(loader: DataLoader[Any]) -> str | None:
     """Return which loader process has died, and how; None if all are alive."""
     for number, process in enumerate(getattr(getattr(loader, "_iterator", None), "_workers", ())):
-        with suppress(
-            RuntimeError
-        ):  # from torch's handler of SIGCHLD, which raises wherever this process is
+        # from torch's handler of SIGCHLD, which raises wherever this process is
+        with suppress(RuntimeError):
             process.join(_REAP_S)
         code = process.exitcode
         if code is None:

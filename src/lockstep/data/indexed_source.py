@@ -424,9 +424,8 @@ class _WorkerOrder(Order):
             1, min(_STEPS_AT_ONCE, _SAMPLES_AT_ONCE // max(1, self._rows.shape[-1]))
         )
         self._first = 0
-        self._block: tuple[
-            torch.Tensor, ...
-        ] = ()  # the rows of some steps from the first one on, int64
+        # the rows of some steps from the first one on, int64
+        self._block: tuple[torch.Tensor, ...] = ()
 
     @override
     def part(self, step: int) -> tuple[torch.Tensor, int]:

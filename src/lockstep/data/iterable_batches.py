@@ -117,18 +117,16 @@ class EpochOfStream:
         self._cuts = [bounds(self._size, source.parts, part) for part in range(source.parts)]
         self._mine = self._parts_of(self._comm.rank)
         earlier = {part for rank in range(self._comm.rank) for part in self._parts_of(rank)}
-        self._sent = [
-            part for part in self._mine if part not in earlier
-        ]  # by this worker, at the end
+        # by this worker, at the end
+        self._sent = [part for part in self._mine if part not in earlier]
         self._buffers: dict[int, deque[SamplesRead]] = {part: deque() for part in self._mine}
         self._open = set(self._mine)  # the parts that have not ended
         self._states: dict[int, Any] = {}  # of the parts, behind the last batch
         self._ended = False
         self._first = start.first
         self._any: list[Any] = []  # a sample, once there was one
-        self._digests: dict[
-            int, dict[int, Digest]
-        ] = {}  # of the samples that were read first, by part
+        # of the samples that were read first, by part
+        self._digests: dict[int, dict[int, Digest]] = {}
         self._processes = fetcher.parts
         self._reads = fetcher.fetch(
             self._requests(EpochOfStream._runs, epoch, key), are_batches=False

@@ -206,12 +206,10 @@ class Loader:
         self._source.open(num_workers, prefetch)
         self._epoch = 0
         self._step = 0
-        self._resume_at: tuple[int, int] | None = (
-            None  # the loaded position, until its epoch starts
-        )
-        self._settings_now: dict[str, Any] | None = (
-            None  # within an epoch, where a state is taken at each step
-        )
+        # the loaded position, until its epoch starts
+        self._resume_at: tuple[int, int] | None = None
+        # within an epoch, where a state is taken at each step
+        self._settings_now: dict[str, Any] | None = None
         self._has_said_parts = False
 
     def __len__(self) -> int:

@@ -31,9 +31,8 @@ _BUDGET_S = 0.5  # after which no further sample is read
 # the time for a later comparison, and its share of the time since the last one
 _LATER_S = 0.001
 _LATER_SHARE = 0.005
-_READ_TWICE = (
-    4  # samples that are read twice in any case, to find out whether they are random by themselves
-)
+# samples that are read twice in any case, to find out whether they are random by themselves
+_READ_TWICE = 4
 # readings of a sample that differs among ranks, and the time for all of them
 _AGAIN = 8
 _AGAIN_BUDGET_S = 2.0
@@ -121,9 +120,8 @@ class SameData:
         self._in_blocks = in_blocks
         self._collates = collates
         self._number = 0
-        self._passed_over: set[str] = (
-            set()
-        )  # leaves that are random by themselves, and those of which it is said once
+        # leaves that are random by themselves, and those of which it is said once
+        self._passed_over: set[str] = set()
         self._rounding_is_said = False
         # The time that later comparisons may take by now, that of a sample, and that of a request
         # beside it, such as to a loader process: the same on all ranks, so that they read the same
@@ -283,9 +281,8 @@ class _Comparison:
         self._hint = hint
         self._own = {index: digests[0] for index, digests in own.samples.items() if digests}
         self._random = _random_leaves(own.samples, self._own) - passed_over
-        self._allowed: dict[
-            str, tuple[int, int, Difference]
-        ] = {}  # (sample, rank, difference) by leaf
+        # (sample, rank, difference) by leaf
+        self._allowed: dict[str, tuple[int, int, Difference]] = {}
         self.passed_over = passed_over | self._random
         self.rounded: tuple[int, int] | None = None
 

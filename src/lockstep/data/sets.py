@@ -257,9 +257,8 @@ def _test_mask(labels: Tensor) -> Tensor:
 # --- Synthetic data
 # --------------------------------------------------------------------------------------------------
 
-_PATTERNS, _TRAIN, _SYNTHETIC_TEST = range(
-    3
-)  # part of the key of each draw, so that the draws are independent
+# part of the key of each draw, so that the draws are independent
+_PATTERNS, _TRAIN, _SYNTHETIC_TEST = range(3)
 # Half pattern and half noise, each uniform over 0 to 255: variance 2 / 12 / 4 on the scale 0 to 1.
 _SYNTHETIC_MEAN = 0.5
 _SYNTHETIC_STD = 0.2

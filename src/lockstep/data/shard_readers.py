@@ -30,9 +30,8 @@ READERS = Registry(
     },
 )
 
-_BLOCK_BYTES = (
-    4 << 20
-)  # a run of records ends after this many bytes, or after its number of records
+# a run of records ends after this many bytes, or after its number of records
+_BLOCK_BYTES = 4 << 20
 
 
 class ShardReader(Protocol):

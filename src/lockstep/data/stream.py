@@ -85,9 +85,8 @@ class Stream(Dataset[Any]):
         self.lanes = arguments.whole("lanes", lanes, least=1)
         self._map = map
         self._files = _open_files(_find_files(files), read, options)
-        self._file_blocks = np.cumsum(
-            [len(file.sizes) for file in self._files]
-        )  # behind the last block of each file
+        # behind the last block of each file
+        self._file_blocks = np.cumsum([len(file.sizes) for file in self._files])
         self.block_sizes: Integers = np.concatenate([file.sizes for file in self._files])
         if not len(self.block_sizes):
             raise DataError(f"{self.name}: no samples")
@@ -292,9 +291,8 @@ class _File(NamedTuple):
     """A file, and its blocks."""
 
     path: Path
-    state: tuple[
-        int, int
-    ]  # size in bytes and modification time in nanoseconds when the blocks were found
+    # size in bytes and modification time in nanoseconds when the blocks were found
+    state: tuple[int, int]
     reader: ShardReader
     sizes: Integers  # of the blocks, in samples
     places: Integers  # of the blocks, shape (blocks, numbers that a place has)
@@ -354,9 +352,8 @@ def _open_files(
     """Find the blocks of files; of many files in one folder, from one index of the folder."""
     readers: dict[str, ShardReader] = {}
     chosen: list[ShardReader] = []
-    by_folder: dict[
-        tuple[Path, str], list[int]
-    ] = {}  # the numbers of files with indices, by folder and reader
+    # the numbers of files with indices, by folder and reader
+    by_folder: dict[tuple[Path, str], list[int]] = {}
     for number, path in enumerate(paths):
         if read is None or isinstance(read, str):
             name = read or _format_of(path)

@@ -155,9 +155,8 @@ class StreamOrder:
         first = _edge(size, self.lanes, lane)
         last = _edge(size, self.lanes, lane + 1)
         start, stop = self._window_range(lane, self.window(step))
-        taken = (
-            self._taken(lane, step) + self._lane_starts[lane] - start
-        )  # by earlier steps of the window
+        # by earlier steps of the window
+        taken = self._taken(lane, step) + self._lane_starts[lane] - start
         begin = taken + max(low, first) - first
         end = taken + min(high, last) - first
         if not self._settings.shuffle:

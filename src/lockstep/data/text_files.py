@@ -360,9 +360,8 @@ def _pieces(source: BinaryIO, path: Path) -> Iterator[str]:
 def _character_end(data: bytes) -> int:
     """Return the position after the last whole character of `data` in UTF-8."""
     start = len(data)
-    while (
-        start > max(0, len(data) - 4) and data[start - 1] & 0xC0 == 0x80
-    ):  # a byte within a character
+    # a byte within a character
+    while start > max(0, len(data) - 4) and data[start - 1] & 0xC0 == 0x80:
         start -= 1
     return max(0, start - 1)
 

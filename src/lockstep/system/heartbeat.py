@@ -65,9 +65,8 @@ def keep_alive(connection: socket.socket, limit_s: float) -> None:
         "TCP_KEEPIDLE": period_s,
         "TCP_KEEPINTVL": period_s,
         "TCP_KEEPCNT": max(1, int(limit_s / period_s) - 1),
-        "TCP_USER_TIMEOUT": max(
-            500, int((limit_s - period_s) * 1000)
-        ),  # Linux; also for data in flight
+        # Linux; also for data in flight
+        "TCP_USER_TIMEOUT": max(500, int((limit_s - period_s) * 1000)),
     }
     for name, value in settings.items():
         option = getattr(socket, name, None)
@@ -188,9 +187,8 @@ class Heartbeat:
         keys = [key for key, _ in self._selector.select(0)]
         for key in keys:
             current = self._selector.get_map().get(key.fd)
-            if (
-                current is not None and current.fileobj is key.fileobj
-            ):  # else an earlier one of these has closed it
+            # else an earlier one of these has closed it
+            if current is not None and current.fileobj is key.fileobj:
                 self._on_event(key)
         return bool(keys)
 
@@ -346,9 +344,8 @@ class HeartbeatClient(Heartbeat):
         with suppress(OSError):  # it is raised again when the error of the socket is read
             connection.connect_ex((host, int(port)))
         self._selector.register(connection, selectors.EVENT_WRITE, self._connection)
-        self._selector.select(
-            _CONNECT_S
-        )  # so that the server knows of it, even if this process ends next
+        # so that the server knows of it, even if this process ends next
+        self._selector.select(_CONNECT_S)
         self.poll()
 
     def _on_event(self, key: selectors.SelectorKey) -> None:

@@ -78,9 +78,8 @@ def read_status(pid: int) -> ProcessStatus | None:
     """Return the status of a process; None if there is none, or no /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        fields = text.rpartition(")")[
-            2
-        ].split()  # the fields after the name, which may contain spaces
+        # the fields after the name, which may contain spaces
+        fields = text.rpartition(")")[2].split()
         return ProcessStatus(fields[0], int(fields[1]), int(fields[19]))
     except (OSError, IndexError):
         return None
@@ -158,18 +157,15 @@ class ProcessLiveness:
         self._pids = dict(pids)
         self.gone: set[int] = set()
         self._descriptors: dict[int, int] = {}
-        self._lock = (
-            threading.Lock()
-        )  # no descriptor is closed, and its number reused, while it is polled
+        # no descriptor is closed, and its number reused, while it is polled
+        self._lock = threading.Lock()
         for rank, pid in pids.items():
             try:
                 self._descriptors[os.pidfd_open(pid)] = rank
             except ProcessLookupError:
                 self.gone.add(rank)
-            except (
-                OSError,
-                AttributeError,
-            ):  # an old kernel, no descriptor left, or another system
+            # an old kernel, no descriptor left, or another system
+            except (OSError, AttributeError):
                 continue
 
     def poll(self) -> set[int]:

@@ -25,9 +25,8 @@ LIMIT_S = 10.0
 MOST = 64
 """The most connections that have not identified themselves."""
 
-_AT_ONCE = (
-    32  # that are accepted in one turn: their first data are read before others make them too many
-)
+# that are accepted in one turn: their first data are read before others make them too many
+_AT_ONCE = 32
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 

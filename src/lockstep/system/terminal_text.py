@@ -11,13 +11,8 @@ __all__ = ["plain", "plain_lines"]
 _SEQUENCE = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]?"
 )
-_INVISIBLE = (
-    "Cc",
-    "Cf",
-    "Cs",
-    "Zl",
-    "Zp",
-)  # control, format (text direction), surrogates, line separators
+# control, format (text direction), surrogates, line separators
+_INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def plain(text: str) -> str:

@@ -42,9 +42,8 @@ class AllGradients:
         self._of_optimizers: list[ShardGradients] = []
         self._is_updating = False  # whether the step of a prepared optimizer runs
         self._deferred: list[tuple[nn.Parameter, torch.Tensor | None, int]] = []
-        self._left: list[
-            tuple[nn.Parameter, torch.Tensor, int]
-        ] = []  # by a backward pass, without an optimizer
+        # by a backward pass, without an optimizer
+        self._left: list[tuple[nn.Parameter, torch.Tensor, int]] = []
 
     def add(self) -> ShardGradients:
         """Return what holds the gradients of one more optimizer."""

@@ -50,9 +50,8 @@ class BatchBuffers:
         comm = self._parts.comm
         saves = len(self._parts.local) > 1 or self._is_elastic
         self._buffers = Buffers(self._with_averages, comm, saves=saves, at_once=self._parts.exact)
-        self._reducer = Reducer(
-            comm, self._parts.virtual_workers, one_pass=False
-        )  # of numbers alone
+        # of numbers alone
+        self._reducer = Reducer(comm, self._parts.virtual_workers, one_pass=False)
         self._of_shards = {}
         self._seen = None
 

@@ -100,9 +100,8 @@ class BatchParts:
         self.current: Shard | None = None
         self.source: Loader | None = None
         self._given = virtual_workers
-        self._passes: dict[
-            tuple[int, int] | None, int
-        ] = {}  # how many over the current batch have begun, from 0
+        # how many over the current batch have begun, from 0
+        self._passes: dict[tuple[int, int] | None, int] = {}
         self.regroup()
 
     def regroup(self) -> None:

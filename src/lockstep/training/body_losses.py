@@ -39,14 +39,12 @@ class BodyLosses:
         self._models = models
         self._parts = parts
         self._looks = Counter[int]()  # by the number of the pass over a batch
-        self._look: int | None = (
-            None  # how many looks were before that at the batch in progress, if it is looked at
-        )
+        # how many looks were before that at the batch in progress, if it is looked at
+        self._look: int | None = None
         self._latest_look = 0
         self._calls: ModelCalls | None = None  # of models in the running body, if it is looked at
-        self._inputs_before: list[torch.Tensor] | None = (
-            None  # of models, in the body that was looked at before
-        )
+        # of models, in the body that was looked at before
+        self._inputs_before: list[torch.Tensor] | None = None
 
     def begin_batch(self, passes_before: int) -> None:
         """Begin a pass over a batch, before which there were so many over the same batch."""

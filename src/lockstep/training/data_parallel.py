@@ -195,9 +195,8 @@ class _Forward(nn.Module):
         self.model = model
         self.loss = loss
         self.dim = dim
-        self._loss_sum: Loss | None = (
-            None  # created by each replica at its first pass, on its device
-        )
+        # created by each replica at its first pass, on its device
+        self._loss_sum: Loss | None = None
         self.losses = _Losses()
 
     def forward(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:

@@ -235,9 +235,8 @@ class FirstCall:
         try:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 return self._compare(arguments)
-        except (
-            Exception
-        ) as error:  # a model that does not compute in float64, or not for so few samples
+        # a model that does not compute in float64, or not for so few samples
+        except Exception as error:
             _log.debug(
                 "the model is not called with a part of a batch: %s: %s",
                 type(error).__name__,
@@ -259,9 +258,8 @@ class FirstCall:
         if copied is None:
             return False
         for layer in copied.modules():
-            if isinstance(
-                layer, DRAWING_LAYERS
-            ):  # which are named by themselves, see `describe_division`
+            # which are named by themselves, see `describe_division`
+            if isinstance(layer, DRAWING_LAYERS):
                 layer.eval()
         outputs = []
         device = tensors[0].device

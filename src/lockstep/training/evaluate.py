@@ -549,9 +549,8 @@ class Evaluation(Computation):
             metric.reset()
             parts: Iterable[Any] = metric.modules() if isinstance(metric, nn.Module) else ()
             for part in parts:
-                if hasattr(
-                    part, "distributed_available_fn"
-                ):  # of torchmetrics: all workers have all samples already
+                # of torchmetrics: all workers have all samples already
+                if hasattr(part, "distributed_available_fn"):
                     part.distributed_available_fn = lambda: False
 
     def _update_stateful(self, loader: Loader, precision: Precision) -> None:

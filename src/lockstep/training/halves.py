@@ -90,9 +90,8 @@ class Samples:
         part = every.rows_of(start, start + length)
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:
-            return _cut(
-                tensor, rows, part
-            ).clone()  # as a view would keep the memory of all samples
+            # as a view would keep the memory of all samples
+            return _cut(tensor, rows, part).clone()
 
         return cls(
             map_tensors(kept, output), map_tensors(kept, target), length, part.stop - part.start

@@ -67,9 +67,8 @@ class TrainerLoaders:
         self._seed = seed
         self._num_workers = num_workers
         self._virtual_workers = virtual_workers
-        self._warned_of: set[tuple[str, int | None]] = (
-            set()
-        )  # (argument, batch size) of a DataLoader: once each
+        # (argument, batch size) of a DataLoader: once each
+        self._warned_of: set[tuple[str, int | None]] = set()
 
     @contextmanager
     def opened(self, dataset: Any, argument: str) -> Iterator[Loader]:

@@ -132,9 +132,8 @@ class Loop:
         trainer = self._trainer
         recovery = self._recovery
         with self._callbacks.running(trainer):
-            while (
-                self.epoch_has_begun or not self._agree_to_stop()
-            ):  # a worker that joins does so within an epoch
+            # a worker that joins does so within an epoch
+            while self.epoch_has_begun or not self._agree_to_stop():
                 self._trains = True
                 if not self.epoch_has_begun:
                     self._begin_epoch()
@@ -266,9 +265,8 @@ class Loop:
             "samples_per_second": trainer.totals.samples_per_second,
         }
         trainer.check_losses()
-        if (
-            self._held_out is None
-        ):  # else its evaluation does so, after the callbacks that come before it
+        # else its evaluation does so, after the callbacks that come before it
+        if self._held_out is None:
             self._recovery.run(trainer.step.check_replicas, meets=False)
         row |= self._validate(row["lr"])
         since = int(trainer.history[-1]["step"]) if trainer.history else 0

@@ -123,9 +123,8 @@ class Loss:
         self._fits = self._classification is None  # whether output and labels are known to fit
         self._number = 0
         self._is_due = self.is_compared
-        self._first: tuple[nn.Module, Any, int] | None = (
-            None  # the arguments of `forward`, for `check`
-        )
+        # the arguments of `forward`, for `check`
+        self._first: tuple[nn.Module, Any, int] | None = None
         self.found: Problem | None = None
 
     @property

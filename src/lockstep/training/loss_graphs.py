@@ -352,9 +352,8 @@ def _sums_samples(node: Node, samples: int) -> bool:
     leading = bool(sizes) and sizes[0] > 0 and sizes[0] % samples == 0
     if dims is None:
         return leading or samples in sizes
-    numbers = [
-        dim if dim < 1 << 63 else dim - (1 << 64) for dim in dims
-    ]  # negative ones are shown as unsigned
+    # negative ones are shown as unsigned
+    numbers = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in dims]
     return any(not dim % len(sizes) if leading else sizes[dim] == samples for dim in numbers)
 
 
@@ -535,9 +534,8 @@ def _ways_to_halve(tensors: list[torch.Tensor], samples: int) -> Iterator[list[t
         numbers = numbers * samples // size if neighbours else numbers % samples
         return (numbers < half).view([-1 if d == dim else 1 for d in range(tensor.dim())])
 
-    yield [
-        mask(tensor, 0) for tensor in tensors
-    ]  # a row each, or all of them once more in a second view
+    # a row each, or all of them once more in a second view
+    yield [mask(tensor, 0) for tensor in tensors]
     if any(tensor.shape[0] > samples for tensor in tensors):
         yield [mask(tensor, 0, neighbours=True) for tensor in tensors]
     if any(_may_be_second(tensor, samples) for tensor in tensors):

@@ -239,9 +239,8 @@ class MeanCheck:
             self._outer.before_call()
             value = self.fn(output, target)
             self._outer.after_call()
-            wanted = before == _versions(
-                output, target
-            )  # else it cannot be called with its arguments again
+            # else it cannot be called with its arguments again
+            wanted = before == _versions(output, target)
         else:
             value = self.fn(output, target)
             wanted = wanted and is_known_nan(value)

@@ -131,9 +131,8 @@ def compare_model(
                 sums_add_up=True,
             ).difference(True)
 
-    with torch.compiler.set_stance(
-        "force_eager"
-    ):  # a compiled model would be compiled for these few samples
+    # a compiled model would be compiled for these few samples
+    with torch.compiler.set_stance("force_eager"):
         found = compare_or_skip(compare, device_of(data))
     if found is None:
         return None

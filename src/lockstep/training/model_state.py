@@ -50,15 +50,13 @@ class ModelState(TrainingState):
         self.model = model
         self.optimizer = optimizer
         self.comm = comm
-        self._left: list[
-            dict[str, Any]
-        ] = []  # the hyperparameters, as the last operation has left them
+        # the hyperparameters, as the last operation has left them
+        self._left: list[dict[str, Any]] = []
         self._versions: list[int] = []  # of parameters and buffers, when they were last looked at
         self._has_changed = False  # whether the program has changed them since the last operation
         self.has_changed_parameters = False
-        self._generators: list[
-            Any
-        ] = []  # the states of the global generators then, or before an operation
+        # the states of the global generators then, or before an operation
+        self._generators: list[Any] = []
 
     @override
     def part_of(self, batch: Batch) -> Batch:

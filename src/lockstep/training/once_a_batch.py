@@ -80,9 +80,8 @@ class OnceABatch:
             if self._acts():
                 kind.step(given, *args, **kwargs)
 
-        def reduce(
-            given: Any, protocol: Any
-        ) -> Any:  # a copy, or what is pickled, is of the class that others know
+        # a copy, or what is pickled, is of the class that others know
+        def reduce(given: Any, protocol: Any) -> Any:
             parts: tuple[Any, ...] = object.__reduce_ex__(given, max(protocol, 2))  # type: ignore[assignment]
             return _new, (kind, *parts[1][1:]), *parts[2:]
 

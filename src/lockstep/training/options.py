@@ -28,12 +28,8 @@ LOGS = ("csv", "tensorboard")
 # The file in which a run of `lockstep train` records its options, and its name in versions before
 # 0.2.
 CONFIGS = ("config.json", "config.yaml")
-_GPT = {
-    "layers": 4,
-    "heads": 4,
-    "width": 128,
-    "dropout": 0.0,
-}  # the defaults of lockstep.models.gpt
+# the defaults of lockstep.models.gpt
+_GPT = {"layers": 4, "heads": 4, "width": 128, "dropout": 0.0}
 _PER_CALL = ("run_dir", "resume", "allow_different_hardware", "quiet")
 
 

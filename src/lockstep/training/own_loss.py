@@ -210,9 +210,8 @@ class OwnLoss:
             ways = {Counting.LABELS: _counts(masked)}
             if labels.dim() > 1:
                 ways[Counting.NEXT_LABELS] = _counts(masked[..., 1:])
-            with suppress(
-                IndexError, RuntimeError, ValueError
-            ):  # it does not know labels that are not counted
+            # it does not know labels that are not counted
+            with suppress(IndexError, RuntimeError, ValueError):
                 found = self._matching(model, _with_labels(samples, masked), ways)
                 if isinstance(found, Counting):
                     return found

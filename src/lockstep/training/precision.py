@@ -26,9 +26,8 @@ _HEADROOM = 8.0
 # float32 ends at 2 ** 128 and float16 at 2 ** 16: times this power of two, what float16 cannot hold
 # is infinite.
 _BEYOND_FLOAT16 = 2.0**112 * _HEADROOM
-_LEAST_COUNT = (
-    2.0**-20
-)  # for each sample; the exact count is what gradients are divided by in the end
+# for each sample; the exact count is what gradients are divided by in the end
+_LEAST_COUNT = 2.0**-20
 
 
 Number = torch.Tensor | float
@@ -225,9 +224,8 @@ def clip(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
     if any(p.grad is not None and p.grad.is_sparse for p in parameters):
         return _clip_sparse(parameters, max_norm)
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    whole: torch.Tensor = (
-        norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    )  # of sharded parameters
+    # of sharded parameters
+    whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole
 
 

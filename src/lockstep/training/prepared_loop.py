@@ -115,9 +115,8 @@ class PreparedLoop:
         self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._prepare_model()
         self._changes = ModelChanges(self.model)
-        self._has_described = (
-            self.parts.exact or self.comm.size == 1
-        )  # what of the model depends on the division
+        # what of the model depends on the division
+        self._has_described = self.parts.exact or self.comm.size == 1
         recovery = recovery_of(self.comm, can_regroup=len(optimizers) == 1 and has_loader)
         self.buffers = BatchBuffers(
             self.model, averages, self.parts, is_elastic=not recovery.has_fixed_workers

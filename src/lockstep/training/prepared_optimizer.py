@@ -101,16 +101,14 @@ class PreparedOptimizer:
         self._stepped: list[int] = []
         self._counted = False
         self._accumulates = False  # whether a shard of this batch has gradients of an earlier one
-        self._left_out_before = (
-            0  # samples left out of batches whose gradients stay for a later one
-        )
+        # samples left out of batches whose gradients stay for a later one
+        self._left_out_before = 0
         self._settings: dict[tuple[int, str], Any] = {}  # of the first shard that has stepped
         self._sums_buffers = False  # in the step, with the gradients
         self._unread: list[_Unread] = []  # numbers of earlier steps, see `_check_later`
         self._of_step: list[_Unread] = []  # those of the step in progress
-        self._ignored: list[
-            torch.Tensor
-        ] = []  # numbers of labels that losses of the running shard have ignored
+        # numbers of labels that losses of the running shard have ignored
+        self._ignored: list[torch.Tensor] = []
         self._refresh()
 
     def install(self) -> None:
@@ -272,9 +270,8 @@ class PreparedOptimizer:
         if self._sums_buffers:
             samples = shard.total if shard.left_out is None else shard.total - sums[_LEFT_OUT]
             self._loop.buffers.set(sums[_NUMBERS:], samples)
-        with (
-            self._loop.gradients.update()
-        ):  # from here on nobody waits for others: the step is done, or none of it
+        # from here on nobody waits for others: the step is done, or none of it
+        with self._loop.gradients.update():
             self._original_step()
         self._unread += self._of_step
         while len(self._unread) > LAG:

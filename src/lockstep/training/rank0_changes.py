@@ -114,9 +114,8 @@ class Rank0Changes:
             ):
                 if holder is self._modes and self._modes_are_restored(hook, trainer):
                     continue
-                is_kept_in = isinstance(old, list) and len(old) != len(
-                    new
-                )  # something, such as losses
+                # something, such as losses
+                is_kept_in = isinstance(old, list) and len(old) != len(new)
                 if not is_kept_in and _may_differ(old, new):
                     changes += self._changes(holder, holder.settings(old), holder.settings(new))
             if changes:
@@ -193,9 +192,8 @@ class Rank0Changes:
         holders = self._looked_at.holders
         known = {
             (holder.path, key): value
-            for holder, of_holder in zip(
-                holders, entries, strict=False
-            )  # which may be followed by others
+            # which may be followed by others
+            for holder, of_holder in zip(holders, entries, strict=False)
             for key, value in holder.settings(of_holder).items()
         }
         if self._known:
@@ -294,9 +292,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _may_differ(old: Any, new: Any) -> bool:
     try:
         return bool(old != new)
-    except (
-        Exception
-    ):  # tensors and arrays have no single answer, and objects of a program may raise anything
+    # tensors and arrays have no single answer, and objects of a program may raise anything
+    except Exception:
         return True
 
 

@@ -437,9 +437,8 @@ class ElasticRecovery(Recovery):
         except InterruptedRunError:  # on all workers
             self._complete()
             raise
-        except (
-            GeneratorExit
-        ):  # the program has left its loop, or an error has ended that: nobody is waited for
+        # the program has left its loop, or an error has ended that: nobody is waited for
+        except GeneratorExit:
             leave_later(self._signals, self._client)
             self.suspend()
             raise
@@ -463,9 +462,8 @@ class ElasticRecovery(Recovery):
 
     @override
     def run(self, operation: Callable[..., T], *args: Any, meets: bool = True) -> T:
-        if (
-            self._state is None or self._is_suspended or self._is_within
-        ):  # or it is a part of another operation
+        # or it is a part of another operation
+        if self._state is None or self._is_suspended or self._is_within:
             return operation(*args)
         if self._is_beginning and self._has_joined:
             return cast(T, self._state.from_others(next(self._first_results)))

@@ -86,9 +86,8 @@ class RepeatedBatches:
         self.most_workers = loop.parts.virtual_workers if loop.parts.exact else 1 << 30
         self._loop = loop
         self._why_not = ""  # why batches are not repeated, though the workers of the job may change
-        self._is_tried = (
-            loop.comm.is_joining
-        )  # whether a batch has shown that the loop can be repeated
+        # whether a batch has shown that the loop can be repeated
+        self._is_tried = loop.comm.is_joining
         self._state: OwnLoopState | None = None  # of the loop that runs
         self._regroups = 0  # how often the workers have changed
         self._regroups_before = 0  # the bodies that run
@@ -181,10 +180,8 @@ class RepeatedBatches:
             state, self.most_workers, repeats=repeats, is_one_of_many=True
         ) as takes_part:
             if takes_part:
-                with (
-                    suppress(GeneratorExit),
-                    self.recovery.until_all_have_ended(),
-                ):  # the loop may be left
+                # the loop may be left
+                with suppress(GeneratorExit), self.recovery.until_all_have_ended():
                     yield from self._until_end(state)
         self._state = None
 
@@ -350,9 +347,8 @@ class OwnLoopState(ModelState):
         self._loader = loader
         self.at = (0, 0)
         self._measured: Any = None
-        self._begun: list[
-            dict[str, Any]
-        ] = []  # the hyperparameters when the batch in progress began
+        # the hyperparameters when the batch in progress began
+        self._begun: list[dict[str, Any]] = []
         if loader is not None:
             self.at = loader.next_start
             self.feed = Feed(loader, self._seek, repeats.recovery)

@@ -81,9 +81,8 @@ class ReplicaCheck:
         self._weights = weights
         self._exact = exact
         self._dtype = accumulation_dtype(comm.device)
-        self._bits = (
-            9 if self._dtype is torch.float32 else 20
-        )  # sums of squares are exact up to 4096 workers
+        # sums of squares are exact up to 4096 workers
+        self._bits = 9 if self._dtype is torch.float32 else 20
         self._names: list[list[str]] = []
         self._ignored: set[tuple[int, str]] = set()
         self._values: list[list[Any]] | None = None

@@ -163,9 +163,8 @@ class RunLock:
                     if patience_s is None:
                         raise
                     if time.monotonic() > deadline:
-                        self._path.unlink(
-                            missing_ok=True
-                        )  # its holder keeps the lock of a file that has no name
+                        # its holder keeps the lock of a file that has no name
+                        self._path.unlink(missing_ok=True)
                     time.sleep(_RETRY_S)
         except OSError:  # a file system without locks; two runs at once are then the user's affair
             self.release()

@@ -62,13 +62,10 @@ class _Codes:
 
     def __init__(self) -> None:
         self._seen = set[int]()
-        self._table = torch.zeros(
-            _HIGHEST - _LOWEST + 1, dtype=torch.bool
-        )  # the same, for many numbers at once
-        self._run = (
-            0,
-            -1,
-        )  # whole numbers, all of which were seen between these: the classes, after a few batches
+        # the same, for many numbers at once
+        self._table = torch.zeros(_HIGHEST - _LOWEST + 1, dtype=torch.bool)
+        # whole numbers, all of which were seen between these: the classes, after a few batches
+        self._run = (0, -1)
 
     def has_all_of(self, tensor: torch.Tensor) -> bool:
         if tensor.is_floating_point():

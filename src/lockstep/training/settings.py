@@ -73,9 +73,8 @@ class Holder:
         return f"{self.path}[{key!r}]" if self.kind is None else f"{self.path}.{key}"
 
 
-_IN_MODULES = frozenset(
-    vars(nn.Module())
-)  # what torch itself keeps in a module, and the module's mode
+# what torch itself keeps in a module, and the module's mode
+_IN_MODULES = frozenset(vars(nn.Module()))
 
 
 def holders_of(path: str, root: Any, excluded: tuple[type, ...] = ()) -> list[Holder]:
@@ -151,9 +150,8 @@ def _has_settings(value: Any) -> bool:
     )
     if of_library and not kind.__module__.startswith((f"{_OWN}.data.", f"{_OWN}.models.")):
         return False
-    if inspect.isfunction(
-        value
-    ):  # those of libraries read what libraries keep, such as counters of a compiler
+    # those of libraries read what libraries keep, such as counters of a compiler
+    if inspect.isfunction(value):
         return not any(folder in value.__code__.co_filename for folder in _INSTALLED)
     if isinstance(value, (dict, list, tuple, functools.partial)):
         return True

@@ -73,20 +73,16 @@ class ShardGradients:
         self._passes: list[int] = []  # how many have reached each of them
         self._of_step: list[bool] = []
         self._norms: list[torch.Tensor | None] = []
-        self._weights: list[
-            int | None
-        ] = []  # versions of the parameters as the first pass has left them
-        self._sizes: dict[
-            int, torch.Tensor
-        ] = {}  # and their norms, as changes through .data leave the version
+        # versions of the parameters as the first pass has left them
+        self._weights: list[int | None] = []
+        # and their norms, as changes through .data leave the version
+        self._sizes: dict[int, torch.Tensor] = {}
         self._moved: list[int] = []  # parameters that were changed when a later pass reached them
         self._due = False
-        self._zeroed = (
-            False  # whether the optimizer's own zero_grad() was called for the running shard
-        )
-        self._aside: _Kept | None = (
-            None  # what the shard began with, while a sample stands in for none
-        )
+        # whether the optimizer's own zero_grad() was called for the running shard
+        self._zeroed = False
+        # what the shard began with, while a sample stands in for none
+        self._aside: _Kept | None = None
         self._own: dict[int, _Kept] = {}
         self._shown: list[Seen] = []  # at the end of a batch
         self._first = 0  # the shard whose gradients they are
@@ -374,9 +370,8 @@ class ShardGradients:
             (after, version) = self._after[number]
             if gradient is None:
                 continue
-            if (
-                after is None
-            ):  # reached by no pass; a loop may set what torch.autograd.grad() has given
+            # reached by no pass; a loop may set what torch.autograd.grad() has given
+            if after is None:
                 after, version = self._opened[number]
                 unchanged = gradient is not after or gradient._version == version
             else:

@@ -105,9 +105,8 @@ class FirstGradients:
         """Return `factor` as a gradient of `loss`, a 0-dim tensor."""
         key = factor, loss.dtype, loss.device
         gradient, version = self._kept.get(key, (None, 0))
-        if (
-            gradient is None or gradient._version != version
-        ):  # a hook of the program may have changed it in place
+        # a hook of the program may have changed it in place
+        if gradient is None or gradient._version != version:
             if len(self._kept) >= self._MOST:
                 self._kept.clear()
             gradient = torch.full_like(loss, factor, requires_grad=False)

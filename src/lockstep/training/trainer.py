@@ -391,9 +391,8 @@ class Trainer:
         self.epochs = epochs
         self.steps_per_epoch = loader.steps
         self.total_steps = max_steps
-        if (
-            epochs is not None and not loader.is_iterable
-        ):  # epochs of an iterable data set may have other lengths
+        # epochs of an iterable data set may have other lengths
+        if epochs is not None and not loader.is_iterable:
             before = self.step.steps_done - self.position.step
             steps = before + (epochs - self.position.epoch) * len(loader)
             self.total_steps = steps if max_steps is None else min(steps, max_steps)

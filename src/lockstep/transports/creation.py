@@ -80,9 +80,8 @@ def _make(given: Any, size: int | None) -> TransportGroup:
     given.store = PrefixStore(str(given.store.add(f"round/{given.group_rank}", 1)), given.store)
     hosts = find_hosts(given.store, given.group_rank, given.group_size, size)
     own = next(i for i, host in enumerate(hosts) if given.group_rank in host.ranks)
-    layouts = [
-        _layout_of(host) for host in hosts
-    ]  # of all hosts, so that all ranks refuse what one refuses
+    # of all hosts, so that all ranks refuse what one refuses
+    layouts = [_layout_of(host) for host in hosts]
     ranks = hosts[own].ranks
     store = PrefixStore(f"on-host/{own}", given.store)
     context = ShmContext(

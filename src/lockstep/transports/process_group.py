@@ -78,14 +78,12 @@ class TransportGroup(dist.ProcessGroup):
     """
 
     backend = "shm"
-    carries_any_dtype = (
-        False  # whether collectives without reduction work for every dtype of plain numbers
-    )
+    # whether collectives without reduction work for every dtype of plain numbers
+    carries_any_dtype = False
     supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
     is_on_one_host = False  # whether all ranks are known to be on this host
-    device_options: Any = (
-        None  # the user's options for the backend of another device, see `dispatch_by_device`
-    )
+    # the user's options for the backend of another device, see `dispatch_by_device`
+    device_options: Any = None
     _is_native = False
     _name = _description = ""
     _batch: list[CPUWork] | None = None

@@ -130,9 +130,8 @@ def _array(scalar: Any) -> Any:
         return None
     if scalar.values.null_count:
         return scalar.as_py()
-    return scalar.values.to_numpy(
-        zero_copy_only=False
-    ).copy()  # torch takes only arrays that can be written to
+    # torch takes only arrays that can be written to
+    return scalar.values.to_numpy(zero_copy_only=False).copy()
 
 
 def _python(scalar: Any) -> Any:

@@ -153,9 +153,8 @@ class AveragedWeights(Callback):
         if self._loaded and self._averaged is not None:
             saved = self._loaded["model"]
             ours = self._averaged.module
-            renamed = match_names(
-                saved, ours.state_dict()
-            )  # the model may be compiled or wrapped in another way
+            # the model may be compiled or wrapped in another way
+            renamed = match_names(saved, ours.state_dict())
             ours.load_state_dict({renamed.get(name, name): value for name, value in saved.items()})
             self._averaged.n_averaged.fill_(self._loaded["count"])
             self._loaded = {}

@@ -55,9 +55,8 @@ class GradientNoise(Callback):
     def __init__(self, every: int = 10) -> None:
         self._every = arguments.whole("every", every, least=1)
         self._hooks: list[RemovableHandle] = []
-        self._squares = torch.zeros(
-            0
-        )  # of the gradient of each virtual worker, in the attempt of the step
+        # of the gradient of each virtual worker, in the attempt of the step
+        self._squares = torch.zeros(0)
         self._reducer: Any = None  # of that attempt
         self._sums: Any = 0.0  # of the estimates (tr(Σ), |G|²), since the last row
         self._batch: Batch | None = None
@@ -107,9 +106,8 @@ class GradientNoise(Callback):
 
     def _add(self, strategy: Invariant, gradient: torch.Tensor) -> None:
         """Add the square of a parameter's gradient in a backward pass."""
-        if (
-            self._reducer is not strategy.reducer
-        ):  # the workers have changed: the passes before were in vain
+        # the workers have changed: the passes before were in vain
+        if self._reducer is not strategy.reducer:
             self._reducer = strategy.reducer
             self._squares.zero_()
         self._squares[strategy.reducer.shard] += _square(gradient)

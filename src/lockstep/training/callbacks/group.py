@@ -60,15 +60,13 @@ class CallbackGroup:
         self._by_name = _by_name(ordered)
         self._logs = rank == 0
         self._by_hook: dict[str, list[Callback]] = {}
-        self._descriptions: dict[
-            tuple[type[Callback], str], tuple[str, bool]
-        ] = {}  # for the watchdog
+        # for the watchdog
+        self._descriptions: dict[tuple[type[Callback], str], tuple[str, bool]] = {}
         self._recovery = recovery or Recovery()
         self._all = ordered
         self._rank = rank
-        self._skipped: list[
-            tuple[Callback, str, tuple[Any, ...]]
-        ] = []  # hooks of rank 0 since the last operation
+        # hooks of rank 0 since the last operation
+        self._skipped: list[tuple[Callback, str, tuple[Any, ...]]] = []
         self._has_ended = False
         self._last_states = b""
         if not self._recovery.has_fixed_workers:
@@ -270,13 +268,11 @@ class CallbackGroup:
         self._started.append(member)
 
     def _end(self, member: Callback, trainer: TrainingContext, error: BaseException | None) -> None:
-        if isinstance(error, WorkerLeft) or not _overrides(
-            member, "on_train_end"
-        ):  # the run goes on elsewhere
+        # the run goes on elsewhere
+        if isinstance(error, WorkerLeft) or not _overrides(member, "on_train_end"):
             return
-        if (
-            error is None and member.every_rank and not isinstance(member, Checkpoints)
-        ):  # whose saves are operations
+        # whose saves are operations
+        if error is None and member.every_rank and not isinstance(member, Checkpoints):
             self._recovery.run(self._run, member, "on_train_end", trainer, error, meets=False)
             return
         # An exception of `on_train_end` must not hide the one that ended the run.

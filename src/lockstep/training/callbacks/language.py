@@ -132,9 +132,8 @@ class TextSamples(Callback):
     def _texts(self, trainer: TrainingContext, epoch: int) -> list[str]:
         """Return what the model adds to each prompt."""
         generator = torch.Generator().manual_seed(mix((self._seed, epoch)))
-        eager = torch.compiler.set_stance(
-            "force_eager"
-        )  # each length would be another program to compile
+        # each length would be another program to compile
+        eager = torch.compiler.set_stance("force_eager")
         with evaluating(trainer.model), eager, trainer.step.precision.autocast():
             tokens = continue_text(
                 trainer.model,

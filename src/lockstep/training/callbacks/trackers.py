@@ -208,9 +208,8 @@ class MLflow(_Tracker):
         self._uri = tracking_uri
         self._client: Any = None
         self._sent: deque[Any] = deque(maxlen=1000)  # to be waited for at the end
-        self._doubtful = (
-            -1
-        )  # the step up to which another worker may have sent values before it was lost
+        # the step up to which another worker may have sent values before it was lost
+        self._doubtful = -1
 
     def _open(self, trainer: TrainingContext, config: dict[str, Any]) -> str:
         import mlflow

@@ -276,9 +276,8 @@ class _Pair:
 
     def _connect(self, store: Store, own: int, timeout: timedelta) -> None:
         try:
-            own_store = (
-                store.clone()
-            )  # a connection of its own: while one thread waits, no other can use it
+            # a connection of its own: while one thread waits, no other can use it
+            own_store = store.clone()
             own_store.set(f"here/{own}", "")
             sleep_s = 1e-3
             while not own_store.check([f"here/{self.other}"]):
@@ -314,9 +313,8 @@ class LazyPairs:
     """
 
     def __init__(self, context: ShmContext, store: Store, rank: int, timeout: timedelta) -> None:
-        self._context = weakref.ref(
-            context
-        )  # which closes this object: no cycle, so that memory is freed at once
+        # which closes this object: no cycle, so that memory is freed at once
+        self._context = weakref.ref(context)
         self._store = store
         self._rank = rank
         self._timeout = timeout

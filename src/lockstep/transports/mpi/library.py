@@ -25,10 +25,8 @@ def load_mpi() -> Any:
     """
     try:
         from mpi4py import MPI
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # the second when there is no MPI library for it to load_mpi
+    # the second when there is no MPI library for it to load_mpi
+    except (ImportError, RuntimeError) as error:
         raise ConfigError(
             "backend",
             "one whose packages are installed",

@@ -36,9 +36,8 @@ Check = Callable[[str, Iterable[int], float, float], None]
 CHECK_S = 0.05  # seconds between two checks for dead ranks and of the clock
 # polls before the first system call; some 100 µs, more than a small collective takes in Python
 SPINS = 300
-NATIVE_SPINS = (
-    1500  # the same for the native extension, some 40 µs; then it begins to yield its core
-)
+# the same for the native extension, some 40 µs; then it begins to yield its core
+NATIVE_SPINS = 1500
 UNCHECKED = 256  # beginnings of waits between two looks at the clock
 _YIELD_S = 200e-6  # then the core is yielded, for this long
 _MAX_SLEEP_S = 1e-3

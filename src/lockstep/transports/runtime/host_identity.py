@@ -41,9 +41,8 @@ class _RankHost(msgspec.Struct, frozen=True):
     size: int | None
 
 
-class _HostRanks(
-    msgspec.Struct, frozen=True, array_like=True
-):  # each rank receives that of every host
+# each rank receives that of every host
+class _HostRanks(msgspec.Struct, frozen=True, array_like=True):
     """The ranks of one host, and the least of their limits."""
 
     ranks: Ranges

@@ -27,9 +27,8 @@ from .work import COMPLETED, CPUWork
 _MIN_SLEEP_S = 50e-6
 _MAX_SLEEP_S = 1e-3
 _IDLE_POLL_S = 2e-3  # how soon it finds work that it was not woken for
-_IDLE_EXIT_S = (
-    0.5  # how long it polls after the last operation before it exits, while there are groups
-)
+# how long it polls after the last operation before it exits, while there are groups
+_IDLE_EXIT_S = 0.5
 
 
 class Progressable(Protocol):
@@ -281,9 +280,8 @@ class OpQueue:
 
     def _wait_for_lock(self, what: str) -> None:
         """Let another thread end its step, or its synchronous operation."""
-        if (
-            self._owner == threading.get_ident()
-        ):  # in a signal handler, or a finaliser that the collector runs
+        # in a signal handler, or a finaliser that the collector runs
+        if self._owner == threading.get_ident():
             raise TransportError(
                 f"{what} was called while this thread is in a collective of the same group"
             )
@@ -335,18 +333,16 @@ class OpQueue:
             self._wait_for_lock(what)
         try:
             self._operations.append(_Operation(what, steps, work, timeout))
-            if (
-                len(self._operations) == 1 and self._spin is None
-            ):  # with `spin`, the caller has polled just now
+            # with `spin`, the caller has polled just now
+            if len(self._operations) == 1 and self._spin is None:
                 self._step()
             pending = bool(self._operations)
         finally:
             self._lock.release()
             self.run_callbacks()
         if pending:
-            progress_thread.add(
-                self, wake=timeout is not None
-            )  # a collective; most messages are waited for at once
+            # a collective; most messages are waited for at once
+            progress_thread.add(self, wake=timeout is not None)
         if time_of_work is not None:
             work.time = time_of_work
             time_of_work.note_queued(work)
@@ -388,9 +384,8 @@ class OpQueue:
 
     def abort(self, error: BaseException) -> None:
         """End every pending operation with `error`."""
-        if self._lock.acquire(
-            timeout=_LOCK_TIMEOUT_S
-        ):  # a thread in a synchronous call holds it, and ends by itself
+        # a thread in a synchronous call holds it, and ends by itself
+        if self._lock.acquire(timeout=_LOCK_TIMEOUT_S):
             try:
                 self._abort(error, len(self._operations))
             finally:
@@ -403,9 +398,8 @@ class OpQueue:
         if self._spin is not None:
             self._spin()
         while not work.is_completed():
-            if not self._lock.acquire(
-                timeout=CHECK_S
-            ):  # releases the interpreter to the thread that works on it
+            # releases the interpreter to the thread that works on it
+            if not self._lock.acquire(timeout=CHECK_S):
                 continue
             try:
                 awaited = self._step()
@@ -454,9 +448,8 @@ class OpQueue:
             self._abort(error, 1 if self._fail is None else len(self._operations))
             if self._fail is not None:
                 self._fail(error)
-            if not isinstance(
-                error, Exception
-            ):  # Ctrl-C is for the program, whoever waits for the operation
+            # Ctrl-C is for the program, whoever waits for the operation
+            if not isinstance(error, Exception):
                 raise
         return None
 

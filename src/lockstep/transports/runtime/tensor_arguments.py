@@ -118,9 +118,8 @@ def flatten(tensor: torch.Tensor) -> torch.Tensor:
     """Return all elements of `tensor` in order, shape (numel,): a view where it is contiguous,
     otherwise a copy.
     """
-    if (
-        tensor.is_conj() or tensor.is_neg()
-    ):  # lazily conjugated or negated: its bytes are not its values yet
+    # lazily conjugated or negated: its bytes are not its values yet
+    if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.contiguous().view(-1)
     # a single element is contiguous whatever its stride is, but not to `view(dtype)`

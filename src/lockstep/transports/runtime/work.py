@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from .virtual_host import WorkTime
 
-_lock = (
-    threading.Lock()
-)  # between asking for a future and the end of the operation; held for a moment only
+# between asking for a future and the end of the operation; held for a moment only
+_lock = threading.Lock()
 
 
 class CPUWork(dist.Work):
@@ -46,13 +45,11 @@ class CPUWork(dist.Work):
         self._signal: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._done_callbacks: list[Callable[[CPUWork], None]] = []
-        self.get_source: Callable[[], int | None] = (
-            _unknown  # the rank a received message is from, once it is there
-        )
+        # the rank a received message is from, once it is there
+        self.get_source: Callable[[], int | None] = _unknown
         self.time: WorkTime | None = None  # of a virtual host
-        self.on_wait_error: Callable[[BaseException], None] | None = (
-            None  # called when a wait for it fails
-        )
+        # called when a wait for it fails
+        self.on_wait_error: Callable[[BaseException], None] | None = None
 
     @staticmethod
     def all_of(works: Sequence[CPUWork]) -> CPUWork:
@@ -144,9 +141,8 @@ class CPUWork(dist.Work):
                     self.on_wait_error(error)
                 raise
         if self._error is not None:
-            raise self._error.with_traceback(
-                None
-            )  # each wait begins its own; a shared one would grow and keep frames
+            # each wait begins its own; a shared one would grow and keep frames
+            raise self._error.with_traceback(None)
         if self.time is not None:
             self.time.end_wait()
         return True

@@ -143,9 +143,8 @@ def _scatter(buffers: ChunkBuffers, flat: torch.Tensor, inputs: Tensors, root: i
             for target, part in enumerate(inputs):
                 if target != root:
                     slots[target].copy_(part[start : start + length])
-            chunk.copy_(
-                inputs[root][start : start + length]
-            )  # last, as the output may be one of the inputs
+            # last, as the output may be one of the inputs
+            chunk.copy_(inputs[root][start : start + length])
         else:
             yield from rank_states.wait_for(root, rank_states.state.tick + 1)
             buffers.check_signature(root, flat.nbytes)

@@ -80,9 +80,8 @@ class ShmContext:
             OpQueue(rank_states.check, _fail_weakly(self), self._oversubscribed),
             [OpQueue(rank_states.check, None, self._oversubscribed) for _ in range(layout.ranks)],
         )
-        self.on_end: Callable[[], None] = (
-            _nothing  # called when the group has failed here, or is left
-        )
+        # called when the group has failed here, or is left
+        self.on_end: Callable[[], None] = _nothing
         progress_thread.add_group(self)
 
     @property

@@ -212,9 +212,8 @@ class MessageQueues:
         self._arriving: dict[int, _Message] = {}
         self._unexpected: list[_Message] = []
         self._posted: list[PostedReceive] = []
-        self._lock = (
-            threading.RLock()
-        )  # the collector may end a generator of `receive` while this thread holds it
+        # the collector may end a generator of `receive` while this thread holds it
+        self._lock = threading.RLock()
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Steps:
         """Write `tensor` into the ring to `target`; a message that the ring holds is sent before it

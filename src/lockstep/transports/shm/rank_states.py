@@ -125,9 +125,8 @@ _TICK, _STATE, _PID, _LENGTH, _KIND, _COUNT = range(SIGNATURES)
 _RANKS = SIGNATURES + 2
 _MAX_RANKS = 10
 _WORDS = BLOCK // 8
-_TEXT = (
-    _RANKS + _MAX_RANKS
-) * 8  # bytes into a control block; what follows holds a failed rank's error text
+# bytes into a control block; what follows holds a failed rank's error text
+_TEXT = (_RANKS + _MAX_RANKS) * 8
 _ACTIVE = 1
 _LEFT = 2
 _FAILED = 3
@@ -259,9 +258,8 @@ class RankStates:
             if self._words[block + _STATE] == _FAILED:
                 raise self._failure_of(rank)
         lost = self._lost_ranks()
-        missing = list(
-            awaited
-        )  # iterated after the lost ranks are known: a rank may arrive, and then end
+        # iterated after the lost ranks are known: a rank may arrive, and then end
+        missing = list(awaited)
         for rank in missing:
             if rank in lost:
                 raise RankLostError(self._display_ranks[rank], f"shm: {what}: {lost[rank]}")

@@ -22,18 +22,16 @@ from ..runtime.c10d import PrefixStore, Store
 # --- Layout: control blocks, rings for messages, halves of slots for collectives (pure)
 # -------------------------------
 
-SIGNATURES = (
-    6  # index of the first of two words of a control block: the signature of each half's last chunk
-)
+# index of the first of two words of a control block: the signature of each half's last chunk
+SIGNATURES = 6
 LINE = 128  # bytes; two cache lines, because processors fetch lines in pairs
 # bytes of each rank's control block: its counter and state in the first line, its error text in the
 # rest
 BLOCK = 512
 RING = 4  # fragments that a sender may be ahead of its receiver
 HEADER = 64  # bytes before the payload of a fragment, and of a slot in an all-to-all
-MAX_CHUNK = (
-    512 << 10
-)  # a chunk that stays in a core's own cache between being written and being read
+# a chunk that stays in a core's own cache between being written and being read
+MAX_CHUNK = 512 << 10
 MAX_FRAGMENT = 256 << 10
 PAGE = 4 << 10
 MIN_FRAGMENT = 512
@@ -109,9 +107,8 @@ def plan(ranks: int, size: int) -> Layout:
     Raises:
         ConfigError: when `size` is too small for that many ranks.
     """
-    least_chunk = _round_up(
-        2 * (ranks + 1) * HEADER, PAGE
-    )  # a slot holds at least a line for each rank, and their sizes
+    # a slot holds at least a line for each rank, and their sizes
+    least_chunk = _round_up(2 * (ranks + 1) * HEADER, PAGE)
     least = Layout(ranks, least_chunk, MIN_FRAGMENT).total
     if size < least:
         raise ConfigError(
@@ -193,10 +190,8 @@ def _attempt(
         if rank == 0:
             try:
                 descriptor = make(nbytes)
-            except (
-                OSError,
-                AttributeError,
-            ) as error:  # AttributeError: no memfd_create on this system
+            # AttributeError: no memfd_create on this system
+            except (OSError, AttributeError) as error:
                 problem = _describe(error)
             store.set("path", f"/proc/{os.getpid()}/fd/{descriptor}" if descriptor >= 0 else "")
         path = store.get("path").decode()
@@ -258,7 +253,6 @@ def _describe(error: Exception) -> str:
 
 
 def _tensor(memory: mmap.mmap) -> torch.Tensor:
-    with torch.inference_mode(
-        False
-    ):  # the group may be created in one mode of autograd and used in another
+    # the group may be created in one mode of autograd and used in another
+    with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)
