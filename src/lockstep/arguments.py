@@ -36,10 +36,6 @@ __all__ = [
 T = TypeVar("T")
 
 
-# --- Numbers
-# --------------------------------------------------------------------------------------------------
-
-
 def whole(
     argument: str,
     value: Any,
@@ -191,10 +187,6 @@ def _in_words(
     return f"{kind} {' and '.join(given)}" if given else kind
 
 
-# --- Switches, texts and paths
-# ----------------------------------------------------------------------------------------
-
-
 def flag(argument: str, value: T, none: str = "") -> T:
     """Check a switch, True or False, also as 1 or 0 or as NumPy has them, and return it.
 
@@ -320,10 +312,6 @@ def output_file(argument: str, value: str | os.PathLike[str]) -> Path:
     return found
 
 
-# --- Objects and functions
-# --------------------------------------------------------------------------------------------
-
-
 def instance(
     argument: str, value: T, kind: type | tuple[type, ...], expected: str, hint: str = ""
 ) -> T:
@@ -394,10 +382,6 @@ def _class_error(argument: str, expected: str, value: type) -> ConfigError:
     return ConfigError(
         argument, expected, found=f"the class {name}", hint=f"Create an instance: {name}(...)."
     )
-
-
-# --- What else a call needs
-# -------------------------------------------------------------------------------------------
 
 
 def require_package(package: str, needed_by: str, extra: str, module: str = "") -> None:

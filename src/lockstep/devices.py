@@ -63,10 +63,6 @@ def _module_of(kind: str) -> Any:
     return torch.get_device_module(kind)
 
 
-# --- Which there are
-# --------------------------------------------------------------------------------------------------
-
-
 def accelerator() -> str | None:
     """Return the type of the accelerator that torch can use on this host, such as "cuda"; None
     without one.
@@ -175,10 +171,6 @@ def in_which_parameters_stay(device: torch.device) -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-# --- Streams, events and copies
-# ---------------------------------------------------------------------------------------
-
-
 @cache
 def _has_streams(kind: str) -> bool:
     functions = ("Event", "Stream", "current_stream", "stream")
@@ -271,10 +263,6 @@ def synchronize_used() -> None:
             module.synchronize(*(() if kind == "mps" else (index,)))
 
 
-# --- Memory
-# --------------------------------------------------------------------------------------------------
-
-
 class Memory(NamedTuple):
     """The memory of a device, in bytes: what this process has of it, what is free, and all of
     it.
@@ -325,10 +313,6 @@ def reset_peak_memory(device: torch.device) -> None:
         _memory_function(device, "reset_peak_memory_stats", "reset_peak_memory_stats")(device)
 
 
-# --- Random numbers
-# --------------------------------------------------------------------------------------------------
-
-
 def generator_of(device: torch.device) -> torch.Generator | None:
     """Return the global generator of an accelerator; None for the CPU, and where torch shows
     none.
@@ -353,10 +337,6 @@ def seed(device: torch.device, key: int) -> None:
         return
     module.init()
     module.default_generators[device.index].manual_seed(key)
-
-
-# --- Communication
-# --------------------------------------------------------------------------------------------------
 
 
 def backend_of(device: torch.device) -> str | None:

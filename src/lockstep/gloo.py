@@ -25,9 +25,6 @@ from .system.heartbeat import keep_alive, retransmit_often
 __all__ = ["SocketTracker", "abort_gloo", "interruptible_gloo", "keep_until_ended"]
 
 
-# --- Operations of a group
-# --------------------------------------------------------------------------------------------
-
 _LIMIT = timedelta(milliseconds=1)
 _END_S = 0.02  # in which aborted operations have ended, if they ever do
 _TAG = 1 << 30  # of no message that a program would send
@@ -109,10 +106,6 @@ def _times_out(backend: Any, peer: int, tag: int) -> bool:
     with suppress(RuntimeError):
         work.wait(_LIMIT)
     return True
-
-
-# --- Connections
-# --------------------------------------------------------------------------------------------------
 
 
 class SocketTracker:

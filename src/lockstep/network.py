@@ -27,10 +27,6 @@ __all__ = [
 __all__ += ["parse_link", "parse_network"]
 
 
-# --- Links
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Link:
     """A link between two hosts, alike in both directions, which do not disturb each other (full
@@ -189,9 +185,6 @@ def _quantity(text: str) -> tuple[str, float]:
         return "bandwidth", number * _BYTES[unit]
     return "", 0.0
 
-
-# --- Emulated networks
-# ------------------------------------------------------------------------------------------------
 
 AUTO_DILATION = 0.0
 """The value of `VirtualNetwork.dilation` for ``auto``."""

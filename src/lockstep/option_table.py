@@ -39,10 +39,6 @@ ConfigError.
 """
 
 
-# --- An option, and a table of them
-# -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Typed:
     """How an option is typed in another command than that of its table.
@@ -172,10 +168,6 @@ def values_of(table: type, given: Mapping[str, Any]) -> dict[str, Any]:
             is_null = value is None and each.default is None
             found[each.name] = None if is_null else each.parse(each.name, value)
     return found
-
-
-# --- Values
-# --------------------------------------------------------------------------------------------------
 
 
 def integer(least: int, most: int | None = None, *, expected: str = "") -> Parse:

@@ -8,9 +8,6 @@ TrainStep or prepare.
 
 from __future__ import annotations
 
-# --- Where things are here
-# --------------------------------------------------------------------------------------------
-
 _EPOCHS = "the number of epochs is fit(..., epochs=) of a Trainer"
 _STEPS = "the number of steps is fit(..., max_steps=) of a Trainer"
 _TRAIN_DATA = "the training data is the first argument of a Trainer's fit"
@@ -595,9 +592,6 @@ STRATEGIES: dict[str, str] = {
 }
 """Names of strategies elsewhere."""
 
-
-# --- Options of the command
-# -------------------------------------------------------------------------------------------
 
 _NP = "the number of workers is -np N"
 _SSH = "hosts are -H a:4,b:4 or --hostfile FILE"

@@ -34,9 +34,6 @@ __all__ = [
 ]
 
 
-# --- Serving a store
-# --------------------------------------------------------------------------------------------------
-
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
 
@@ -134,9 +131,6 @@ def _resolve(address: str, port: int) -> list[tuple[int, Any]]:
         return []
     return [(family, sockaddr) for family, _, _, _, sockaddr in addresses]
 
-
-# --- Exchanges among all ranks
-# ----------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 

@@ -188,10 +188,6 @@ def _sources_of_job(folder: Path) -> list[_Source]:
     return sources
 
 
-# --- First pass: the last arrival at each collective
-# ------------------------------------------------------------------
-
-
 def _find_arrivals(sources: Iterable[_Source]) -> _Arrivals:
     arrivals = _Arrivals()
     for source in sources:
@@ -226,10 +222,6 @@ def _keyed_records(source: _Source) -> Iterator[tuple[Record, _Key]]:
 
 def _is_time(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-# --- Second pass: writing the events
-# ----------------------------------------------------------------------------------
 
 
 @dataclass

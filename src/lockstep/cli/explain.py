@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from ..watchdog.report import Report
 
 
-# --- The report as text
-# -----------------------------------------------------------------------------------------------
-
-
 def text_for(stream: TextIO, report: Report, written: str = "", lead: int = 0) -> str:
     """Format `report` for `stream`: in the width and colours of its terminal, or else in 80
     columns.
@@ -70,9 +66,6 @@ def _command_for(report: str) -> str:
         f" {shlex.quote(str(folder))}" if folder.parent not in (REPORTS, RUNS) else ""
     )
 
-
-# --- The command
-# --------------------------------------------------------------------------------------------------
 
 _DESCRIPTION = """\
 Print the watchdog's report of a failed run: the error, where each rank was, the

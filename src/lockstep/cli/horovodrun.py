@@ -21,9 +21,6 @@ from . import run
 from .host_discovery import Discovery, Follower, OwnJob
 from .parser import Help
 
-# --- Options of Horovod's launcher
-# ------------------------------------------------------------------------------------
-
 ELASTIC = "elastic jobs"
 TIMELINE = "timeline and stall check"
 INFORMATION = "information"
@@ -48,7 +45,7 @@ class HorovodOptions:
         False, group=WORKERS, help="print the traceback of the launcher's own errors"
     )
 
-    # --- elastic jobs
+    # Elastic jobs.
     min_np: int | None = option(
         None,
         "--min-np",
@@ -92,7 +89,7 @@ class HorovodOptions:
         help="seconds to wait for enough slots (default: HOROVOD_ELASTIC_TIMEOUT, or 600)",
     )
 
-    # --- timeline and stall check
+    # Timeline and stall check.
     timeline_filename: str | None = option(
         None,
         group=TIMELINE,
@@ -120,7 +117,7 @@ class HorovodOptions:
         help="seconds of waiting for a rank after which a warning is logged (default: 5)",
     )
 
-    # --- information
+    # Information.
     check_build: bool = option(
         False,
         "-cb",
@@ -179,9 +176,6 @@ class Ignored(argparse.Action):
         if option_string and option_string not in ignored:
             setattr(namespace, self.dest, (*ignored, option_string))
 
-
-# --- The command
-# --------------------------------------------------------------------------------------------------
 
 _DESCRIPTION = """\
 Run a command as the ranks of a Horovod job, with the options of Horovod's own

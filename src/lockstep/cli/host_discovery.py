@@ -88,10 +88,6 @@ class Discovery:
         return host if has_slots else replace(host, slots=self.slots)
 
 
-# --- While the job runs
-# -----------------------------------------------------------------------------------------------
-
-
 class Follower:
     """Runs the script once a second, as long as it is entered.
 

@@ -118,10 +118,6 @@ def add_to(commands: Any, name: str) -> None:
     parser.set_command(run_command, full_tracebacks=True)
 
 
-# --- Options
-# --------------------------------------------------------------------------------------------------
-
-
 def parse_counts(text: str) -> list[int]:
     """Return the numbers of workers that ``1..64``, ``1,2,4`` or ``8`` stands for, ascending.
 
@@ -183,10 +179,6 @@ def _note_options_of_the_script(words: Sequence[str]) -> None:
             "for lockstep plan"
         )
         print(f"lockstep plan: {text}", file=sys.stderr)
-
-
-# --- The command
-# --------------------------------------------------------------------------------------------------
 
 
 def run_command(parsed: argparse.Namespace) -> int:
@@ -325,10 +317,6 @@ def _slowdown(network: Any, transport: str | None) -> float:
     return max(0.0, of[0].compute_slowdown - 1) if of else ASSUMED_SLOWDOWN
 
 
-# --- What was predicted against what is measured
-# ----------------------------------------------------------------------
-
-
 def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]]:
     """Predict the numbers of workers that this host has cores for from one worker, and measure
     them.
@@ -383,10 +371,6 @@ def _median_step(profiles: Sequence[Profile]) -> float:
     import statistics
 
     return statistics.median(profile.median_s for profile in profiles)
-
-
-# --- Output
-# --------------------------------------------------------------------------------------------------
 
 
 def _publish(

@@ -20,9 +20,6 @@ from ..errors import ConfigError
 from ..option_table import options_of, values_of
 from ..training.options import CONFIGS, TrainOptions, check_names
 
-# --- Configuration files
-# ----------------------------------------------------------------------------------------------
-
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read the options in a file: TOML or JSON if its name ends in ``.toml`` or ``.json``, else
@@ -71,9 +68,6 @@ def _toml(text: str) -> Any:
     toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     return toml.loads(text)
 
-
-# --- The checkpoint to resume and the run directory
-# -------------------------------------------------------------------
 
 RUNS = Path("runs")
 REPORTS = Path("reports")  # of failed programs that have no run directory
@@ -185,10 +179,6 @@ def new_folder(parent: Path, name: str) -> Path:
         :100
     ]
     return parent / f"{datetime.now():%Y%m%d-%H%M%S}-{safe_name}-{secrets.token_hex(2)}"
-
-
-# --- Precedence of options
-# --------------------------------------------------------------------------------------------
 
 
 def resolve(parsed: argparse.Namespace) -> TrainOptions:

@@ -26,10 +26,6 @@ DTYPES = (
 )
 
 
-# --- Tensors as flat memory
-# -------------------------------------------------------------------------------------------
-
-
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` contiguous and without autograd; it shares its memory where it is contiguous
     already.
@@ -84,10 +80,6 @@ def fill_from_wire(tensor: torch.Tensor, data: torch.Tensor) -> None:
         tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
-# --- Shapes as integers
-# -----------------------------------------------------------------------------------------------
-
-
 class TensorSpec(NamedTuple):
     """What other ranks must know of a tensor to allocate one like it."""
 
@@ -116,10 +108,6 @@ class TensorSpec(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype} on {'the CPU' if self.on_cpu else 'a device'}"
-
-
-# --- Checks
-# --------------------------------------------------------------------------------------------------
 
 
 class Arguments:

@@ -32,9 +32,6 @@ T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 
 
-# --- Reduce operations by name
-# ----------------------------------------------------------------------------------------
-
 Op = Literal["sum", "mean", "product", "min", "max", "and", "or", "xor"]
 _OPS: tuple[str, ...] = get_args(Op)
 _BITWISE = ("and", "or", "xor")
@@ -162,10 +159,6 @@ def reduce_scatter(
     return Request([work], lambda: how.unpack_into(result, buffer[:length], len(parts)))
 
 
-# --- Exchanges of parts of any shapes
-# ---------------------------------------------------------------------------------
-
-
 def exchange(
     group: dist.ProcessGroup,
     sent: Sequence[torch.Tensor | None],
@@ -233,10 +226,6 @@ class _KeepAlive:
 
     def wait(self) -> None:
         return
-
-
-# --- Exchanges of shapes
-# ----------------------------------------------------------------------------------------------
 
 
 def broadcast_spec(

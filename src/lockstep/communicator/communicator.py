@@ -195,9 +195,6 @@ class Communicator:
             )
         return self.group
 
-    # --- Collectives
-    # ----------------------------------------------------------------------------------------------
-
     def barrier(self) -> None:
         """Return when every worker has called it."""
         self._barrier(async_op=False).wait()
@@ -415,9 +412,6 @@ class Communicator:
             return [[TensorSpec.of(part) for part in parts]]
         return collectives.gather_specs(self._connected(), self._arguments, parts)
 
-    # --- Reductions
-    # ----------------------------------------------------------------------------------------------
-
     def allreduce(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
         """Reduce `tensor` over all workers, in place on each, and return it."""
         return self._allreduce(tensor, op, async_op=False).wait()
@@ -515,9 +509,6 @@ class Communicator:
             return Request.completed(result)
         return collectives.reduce_scatter(self._connected(), self.rank, held, how, result, async_op)
 
-    # --- Point to point
-    # ----------------------------------------------------------------------------------------------
-
     def send(self, tensor: torch.Tensor, dest: int, tag: int = 0) -> None:
         """Send `tensor` to rank `dest`; when this returns, it may be changed again.
 
@@ -593,9 +584,6 @@ class Communicator:
             work.wait()
         copy_back(buffer, out)
         return source
-
-    # --- Objects
-    # ----------------------------------------------------------------------------------------------
 
     def send_object(self, value: object, dest: int, tag: int = 0) -> None:
         """Send a picklable value to rank `dest`, which calls `recv_object`."""
@@ -678,9 +666,6 @@ class Communicator:
         received = self.alltoall([pickled(self._arguments, value) for value in held])
         return unpickle_all(received, self.rank, held[self.rank])
 
-    # --- Rank 0
-    # ----------------------------------------------------------------------------------------------
-
     def on_rank0(self, fn: Callable[[], T]) -> T:
         """Run `fn` on rank 0 alone and return its result, which must be picklable, on every worker.
 
@@ -738,9 +723,6 @@ class Communicator:
             raise
         wait_for_rank0(self._connected(), True, "rank0_first")
         self.broadcast_object(b"")
-
-    # --- Groups
-    # ----------------------------------------------------------------------------------------------
 
     @overload
     def split(self, color: int, key: int = 0) -> Self: ...

@@ -115,9 +115,6 @@ class ElasticCommunicator(Communicator):
                 ) from error
         return self
 
-    # --- groups
-    # ----------------------------------------------------------------------------------------------
-
     def regroup(
         self, view_of: Callable[[], View], check: Callable[[View], None] = lambda view: None
     ) -> View:
@@ -219,9 +216,6 @@ class ElasticCommunicator(Communicator):
         # else each group adds one of torch's to those that an exception passes through
         if sys.excepthook is own:
             sys.excepthook = before
-
-    # --- what came before this worker
-    # ---------------------------------------------------------------------------------
 
     @override
     def on_rank0(self, fn: Callable[[], T]) -> T:

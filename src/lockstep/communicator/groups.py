@@ -22,10 +22,6 @@ from ..topology import World
 __all__ = ["backends_of", "device_of", "make_group", "world_among", "world_of"]
 
 
-# --- Existing groups
-# --------------------------------------------------------------------------------------------------
-
-
 def world_of(group: dist.ProcessGroup | None) -> World:
     """Return the `World` of this process in `group`; that of a single process where it is None.
 
@@ -73,10 +69,6 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
         if kind is None or kind not in backends_of(group)
         else devices.current(kind)
     )
-
-
-# --- New groups
-# --------------------------------------------------------------------------------------------------
 
 
 def make_group(ranks: Sequence[int], name: str, like: dist.ProcessGroup) -> dist.ProcessGroup:

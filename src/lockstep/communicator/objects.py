@@ -19,10 +19,6 @@ from .call_arguments import Arguments
 T = TypeVar("T")
 
 
-# --- Pickling
-# --------------------------------------------------------------------------------------------------
-
-
 def pickled(arguments: Arguments, value: object) -> torch.Tensor:
     """Return `value` as bytes on the control device; raise ConfigError where it cannot be
     pickled.
@@ -59,9 +55,8 @@ def error_to_send(error: BaseException) -> bytes:
     return pickle.dumps((False, WorkerError(0, type(error).__name__, str(error))))
 
 
-# --- Messages: a first one of a fixed size, with a value's length and first bytes; the rest
-# follows, if there is one --
-
+# A value is sent as one message of this size, with the value's length and first bytes; the rest
+# follows as a second one, if there is a rest.
 _BYTES = 256
 _LENGTH = 8
 _ROOM = _BYTES - _LENGTH
@@ -92,10 +87,6 @@ def joined(message: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a first message and of what followed it, perhaps with more behind it."""
     length = int(message[:_LENGTH].view(torch.int64))
     return torch.cat([message[_LENGTH : _LENGTH + length], rest[: max(0, length - _ROOM)]])
-
-
-# --- Waiting for rank 0
-# -----------------------------------------------------------------------------------------------
 
 
 def wait_for_rank0(group: dist.ProcessGroup, is_rank0: bool, what: str) -> None:

@@ -17,10 +17,6 @@ from .requests import PolledWork
 _MAX_TAG = 2**31 - 1
 
 
-# --- Checks
-# --------------------------------------------------------------------------------------------------
-
-
 def check_message(arguments: Arguments, tensor: Any, argument: str, rank: Any, tag: Any) -> int:
     """Return the peer `rank` of a message as an int; raise ConfigError for a bad tensor, rank or
     tag.
@@ -46,10 +42,6 @@ def check_any_source(arguments: Arguments, tensor: torch.Tensor, tag: int) -> in
     return arguments.rank if arguments.size == 1 else None
 
 
-# --- Messages to other ranks
-# ------------------------------------------------------------------------------------------
-
-
 def message_view(plain: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the contiguous tensor to send; one element for an empty tensor, as Gloo has no empty
     messages.
@@ -66,10 +58,6 @@ def with_polling(work: Any, tensor: torch.Tensor) -> Any:
 def keep_alive(data: torch.Tensor) -> Callable[[], None]:
     """Return a function that returns None, and holds a reference to `data`."""
     return lambda kept=data: None  # type: ignore[misc]
-
-
-# --- Messages to oneself
-# ----------------------------------------------------------------------------------------------
 
 
 class SelfReceive:

@@ -30,10 +30,6 @@ from ..parallel.shards import mix
 _log = logging.getLogger(__name__)
 
 
-# --- Digests of samples
-# -----------------------------------------------------------------------------------------------
-
-
 class Leaf(NamedTuple):
     """What is compared of a tensor, an array, or any other value in a sample.
 
@@ -422,10 +418,6 @@ def _leaves_of_object(value: Any, path: str, depth: int) -> Iterator[tuple[str, 
             of_object=True,
         ),
     )
-
-
-# --- Differences
-# --------------------------------------------------------------------------------------------------
 
 
 class Difference(NamedTuple):

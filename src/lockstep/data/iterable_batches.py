@@ -175,9 +175,6 @@ class EpochOfStream:
             raise DataError(what)
         return self._plan.drop_last
 
-    # --- reading
-    # ----------------------------------------------------------------------------------------------
-
     def _requests(self, run: int, epoch: int, key: int) -> Iterator[ReadRequest]:
         """Yield requests without end, for each process in turn the next share of each of its
         parts.
@@ -240,9 +237,6 @@ class EpochOfStream:
         note_batch(-1)  # not that of torch's DataLoader in which samples are read
         with named(what):
             return self._comm.allgather_object(value)
-
-    # --- one part
-    # ----------------------------------------------------------------------------------------------
 
     def _of_one_part(self) -> Iterator[SamplesOfPart]:
         step = self._start.step
@@ -316,9 +310,6 @@ class EpochOfStream:
                     raise self._differs(what, one, other)
                 if not difference.only_rounded and self._comm.rank == 0:
                     say_difference(self._source.name, number, one, other, difference)
-
-    # --- several parts
-    # ----------------------------------------------------------------------------------------------
 
     def _of_several_parts(self) -> Iterator[SamplesOfPart]:
         position = self._start

@@ -29,10 +29,6 @@ __all__ = ["ImageSet", "cifar10", "digits", "fashion_mnist", "mnist", "synthetic
 _MOST_COPIED = 1 << 20
 
 
-# --- In-memory image data sets
-# ----------------------------------------------------------------------------------------
-
-
 class ImageSet(Dataset[tuple[Tensor, Tensor]]):
     """An in-memory data set of images of one size, each with the number of its class.
 
@@ -192,9 +188,6 @@ def _check_scale(name: str, mean: Sequence[float], std: Sequence[float], channel
         )
 
 
-# --- Digits
-# --------------------------------------------------------------------------------------------------
-
 _DIGITS = Path(__file__).with_name("handwritten_digits")
 _DIGITS_TEST = 360
 _SIDE = 28
@@ -253,9 +246,6 @@ def _test_mask(labels: Tensor) -> Tensor:
     mask[by_class[positions]] = True
     return mask
 
-
-# --- Synthetic data
-# --------------------------------------------------------------------------------------------------
 
 # part of the key of each draw, so that the draws are independent
 _PATTERNS, _TRAIN, _SYNTHETIC_TEST = range(3)
@@ -329,9 +319,6 @@ def _draw(patterns: Tensor, count: int, key: int) -> ImageSet:
 def _generator(key: int) -> torch.Generator:
     return torch.Generator().manual_seed(key)
 
-
-# --- MNIST, Fashion-MNIST and CIFAR-10
-# --------------------------------------------------------------------------------
 
 Folder = str | os.PathLike[str]
 

@@ -129,9 +129,6 @@ class Stream(Dataset[Any]):
             raise IndexError(f"sample {index} of {len(self)}")
         return self._reader[index % len(self)]
 
-    # --- What a Loader asks for
-    # ---------------------------------------------------------------------------------------
-
     def epoch_order(
         self, global_batch_size: int, seed: int, epoch: int, shuffle: bool
     ) -> StreamOrder:
@@ -173,9 +170,6 @@ class Stream(Dataset[Any]):
         block, offset = self.find(index)
         file, number = self._file_of(block)
         return file.path, int(file.sizes[:number].sum()) + offset
-
-    # --- Blocks
-    # ----------------------------------------------------------------------------------------------
 
     def find(self, index: int) -> tuple[int, int]:
         """Return the block of a sample, and its number in the block."""
@@ -281,10 +275,6 @@ class BlockReader:
 def _text(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-# --- Files and their blocks
-# -------------------------------------------------------------------------------------------
 
 
 class _File(NamedTuple):

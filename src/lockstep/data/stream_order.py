@@ -138,9 +138,6 @@ class StreamOrder:
         edges = [low, *inner, high]
         return list(pairwise(edges))
 
-    # --- Lanes
-    # ----------------------------------------------------------------------------------------------
-
     def _lanes_of(self, size: int, low: int, high: int) -> range:
         """Return the lanes of samples [low, high) of a batch of `size`."""
         if low >= high:

@@ -186,10 +186,6 @@ def _folder(data_dir: str | os.PathLike[str] | None) -> Path:
         ) from None
 
 
-# --- What a token is
-# --------------------------------------------------------------------------------------------------
-
-
 class Codec(Protocol):
     """How texts become tokens, and tokens texts."""
 
@@ -254,10 +250,6 @@ class _TokenizerFile:
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
-
-
-# --- Files of tokens
-# --------------------------------------------------------------------------------------------------
 
 
 class _Tokens:

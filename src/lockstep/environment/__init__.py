@@ -70,10 +70,6 @@ __all__ = [
 ]
 
 
-# --- CPU cores
-# --------------------------------------------------------------------------------------------------
-
-
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use, by its affinity mask and the
     container's quota.
@@ -90,9 +86,6 @@ def _cgroup_quota() -> int:
     except (OSError, ValueError):  # no cgroup v2, or no limit ("max 100000")
         return sys.maxsize
 
-
-# --- cuBLAS
-# --------------------------------------------------------------------------------------------------
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -111,9 +104,6 @@ def set_cublas_workspace(value: str | None) -> None:
     elif os.environ.get(_CUBLAS_WORKSPACE) != value:
         os.environ[_CUBLAS_WORKSPACE] = value
 
-
-# --- The watchdog
-# --------------------------------------------------------------------------------------------------
 
 _MODES = {"on": "on", "1": "on", "": "on", "strict": "strict", "off": "off", "0": "off"}
 
@@ -186,10 +176,6 @@ def _seconds(name: str, default: float) -> float:
     return arguments.parse_number(
         name, text or default, above=0, expected="a number of seconds above 0"
     )
-
-
-# --- Between Lockstep's launcher and its workers
-# ----------------------------------------------------------------------
 
 
 def restart_count() -> int:
@@ -361,10 +347,6 @@ def wants_colours() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-# --- Horovod
-# --------------------------------------------------------------------------------------------------
-
-
 def set_horovod_variables(world: World, host: str, folder: str) -> None:
     """Set the variables of Horovod's launcher for this process and its children.
 
@@ -411,10 +393,6 @@ def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-# --- The worker's position, and other settings
-# ------------------------------------------------------------------------
 
 
 def find_world(variables: Mapping[str, str] | None = None) -> World:

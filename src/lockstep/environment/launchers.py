@@ -26,9 +26,6 @@ __all__ = [
 ]
 
 
-# --- Slurm's compact lists (pure)
-# -------------------------------------------------------------------------------------
-
 # an entry between two commas: names, and brackets with lists of numbers
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]+\])+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -78,10 +75,6 @@ def expand_tasks(text: str) -> list[int]:
             raise ValueError(f"not a list of numbers of tasks: {text!r}")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-# --- Launchers and the worker's position (pure)
-# -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,10 +292,6 @@ class _Reader:
             return int(text)
         except ValueError:
             raise self.error(name, "a whole number", text) from None
-
-
-# --- Identity of the launcher
-# -----------------------------------------------------------------------------------------
 
 
 def launcher_identity(variables: Mapping[str, str]) -> str:

@@ -209,10 +209,6 @@ def gpt(
     return GPT(vocabulary, context, layers, heads, width, dropout)
 
 
-# --- Rotary positions
-# -------------------------------------------------------------------------------------------------
-
-
 def rotations(positions: int, pairs: int, device: torch.device) -> torch.Tensor:
     """Return for each position the angles by which the pairs of numbers of a query or key are
     turned, as e^(i angle).
@@ -249,10 +245,6 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """
     turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * rotation
     return torch.view_as_real(turned).flatten(-2).type_as(x)
-
-
-# --- The loss, and texts
-# ----------------------------------------------------------------------------------------------
 
 
 def next_token_loss(

@@ -47,9 +47,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-# --- The status of one process
-# ----------------------------------------------------------------------------------------
-
 # psutil is imported where it is used, as that takes longer than to import all of this package that
 # a command needs. It is not used for the status: psutil gives the start time as seconds since the
 # epoch, which differ when the clock has been set, so that they do not identify a process; and a
@@ -136,10 +133,6 @@ def is_stopped(pid: int) -> bool:
     return status is not None and status.state == "T"
 
 
-# --- Liveness of the processes of ranks
-# -------------------------------------------------------------------------------
-
-
 class ProcessLiveness:
     """Detects the end of processes of this host; any thread may call it.
 
@@ -200,9 +193,6 @@ class ProcessLiveness:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[0])
 
-
-# --- Orphan processes
-# -------------------------------------------------------------------------------------------------
 
 TERM_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL: enough to remove a temporary file or close a connection, not

@@ -33,10 +33,6 @@ negligible.
 """
 
 
-# --- The samples
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Samples:
     """The arguments of a loss or metric for some samples.
@@ -172,9 +168,6 @@ def device_of(tree: Any) -> torch.device:
         return tree[0].device
     return next((tensor.device for tensor in tensors_of(tree)), torch.device("cpu"))
 
-
-# --- The comparison
-# --------------------------------------------------------------------------------------------------
 
 # Tolerated relative differences of values and gradients. A function of float64 outputs may still
 # compute in float32.

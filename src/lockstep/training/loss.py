@@ -181,9 +181,6 @@ class Loss:
         self.counts_samples = type(count) is int  # see `as_sum`
         return total, count
 
-    # --- the comparison by halves
-    # -------------------------------------------------------------------------------------
-
     def expect(self, number: int, due: bool | None = None) -> bool:
         """Begin a step, or a batch of an evaluation.
 
@@ -232,9 +229,6 @@ class Loss:
                 name = self._check.name
                 self.found = compare_model(fn, self._forward, *first, self._number, passes, name)
         return self.found
-
-    # --- state
-    # ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the buffers and parameters of a loss that is a module, and what that of a model

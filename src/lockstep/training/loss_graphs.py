@@ -73,10 +73,6 @@ def refusal_of(
     return None
 
 
-# --- Graphs
-# --------------------------------------------------------------------------------------------------
-
-
 def _next(node: Node) -> list[Node]:
     return [following for following, _ in node.next_functions if following is not None]
 
@@ -110,9 +106,6 @@ def _parameters_reached(root: torch.Tensor) -> set[int]:
     leaves = (getattr(node, "variable", None) for node in _walk([root.grad_fn]))
     return {id(leaf) for leaf in leaves if leaf is not None}
 
-
-# --- Sums over samples
-# ------------------------------------------------------------------------------------------------
 
 # A loss that is a sum of several has these between its root and each of them.
 _TERMS = {
@@ -434,9 +427,6 @@ def _entered(node: Node) -> Iterator[torch.Tensor]:
             yield values.detach()
 
 
-# --- Losses that compare samples
-# --------------------------------------------------------------------------------------
-
 # Elements of outputs beyond which they are not compared: it needs their memory three times.
 _MOST_ELEMENTS = 1 << 23
 # Of the second derivatives within one sample. Without a comparison they are zero exactly.
@@ -553,10 +543,6 @@ def _directions(like: torch.Tensor) -> torch.Tensor:
     """Return numbers between 0.5 and 1.5 that follow no pattern, without a random draw."""
     places = torch.arange(like.numel(), device=like.device, dtype=torch.float32)
     return ((places * 0.6180339887) % 1 + 0.5).to(like.dtype).view(like.shape)
-
-
-# --- Errors
-# --------------------------------------------------------------------------------------------------
 
 
 def _sum_error(what: str) -> ConfigError:

@@ -46,9 +46,6 @@ __all__ = [
 ]
 
 
-# --- With which samples
-# -------------------------------------------------------------------------------------
-
 _MAX_SAMPLES = 64
 
 
@@ -56,10 +53,6 @@ _MAX_SAMPLES = 64
 # and one more for each of so many steps.
 _MOST_EXTRA = 8
 _STEPS_PER_EXTRA = 64
-
-
-# --- What is found
-# --------------------------------------------------------------------------------------------------
 
 
 class Problem(Protocol):
@@ -174,10 +167,6 @@ class NotAMean:
 
 def _number(value: float) -> str:
     return f"{value:.10g}"
-
-
-# --- The comparison
-# --------------------------------------------------------------------------------------------------
 
 
 class MeanCheck:

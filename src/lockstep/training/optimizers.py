@@ -194,10 +194,6 @@ class LAMB(_LayerwiseOptimizer):
         return state
 
 
-# --- Parts of both
-# --------------------------------------------------------------------------------------------------
-
-
 def _split(group: dict[str, Any]) -> list[tuple[list[Tensor], bool]]:
     """Return the parameters with gradients that are adapted to, and the others; without empty
     lists.

@@ -33,10 +33,6 @@ _GPT = {"layers": 4, "heads": 4, "width": 128, "dropout": 0.0}
 _PER_CALL = ("run_dir", "resume", "allow_different_hardware", "quiet")
 
 
-# --- Values
-# --------------------------------------------------------------------------------------------------
-
-
 def _one_of(known: Registry) -> Parse:
     return lambda name, given: known.check(option_table.text(name, given))
 
@@ -75,9 +71,6 @@ def _logs(name: str, given: object) -> str:
 _PROBABILITY = number("a probability from 0 to below 1", least=0, below=1)
 
 
-# --- The table
-# --------------------------------------------------------------------------------------------------
-
 # the groups of the help
 SUBJECT = "what to train"
 WORKERS = "workers"
@@ -92,7 +85,7 @@ class TrainOptions:
     ``_`` for ``-``.
     """
 
-    # --- what to train
+    # What to train.
     model: str = option(
         "lenet", group=SUBJECT, metavar="NAME", parse=_one_of(MODELS), help=_names(MODELS)
     )
@@ -151,7 +144,7 @@ class TrainOptions:
         help="for gpt and convnet: probability with which numbers are zeroed in training",
     )
 
-    # --- workers
+    # Workers.
     workers: str = option(
         "auto",
         group=WORKERS,
@@ -211,7 +204,7 @@ class TrainOptions:
         "bits",
     )
 
-    # --- the step
+    # The step.
     global_batch_size: int = option(
         None,
         group=STEP,
@@ -343,7 +336,7 @@ class TrainOptions:
         "every step (default: nothing is repeated)",
     )
 
-    # --- the run
+    # The run.
     epochs: int = option(
         None,
         group=RUN,
@@ -409,7 +402,7 @@ class TrainOptions:
         "options of that run",
     )
 
-    # --- files and display
+    # Files and display.
     run_dir: str | None = option(
         None,
         group=FILES,

@@ -164,9 +164,6 @@ class OwnLoss:
         one.view(-1)[labels.shape[-1] - counted.shape[-1] if labels.dim() > 1 else 0] = True
         return torch.where(one & ~counted.any(), 0, labels)
 
-    # --- what the loss counts
-    # -----------------------------------------------------------------------------------------
-
     def _find_counting(self, model: nn.Module, data: Any) -> None:
         device = next((tensor.device for tensor in tensors_of(data)), torch.device("cpu"))
         # in full precision, and eager: a compiled model would be compiled for these few samples

@@ -332,9 +332,6 @@ def running_loop() -> PreparedLoop | None:
     return _running[-1] if _running else None
 
 
-# --- calls of torch
-# --------------------------------------------------------------------------------------------------
-
 # A loop of one's own calls torch directly, so that there is no object to ask. These are wrapped,
 # once in a process; outside the bodies of prepared loops a wrapper is one comparison.
 _MARK = "_lockstep_watched"

@@ -135,9 +135,6 @@ class PreparedOptimizer:
         trained = [p for p in parameters_of(self._loop.model, self.optimizer) if p.requires_grad]
         self._gradients.train(trained)
 
-    # --- elastic jobs
-    # ----------------------------------------------------------------------------------------------
-
     def abandon(self) -> None:
         """End the bodies of a batch whose step was not done, and which run again."""
         self._gradients.zero(everywhere=True)
@@ -147,9 +144,6 @@ class PreparedOptimizer:
         """Adapt to the communicator's new workers, which have the same state."""
         self._reducer = Reducer(self._loop.comm, self._loop.parts.virtual_workers, one_pass=False)
         self._replicas.regroup()
-
-    # --- shards
-    # ----------------------------------------------------------------------------------------------
 
     def begin_batch(self, empty: list[int]) -> None:
         """Begin a global batch, of which this worker's shards `empty` have no samples."""
@@ -197,9 +191,6 @@ class PreparedOptimizer:
 
     def _set_stepped(self, stepped: bool) -> None:
         self.optimizer.stepped = stepped  # type: ignore[attr-defined]
-
-    # --- the step
-    # ----------------------------------------------------------------------------------------------
 
     def step(self, closure: Any, loss: Any, count: Any) -> torch.Tensor | None:
         """Add the gradients of the running shard to the sum; after this worker's last one, update

@@ -123,9 +123,6 @@ class Rank0Changes:
         if is_whole:
             self._note(looked_at.in_order(looked_at.read(more)))
 
-    # --- what is looked at
-    # --------------------------------------------------------------------------------------------
-
     def _find(self) -> None:
         """Find everything that has settings, which may be other objects than before."""
         groups = self._optimizer.param_groups
@@ -181,9 +178,6 @@ class Rank0Changes:
             return False
         is_over = trainer.total_steps is not None and trainer.step.steps_done >= trainer.total_steps
         return hook == "on_train_start" or trainer.epoch_ended or is_over
-
-    # --- what has changed
-    # ---------------------------------------------------------------------------------------------
 
     def _note(self, entries: Sequence[Any]) -> None:
         """Note all settings; those that are others than when they were last noted also change

@@ -348,9 +348,6 @@ class ElasticRecovery(Recovery):
         """Return the job's signals: a signal to this worker alone means that it leaves."""
         return _JobSignals(self._client)
 
-    # --- the training
-    # ----------------------------------------------------------------------------------------------
-
     @contextmanager
     @override
     def training(
@@ -452,9 +449,6 @@ class ElasticRecovery(Recovery):
                 if self._client.complete():
                     return
             self._regroup()
-
-    # --- operations
-    # ----------------------------------------------------------------------------------------------
 
     @override
     def part_of(self, batch: Batch) -> Batch:
@@ -572,9 +566,6 @@ class ElasticRecovery(Recovery):
         if requests >= REGROUP:
             self._note_all_seen()
             self._regroup(at_boundary=True)
-
-    # --- other workers
-    # ----------------------------------------------------------------------------------------------
 
     def _leave_if_signalled(self) -> None:
         if (
@@ -695,10 +686,6 @@ def recovery_of(comm: Communicator, can_regroup: bool = True) -> Recovery:
     return recovery
 
 
-# --- Signals
-# --------------------------------------------------------------------------------------------------
-
-
 class _JobSignals(StopSignals):
     """The signals of the whole job."""
 
@@ -725,10 +712,6 @@ def leave_later(signals: StopSignals, client: MembershipClient) -> None:
     if signals.received is not None:
         client.leaving = True
         signals.received = None
-
-
-# --- State for workers that are behind
-# --------------------------------------------------------------------------------
 
 
 # Bytes of one broadcast. Who does not need the state receives each into the same memory, and a

@@ -392,9 +392,6 @@ class OwnLoopState(ModelState):
             return self.feed.current()
         return batch
 
-    # --- the bodies of a batch
-    # ----------------------------------------------------------------------------------------
-
     def begin_batch(self) -> None:
         """The bodies of a batch begin, for the first time or again."""
         self._look_for_changes()
@@ -412,9 +409,6 @@ class OwnLoopState(ModelState):
             for p in group["params"]:
                 p.grad = None
         self._versions = self._current_versions()
-
-    # --- operations
-    # ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Look for changes, except within a batch: there they were looked for before the bodies,

@@ -99,9 +99,6 @@ class ReplicaCheck:
         self._compared_until = -1
         self._marks = torch.zeros(4 if self._on else 0, dtype=self._dtype, device=self._comm.device)
 
-    # --- every step
-    # ----------------------------------------------------------------------------------------------
-
     def marks(self, step: int) -> torch.Tensor:
         """Return what this worker adds to the all-reduce of `step`: shape (4,), or (0,) if nothing
         is compared.
@@ -209,9 +206,6 @@ class ReplicaCheck:
         bits = torch.cat(parts) if len(parts) > 1 else parts[0]
         total = mix_bits(bits, torch.arange(1, len(bits) + 1, device=bits.device)).sum()
         return (((total ^ (total >> 29)) >> 5) & ((1 << self._bits) - 1)).to(self._dtype)
-
-    # --- full comparison
-    # ----------------------------------------------------------------------------------------------
 
     def compare(
         self, step: int | None = None, model: nn.Module | None = None, found: Sequence[bool] = ()

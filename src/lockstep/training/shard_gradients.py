@@ -173,9 +173,6 @@ class ShardGradients:
         for p, gradient in zip(self.trained, gradients, strict=True):
             p.grad = gradient
 
-    # --- a shard
-    # ----------------------------------------------------------------------------------------------
-
     def begin_batch(self, due: bool) -> None:
         """Begin a global batch: gradients that the loop has dropped since the last one are dropped
         in all shards.
@@ -327,9 +324,6 @@ class ShardGradients:
             and gradient is opened
             and opened._version - version == self._passes[number]
         )
-
-    # --- what is noticed
-    # ----------------------------------------------------------------------------------------------
 
     def any_carried(self) -> bool:
         """Return whether gradients of an earlier batch are a part of the running shard's."""

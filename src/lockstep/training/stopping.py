@@ -17,10 +17,6 @@ from ..flight_recorder import in_method, named
 from .in_flight import LAG, HostCopy
 from .stop_signals import StopSignals
 
-# --- Agreement among workers on the stop
-# ------------------------------------------------------------------------------
-
-
 _NAME = "agreement on whether to stop"
 
 

@@ -38,10 +38,6 @@ def refuse_bare_sum(loss_fn: Any) -> None:
         raise ConfigError("loss_fn", "a mean over samples, or (sum, count)", found=got, hint=hint)
 
 
-# --- Losses of classification
-# -----------------------------------------------------------------------------------------
-
-
 def classification_loss(loss_fn: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
     """Return `loss_fn` as a loss module of torch for classification; None for other losses."""
     if isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
@@ -244,9 +240,6 @@ def _check_types(output: Any, target: Any) -> None:
         hint = "Convert them with labels.long()."
         raise ConfigError("data", "class labels of dtype torch.int64", target.dtype, hint)
 
-
-# --- Element-wise losses
-# ----------------------------------------------------------------------------------------------
 
 _ELEMENTWISE = {
     nn.MSELoss: F.mse_loss,

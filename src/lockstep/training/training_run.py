@@ -47,9 +47,6 @@ from .schedules import Schedule, make_schedule, scaled_lr
 from .torch_losses import check_fit
 from .trainer import Trainer
 
-# --- Model and data by name
-# -------------------------------------------------------------------------------------------
-
 
 @contextmanager
 def _running(argument: str, expected: str, name: str) -> Iterator[None]:
@@ -236,10 +233,6 @@ def _try_model(model: nn.Module, samples: Any, classes: int | None, name: str) -
         loss_fn(output, labels)
 
 
-# --- Files of the run directory
-# ---------------------------------------------------------------------------------------
-
-
 class RunDirectory(Callback):
     """Writes the resolved options at the start of a run, and the results at its end, on rank 0.
 
@@ -356,10 +349,6 @@ def _results(trainer: Trainer, epochs_before: int) -> dict[str, Any]:
 
 def _device_name(device: torch.device) -> str:
     return devices.name_of(device)
-
-
-# --- The training run
-# -------------------------------------------------------------------------------------------------
 
 
 def run(options: TrainOptions) -> dict[str, Any]:

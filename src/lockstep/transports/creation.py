@@ -23,9 +23,6 @@ from .shm.context import ShmContext
 from .shm.process_group import ShmGroup
 from .shm.segment import Layout, default_size, plan
 
-# --- Options
-# --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class ShmOptions:
@@ -40,9 +37,6 @@ class ShmOptions:
 
     size: int | None = None
 
-
-# --- Creation
-# --------------------------------------------------------------------------------------------------
 
 # A group on several hosts of up to so many ranks connects every pair when it is made. A larger one
 # connects pairs on demand, as the sockets, and the requests to the store for them, grow with the

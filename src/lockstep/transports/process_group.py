@@ -95,9 +95,6 @@ class TransportGroup(dist.ProcessGroup):
         self._context = context
         self.store = store
 
-    # --- What a transport defines
-    # -------------------------------------------------------------------------------------
-
     def _reduction(self, op: Any, dtype: torch.dtype) -> Any:
         """Return `op` (c10d's ReduceOp) for `dtype` in the form that the steps below take, or raise
         ConfigError.
@@ -159,9 +156,6 @@ class TransportGroup(dist.ProcessGroup):
             op: its reduce operation, if it has one.
         """
         raise NotImplementedError
-
-    # --- Reductions
-    # ----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> CPUWork | dist.Work:
         """Reduce each tensor over all ranks, in place; also sparse ones, and half types in
@@ -264,9 +258,6 @@ class TransportGroup(dist.ProcessGroup):
         )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    # --- Collectives without reduction
-    # --------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> CPUWork:
         """Copy the root's tensors to every rank."""
@@ -409,9 +400,6 @@ class TransportGroup(dist.ProcessGroup):
                 return done
         return self._run("barrier", [self._barrier_steps()], opts, [])
 
-    # --- Point to point
-    # ----------------------------------------------------------------------------------------------
-
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> CPUWork | dist.Work:
         """Send a tensor to `dst`; completed when the tensor may be written to again, received or
         not.
@@ -429,9 +417,6 @@ class TransportGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> CPUWork | dist.Work:
         """Receive the next message with `tag` from any rank."""
         return self._coalesce(self._context.receive(dense(tensors)[0], None, tag))
-
-    # --- The group itself
-    # ---------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name
         """Return the name that `init_process_group` knows."""
@@ -506,9 +491,6 @@ class TransportGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
-    # --- Coalescing
-    # ----------------------------------------------------------------------------------------------
-
     def _start_coalescing(self, device: torch.device | None = None) -> None:
         self._batch = []
 
@@ -529,9 +511,6 @@ class TransportGroup(dist.ProcessGroup):
         """
         if self._batch is not None:
             self._batch = [each for each in self._batch if each is not inner] + [work]
-
-    # --- Shared by the methods above
-    # ----------------------------------------------------------------------------------
 
     def _run(self, what: str, steps: Iterable[Steps], opts: Any, result: Tensors) -> CPUWork:
         asynchronous = True if opts is None else opts.asyncOp

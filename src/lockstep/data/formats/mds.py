@@ -190,9 +190,6 @@ class _Samples(Sequence[Any]):
         return sample
 
 
-# --- Encodings of columns
-# ---------------------------------------------------------------------------------------------
-
 _SCALARS = (
     "uint8",
     "uint16",

@@ -138,9 +138,6 @@ class Callback:
     adds_columns: Sequence[str] = ()
     needs_run_dir: bool = False
 
-    # --- state for checkpoints
-    # ---------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume in another process: plain values and tensors, by name; empty
         by default.
@@ -157,8 +154,7 @@ class Callback:
         An exception here fails the whole job: the run does not resume from that checkpoint.
         """
 
-    # --- hooks, in the order in which they are called
-    # ----------------------------------------------------------------
+    # Hooks, in the order in which they are called.
 
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Called before the first step, after a checkpoint was loaded."""

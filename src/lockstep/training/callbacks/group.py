@@ -279,9 +279,6 @@ class CallbackGroup:
         with nullcontext() if error is None else suppress(Exception):
             self._run(member, "on_train_end", trainer, error)
 
-    # --- where the workers change
-    # -------------------------------------------------------------------------------------
-
     def note_commit(self) -> None:
         """Note that an operation was done: rank 0 has called all hooks before it."""
         self._skipped.clear()

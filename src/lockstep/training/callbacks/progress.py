@@ -55,9 +55,6 @@ class Progress(Callback):
         self._began = 0.0
         self._steps_before = 0
 
-    # --- what the run is doing
-    # ---------------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Show the heading, and start to show the progress."""
         self._display = _find_display()
@@ -140,9 +137,6 @@ class Progress(Callback):
         self._display.end(
             f"stopped early: {trainer.stop_reason}" if trainer.stop_reason and error is None else ""
         )
-
-    # --- the display
-    # ----------------------------------------------------------------------------------------------
 
     def _set_activity(self, activity: str) -> None:
         self._status.activity = activity
@@ -412,10 +406,6 @@ def _is_pipe(stream: Any) -> bool:
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
     except (AttributeError, OSError, ValueError):  # no file
         return False
-
-
-# --- text
-# --------------------------------------------------------------------------------------------------
 
 
 def as_duration(seconds: float) -> str:

@@ -25,9 +25,6 @@ from ..runtime.backoff import CHECK_S, Steps
 from ..runtime.c10d import PrefixStore, Store, backend_as_group
 from ..shm.context import ShmContext
 
-# --- A Gloo group that can be closed
-# ----------------------------------------------------------------------------------
-
 _CLOSE_TIMEOUT_S = 0.2
 _CLOSED = "shm: this group has been destroyed, or cannot be used since an earlier error"
 
@@ -165,9 +162,6 @@ def _lazy_options(timeout: timedelta) -> Any:
     options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
     return options
 
-
-# --- Messages between pairs of ranks, connected on demand
-# -------------------------------------------------------------
 
 _MAX_SLEEP_S = 0.02  # between two polls for the other rank
 

@@ -27,9 +27,6 @@ from ..shm import collectives
 from ..shm.context import ShmContext
 from .connections import GlooConnection, LazyPairs
 
-# --- Collectives between the leaders of hosts
-# -------------------------------------------------------------------------
-
 _GLOO_SUMS = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8)
 
 
@@ -131,9 +128,6 @@ class _Beside:
             yield from self._leaders.connection.wait_beside()
         yield from collectives.broadcast(self._context.buffers, self._tensor, 0)
 
-
-# --- The group
-# --------------------------------------------------------------------------------------------------
 
 _WIDENED = (torch.float16, torch.bfloat16)
 _MESSAGES = ("send", "recv", "recv_anysource")

@@ -19,9 +19,6 @@ from ..runtime.tensor_arguments import Tensors, copy_back, flatten
 from .context import request_steps
 from .library import buffer_for, counts_and_displacements, flatten_all, load_mpi, mpi_buffer
 
-# --- Collectives without reduction, as bytes
-# --------------------------------------------------------------------------
-
 
 def barrier(comm: Any) -> Steps:
     """Wait until all ranks have arrived."""
@@ -114,9 +111,6 @@ def _copy_out(buffer: torch.Tensor, outputs: Tensors) -> None:
     for part, output in zip(parts, outputs, strict=True):
         copy_back(part, output)
 
-
-# --- Reductions, with MPI's own operations
-# ----------------------------------------------------------------------------
 
 _OPERATIONS = {
     "SUM": "SUM",
@@ -238,10 +232,6 @@ def reduce_scatter(comm: Any, output: torch.Tensor, inputs: Tensors, reduction: 
         lambda: comm.Ireduce_scatter(given, taken, counts, reduction.op), (terms, buffer)
     )
     copy_back(reduction.result(buffer, comm.size), output)
-
-
-# --- The sum of sparse tensors
-# ----------------------------------------------------------------------------------------
 
 
 def all_reduce_sparse(comm: Any, tensor: torch.Tensor, op: Any) -> Steps:

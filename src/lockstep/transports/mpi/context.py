@@ -21,9 +21,6 @@ from ..runtime.work import CPUWork
 from .finalizer import finalizer
 from .library import buffer_for, load_mpi, mpi_buffer
 
-# --- Requests as steps
-# ------------------------------------------------------------------------------------------------
-
 # A test that takes so many times as long as the quickest has transferred data, and the next may
 # follow at once. MPI does not report that, but it transfers a long message in pieces, some as small
 # as 16 KiB, and only during a test.
@@ -79,9 +76,6 @@ def _unknown_ranks() -> Iterable[int]:
     """Return no ranks: MPI does not report which have not arrived."""
     return ()
 
-
-# --- The context
-# --------------------------------------------------------------------------------------------------
 
 _POLL_S = 1e-3
 

@@ -10,9 +10,6 @@ import torch
 from ...errors import ConfigError
 from ..runtime.tensor_arguments import Tensors, flatten
 
-# --- The library
-# --------------------------------------------------------------------------------------------------
-
 _LEVELS = ("single", "funneled", "serialized")
 
 
@@ -45,10 +42,6 @@ def load_mpi() -> Any:
             "Leave mpi4py.rc as it is, and take an MPI that is built for threads.",
         )
     return MPI
-
-
-# --- Tensors as MPI buffers
-# -------------------------------------------------------------------------------------------
 
 
 def mpi_buffer(flat: torch.Tensor) -> Any:

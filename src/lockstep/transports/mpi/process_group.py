@@ -80,9 +80,6 @@ class MpiGroup(TransportGroup):
         return collectives.barrier(self._context.comm)
 
 
-# --- How a group is made
-# ----------------------------------------------------------------------------------------------
-
 _TAGS = 32768  # MPI guarantees at least so many
 
 

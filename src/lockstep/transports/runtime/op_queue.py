@@ -21,9 +21,6 @@ from . import virtual_host
 from .backoff import CHECK_S, UNCHECKED, Awaited, Backoff, Check, Steps
 from .work import COMPLETED, CPUWork
 
-# --- The progress thread
-# ----------------------------------------------------------------------------------------------
-
 _MIN_SLEEP_S = 50e-6
 _MAX_SLEEP_S = 1e-3
 _IDLE_POLL_S = 2e-3  # how soon it finds work that it was not woken for
@@ -174,9 +171,6 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-
-# --- The queue
-# --------------------------------------------------------------------------------------------------
 
 _LOCK_TIMEOUT_S = 0.1
 

@@ -16,9 +16,6 @@ from .chunk_buffers import ChunkBuffers
 from .native import run_collective
 from .segment import HEADER
 
-# --- Collectives without reduction: broadcast, gather, all-gather, scatter, all-to-all, barrier
-# -----------------------
-
 
 def barrier(buffers: ChunkBuffers) -> Steps:
     """Wait until all ranks have arrived."""
@@ -222,9 +219,6 @@ def _bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-# --- Reductions: all-reduce, reduce, reduce-scatter
-# -------------------------------------------------------------------
-
 # Up to this many bytes over all ranks each rank sums everything itself, which needs one tick, not
 # two.
 _ONE_TICK_BYTES = 32 << 10
@@ -408,10 +402,6 @@ def _bounds(flat: torch.Tensor, ranks: int, rank: int) -> tuple[int, int]:
     per = -(-flat.numel() // ranks)
     per = -(-per // step) * step
     return min(rank * per, flat.numel()), min((rank + 1) * per, flat.numel())
-
-
-# --- The sum of sparse tensors
-# ----------------------------------------------------------------------------------------
 
 
 def all_reduce_sparse(buffers: ChunkBuffers, tensor: torch.Tensor, op: Any) -> Steps:

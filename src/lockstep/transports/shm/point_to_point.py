@@ -17,9 +17,6 @@ from .rank_states import ExchangeState, RankStates, memory_fence
 from .segment import HEADER, LINE, RING, Layout, Segment
 from .signatures import dtype_name, dtype_number
 
-# --- Rings
-# --------------------------------------------------------------------------------------------------
-
 
 class Ring:
     """One direction of messages between two ranks.
@@ -138,10 +135,6 @@ class Ring:
             self._native.copy(to.data_ptr(), fragment.data_ptr(), fragment.nbytes)
         else:
             to.copy_(fragment)
-
-
-# --- Message queues
-# --------------------------------------------------------------------------------------------------
 
 
 class PostedReceive:

@@ -21,9 +21,6 @@ from ..runtime.backoff import Steps
 from .segment import BLOCK, SIGNATURES, Layout, Segment
 from .signatures import dtype_number, mismatch_error
 
-# --- Memory order
-# --------------------------------------------------------------------------------------------------
-
 # Data is written, then a counter; a reader sees the counter, then reads the data. Neither pair may
 # be swapped.
 #
@@ -56,9 +53,6 @@ memory_fence = (
     _no_fence if platform.machine().lower() in ("x86_64", "amd64", "i686", "i386") else _full_fence
 )
 
-
-# --- The state of the exchange, native where the extension is installed
-# -----------------------------------------------
 
 _native: ModuleType | None
 try:
@@ -114,9 +108,6 @@ def _make_state(segment: Segment, layout: Layout, rank: int) -> Any:
         layout.fragment,
     )
 
-
-# --- Control blocks
-# --------------------------------------------------------------------------------------------------
 
 # Words of a control block: counter, state, process; of a rank that has failed, the length of its
 # error text, the kind of error, and the number of ranks that the error names, which follow after

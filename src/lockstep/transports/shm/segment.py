@@ -19,9 +19,6 @@ from ...errors import ConfigError, TransportError
 from ...stores import exchange
 from ..runtime.c10d import PrefixStore, Store
 
-# --- Layout: control blocks, rings for messages, halves of slots for collectives (pure)
-# -------------------------------
-
 # index of the first of two words of a control block: the signature of each half's last chunk
 SIGNATURES = 6
 LINE = 128  # bytes; two cache lines, because processors fetch lines in pairs
@@ -130,9 +127,6 @@ def plan(ranks: int, size: int) -> Layout:
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
-
-# --- The mapping
-# --------------------------------------------------------------------------------------------------
 
 _DESCRIPTOR = re.compile(r"/proc/[0-9]{1,19}/fd/[0-9]{1,10}")
 
