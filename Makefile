@@ -110,10 +110,11 @@ public-names: $(TESTS)
 release-check: $(RELEASE)
 	@$(BIN)/python packaging/release_check.py $(RELEASE_FLAGS) -- $(PIP_FLAGS)
 
-# Mkdocs is quiet but for what is wrong, and fails then.
+# Mkdocs is quiet but for what is wrong, and fails then; so is the check, which searches the site as its pages do.
 docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "The documentation is in site/index.html."
+	@$(BIN)/python packaging/site_check.py
+	@echo "The documentation is in site/index.html. To search in it: python -m http.server --directory site"
 
 clean:
 	@rm -rf build dist site src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -7,12 +7,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_origin
 
 import lockstep
 from lockstep.cli.main import _parser
+from lockstep.training.step_arguments import StepOptions
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/api/names.md"
 
@@ -155,7 +156,7 @@ def _signature(function: Any) -> str:
     signature = inspect.signature(function)
     shown = [
         each.replace(annotation=_annotation(each.annotation), default=_default(each.default))
-        for each in signature.parameters.values()
+        for each in _with_options(signature.parameters.values())
         if each.annotation != "Never"  # it collects names that are unknown, for the error
     ]
     return str(
@@ -163,6 +164,16 @@ def _signature(function: Any) -> str:
             parameters=shown, return_annotation=_annotation(signature.return_annotation)
         )
     )
+
+
+def _with_options(parameters: Iterable[inspect.Parameter]) -> Iterator[inspect.Parameter]:
+    """Parameters, with what a `Trainer` passes on to its `TrainStep` one by one."""
+    for each in parameters:
+        if each.annotation == "Unpack[StepOptions]":
+            options = inspect.signature(lockstep.TrainStep).parameters
+            yield from (options[name] for name in StepOptions.__annotations__)
+        else:
+            yield each
 
 
 def _annotation(found: Any) -> Any:

@@ -1,10 +1,11 @@
-"""Pages of the site that are made of files outside docs/: examples, benchmarks, CONTRIBUTING.md and
-CHANGELOG.md.
+"""Pages of the site that are made of files outside docs/: examples, a notebook, benchmarks,
+CONTRIBUTING.md and CHANGELOG.md.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ _TEXTS = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+_NOTEBOOK = "examples/notebook.ipynb"
 _SHOWN = re.compile(r"^::: lockstep\.(\w+)$", re.MULTILINE)
 _LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)]*)?\))")
 
@@ -31,6 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
     programs = [*_programs("examples"), *_programs("benchmarks")]
     pages = {_page_of(path): _as_page(path) for path in programs}
     pages |= {page: (ROOT / text).read_text() for text, page in _TEXTS.items()}
+    pages["notebook.md"] = "\n\n".join(_cells_of(_NOTEBOOK))
     pages["examples.md"] = _list_of(_programs("examples"))
     for page, text in pages.items():
         files.append(
@@ -44,6 +47,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     names.
     """
     own = page.file.src_uri
+    if own.startswith("api/"):
+        page.meta["search"] = {"boost": 0.5}  # guides come before the reference
     if own == "api/index.md":
         markdown += "".join(_rows_of_names())
     return markdown if page.file.generated_by else _with_links(markdown, f"docs/{own}", own)
@@ -65,6 +70,24 @@ def _as_page(program: str) -> str:
     text = (ROOT / program).read_text()
     first = (ast.get_docstring(ast.parse(text)) or program).splitlines()[0]
     return f"---\nsearch:\n  exclude: true\n---\n# `{program}`\n\n{first}\n\n```python\n{text}```\n"
+
+
+def _cells_of(notebook: str) -> Iterator[str]:
+    """The cells of a notebook, each with what it has shown."""
+    title, *cells = json.loads((ROOT / notebook).read_text())["cells"]
+    yield "".join(title["source"])
+    yield f"This is the notebook `{notebook}` with its results; open it in Jupyter to run it."
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            yield source
+            continue
+        yield f"```python\n{source}\n```"
+        for output in cell["outputs"]:
+            if output["output_type"] == "stream":
+                yield f"```text\n{''.join(output['text'])}```"
+            else:
+                yield f"<div>{''.join(output['data']['text/html'])}</div>"
 
 
 def _rows_of_names() -> Iterator[str]:
@@ -121,6 +144,8 @@ def _place_of(target: str) -> str | None:
         return _TEXTS[target]
     if target == "README.md":
         return "index.md"
+    if target == _NOTEBOOK:
+        return "notebook.md"
     if re.fullmatch(r"(examples|benchmarks)/\w+\.py", target):
         return _page_of(target)
     return target.removeprefix("docs/") if target.startswith("docs/") else None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from jupyter_client.manager import KernelManager
+
+from support.documented_code import ROOT
 
 pytestmark = pytest.mark.leaks("the client of the kernel keeps sockets and threads")
 
@@ -78,3 +81,17 @@ def test_a_cell_shows_one_output_that_updates_and_what_is_printed(
     *lines, fingerprint = printed.splitlines()
     assert sorted(lines) == ranks and len(fingerprint) == 64
     assert "\x1b" not in str(shown)
+
+
+def test_the_notebook_of_the_examples_runs_from_top_to_bottom(kernel: Any) -> None:
+    cells = json.loads((ROOT / "examples/notebook.ipynb").read_text())["cells"]
+    printed = ""
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        shown = outputs(kernel, "".join(cell["source"]))
+        assert "error" not in [kind for kind, _ in shown], shown
+        stored = {output["output_type"] for output in cell["outputs"]}
+        assert stored == {kind for kind, _ in shown} & {"stream", "display_data"}
+        printed += "".join(content["text"] for kind, content in shown if kind == "stream")
+    assert "the weights are equal in every bit: True" in printed

@@ -55,7 +55,7 @@ def _figures(text: str) -> list[list[str]]:
 
 
 def _links(text: str) -> set[str]:
-    return {link.removeprefix("../") for link in re.findall(r"\]\(([^)#]+)", text)}
+    return {re.sub(r"^(\.\./)+", "", link) for link in re.findall(r"\]\(([^)#]+)", text)}
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -27,7 +27,7 @@ class OrderedReducer:
     A step's global batch is cut into `virtual_workers` shards, each with its own forward and
     backward pass. A worker computes a contiguous range of shards, and the gradients of all shards
     are added in the binary tree over their numbers (`lockstep.parallel.tree_sum`), within a worker
-    and across workers. One iteration over the reducer computes the sum of one step::
+    and across workers. One iteration over the reducer computes the sum of one step:
 
         reducer = lockstep.invariance.OrderedReducer(model.parameters(), virtual_workers=8)
         for step, (inputs, labels) in enumerate(global_batches):  # the same on every worker

@@ -164,7 +164,7 @@ class Pipeline:
 
     Experimental: may change in any release.
 
-    All workers call every method together, except `parameters` and `named_parameters`::
+    All workers call every method together, except `parameters` and `named_parameters`:
 
         pipe = lockstep.pipeline(model, stages=2)
         optimizer = torch.optim.AdamW(pipe.parameters())

@@ -33,6 +33,7 @@ def describe_division(
     passes: int = 1,
     devices: int = 1,
     own_hooks: bool = False,
+    trains: bool = True,
     seen: PassEffects | None = None,
     mixes_samples: bool = False,
 ) -> str:
@@ -46,6 +47,7 @@ def describe_division(
         devices: devices of each worker.
         own_hooks: whether the training itself has hooks on accumulated gradients, which are not the
             user's then.
+        trains: whether there are backward passes, whose gradients hooks of parameters see.
         seen: what the first passes have done; without it, functions that they call, such as
             `torch.nn.functional.dropout`, are not seen.
         mixes_samples: whether an output for a sample depends on other samples of the same pass.
@@ -68,7 +70,7 @@ def describe_division(
             model,
             lambda layer: _is_batch_norm(layer, passes),
         ),
-        *_of_hooks(model, own_hooks),
+        *(_of_hooks(model, own_hooks) if trains else []),
         *([] if seen is None else _of_passes(model, seen)),
     ]
     if mixes_samples:
@@ -151,6 +153,7 @@ class FirstBatch:
         passes: passes of each worker.
         devices: devices of each worker.
         own_hooks: see `describe_division`.
+        trains: see `describe_division`.
     """
 
     def __init__(
@@ -164,12 +167,14 @@ class FirstBatch:
         passes: int = 1,
         devices: int = 1,
         own_hooks: bool = False,
+        trains: bool = True,
     ) -> None:
         self._model = model
         self._comm = comm
         self._passes = passes
         self._devices = devices
         self._own_hooks = own_hooks
+        self._trains = trains
         self._seen = PassEffects(
             {"": model} if loss is None else {"": model, "loss": loss}, comm.device
         )
@@ -187,6 +192,7 @@ class FirstBatch:
             self._passes,
             self._devices,
             own_hooks=self._own_hooks,
+            trains=self._trains,
             seen=self._seen,
             mixes_samples=any(mixes),
         )

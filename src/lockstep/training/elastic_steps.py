@@ -33,7 +33,7 @@ def steps(
 
     In an elastic job (``lockstep run --elastic``) `step` repeats what the loss of a worker has
     interrupted, on the workers that are left; those that join do so between two batches, and get
-    the state from the others. Anywhere else the loop is an ordinary one::
+    the state from the others. Anywhere else the loop is an ordinary one:
 
         training = lockstep.elastic.steps(loader, step, epochs=5, state={"scheduler": scheduler})
         for batch in training:

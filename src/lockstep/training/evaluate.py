@@ -82,7 +82,7 @@ def whole_set(fn: Callable[[Any, Any], Any]) -> WholeSet:
     data set.
 
     They are gathered from all workers in the order of the data set, on the CPU of every worker, so
-    the result does not depend on the number of workers::
+    the result does not depend on the number of workers:
 
         def auc(output, target):
             return roc_auc_score(target, output[:, 1])
@@ -370,7 +370,7 @@ def _first_batch(model: nn.Module, loader: Loader, batch: Batch) -> FirstBatch |
     if loader.virtual_workers is not None or loader.comm.size == 1 or model in _WATCHED:
         return None
     _WATCHED.add(model)
-    return FirstBatch(model, loader.comm, batch.global_size)
+    return FirstBatch(model, loader.comm, batch.global_size, trains=False)
 
 
 class Prediction(Computation):

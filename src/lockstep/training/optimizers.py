@@ -38,7 +38,7 @@ class _LayerwiseOptimizer(Optimizer):
 class LARS(_LayerwiseOptimizer):
     """SGD with momentum and layer-wise adaptive rate scaling.
 
-    For each parameter w with gradient g::
+    For each parameter w with gradient g:
 
         rate = trust * |w| / (|g| + weight_decay * |w|)          # 1 where |w| or |g| is 0
         v    = momentum * v + lr * rate * (g + weight_decay * w)
@@ -102,7 +102,7 @@ class LAMB(_LayerwiseOptimizer):
     """Adam with decoupled weight decay, whose update of each parameter is scaled to the parameter's
     norm.
 
-    For each parameter w with gradient g, at its step t::
+    For each parameter w with gradient g, at its step t:
 
         m = beta1 * m + (1 - beta1) * g;      v = beta2 * v + (1 - beta2) * g²
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w

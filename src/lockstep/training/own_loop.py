@@ -34,7 +34,7 @@ def prepare(
     """Prepare models, optimizers, loaders and schedulers, so that a loop written for one device
     trains on all workers.
 
-    The loop keeps its own forward and backward passes, losses and optimizers::
+    The loop keeps its own forward and backward passes, losses and optimizers:
 
         model, optimizer, loader = lockstep.prepare(model, optimizer, loader)
         for epoch in range(10):
@@ -71,7 +71,7 @@ def prepare(
     same bits at any number of workers. A worker with several shards runs the body of the loop once
     for each of them; what acts once a step does nothing but in the last one. A loop in which a
     model is updated and used again within one batch, as in a GAN, says which part of it belongs to
-    which optimizer::
+    which optimizer:
 
         for batch in loader.batches():
             for images, _ in optimizer_d.shards(batch):     # this worker's shards

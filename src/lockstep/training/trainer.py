@@ -57,7 +57,7 @@ class Trainer:
     """Trains a model on all workers of the job. A trainer is one run, with any number of calls of
     `fit`.
 
-    The loop, in short::
+    The loop, in short:
 
         for epoch in range(epochs):
             for batch in loader.epoch(epoch):       # this worker's part of each global batch

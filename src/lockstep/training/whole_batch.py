@@ -20,7 +20,7 @@ def whole_batch(output: torch.Tensor) -> torch.Tensor:
     `lockstep.prepare`.
 
     A loss that compares the samples of a batch, such as one with in-batch negatives, is computed
-    from them on every worker, and has the value that it has on one worker::
+    from them on every worker, and has the value that it has on one worker:
 
         for images, texts in loader:
             optimizer.zero_grad()

@@ -5,6 +5,8 @@ is said.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -77,17 +79,38 @@ def test_what_would_depend_on_the_number_of_workers_is_an_error_on_all(
         pool.run(run, workers=2)  # type: ignore[arg-type]
 
 
-def lines_of_an_evaluation() -> list[str]:
+@contextmanager
+def lines() -> Iterator[list[str]]:
+    """What Lockstep says meanwhile."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lockstep").addHandler(handler)
+    yield said
+    logging.getLogger("lockstep").removeHandler(handler)
+
+
+def lines_of_an_evaluation() -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2, track_running_stats=False))
-    lockstep.evaluate(
-        model, DataLoader(TensorDataset(INPUTS, LABELS), 10), nn.CrossEntropyLoss(), {"kept": keeps}
-    )
-    logging.getLogger("lockstep").removeHandler(handler)
+    loader = DataLoader(TensorDataset(INPUTS, LABELS), 10)
+    with lines() as said:
+        lockstep.evaluate(model, loader, nn.CrossEntropyLoss(), {"kept": keeps})
+    return said
+
+
+def lines_of_an_evaluation_after_a_loop() -> list[str]:
+    """`prepare` has hooks on the parameters."""
+    model = line()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(INPUTS, LABELS), 10)
+    model, optimizer, prepared = lockstep.prepare(model, optimizer, loader)
+    for inputs, labels in prepared:
+        optimizer.zero_grad()
+        mean(model(inputs), labels).backward()
+        optimizer.step()
+    with lines() as said:
+        lockstep.evaluate(model, loader, mean)
     return said
 
 
@@ -96,3 +119,7 @@ def test_what_depends_on_the_parts_of_an_evaluation_is_said(pool: Pool) -> None:
     assert any("'kept' changes KEPT, outside of itself" in line for line in first)
     assert any("batch norm has the statistics of a part (1)" in line for line in first)
     assert not second
+
+
+def test_hooks_of_parameters_do_not_matter_to_an_evaluation(pool: Pool) -> None:
+    assert pool.run(lines_of_an_evaluation_after_a_loop, workers=2) == [[], []]
