@@ -30,6 +30,7 @@ class ForReaders(griffe.Extension):
         names = shown_names()
         for found in _objects(pkg):
             if isinstance(found, griffe.Function):
+                _list_arguments_of_start(found)
                 _leave_out_unknown(found)
                 _show_values(found)
             if found.docstring is not None:
@@ -90,10 +91,19 @@ def _list_options(trainer: griffe.Class, step: griffe.Class) -> None:
 
 def _arguments(docstring: str) -> dict[str, str]:
     """Name → what stands in a docstring for an argument, the lines as they are."""
-    (section,) = re.findall(r"^Args:\n((?: {4}.*\n)+)", docstring, re.M)
+    (section,) = re.findall(r"^Args:\n((?: {4}.*\n)+)", f"{docstring}\n", re.M)
     entries = re.findall(r"^ {4}(\w+): .*\n(?: {8}.*\n)*", section, re.M)
     texts = re.findall(r"^ {4}\w+: .*\n(?: {8}.*\n)*", section, re.M)
     return dict(zip(entries, texts, strict=True))
+
+
+def _list_arguments_of_start(function: griffe.Function) -> None:
+    """Give a method that starts another one, such as `ibroadcast`, the arguments of that one."""
+    text = "" if function.docstring is None else function.docstring.value
+    started = re.match(r"Start `(\w+)`", text)
+    if started and started[1] in function.parent.members and "Args:" not in text:
+        described = _arguments(function.parent.members[started[1]].docstring.value)
+        function.docstring.value = f"{text}\n\nArgs:\n{''.join(described.values())}"
 
 
 def _leave_out_unknown(function: griffe.Function) -> None:

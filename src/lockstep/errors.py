@@ -98,7 +98,11 @@ class ConfigError(LockstepError, ValueError):
         return self.render(self.argument)
 
     def render(self, argument: str) -> str:
-        """Return the message with `argument` as the argument's name."""
+        """Return the message with `argument` as the argument's name.
+
+        Args:
+            argument: the name, such as that of a flag of the command.
+        """
         text = f"{argument}: expected {self.expected}, got {self.found or repr(self.got)}"
         return f"{text}. {self.hint}" if self.hint else text
 

@@ -126,7 +126,13 @@ class Communicator:
 
     @classmethod
     def at(cls, world: World, device: torch.device, group: dist.ProcessGroup | None = None) -> Self:
-        """Return the communicator of a worker whose `world` and device are known already."""
+        """Return the communicator of a worker whose `world` and device are known already.
+
+        Args:
+            world: rank and size of the worker, and where it runs.
+            device: the worker's device.
+            group: the process group; None for a single worker, or for the default group.
+        """
         made = cls.__new__(cls)
         made._set_up(world, device, group)
         return made
@@ -215,6 +221,10 @@ class Communicator:
         """Copy `tensor` of rank `root` into every worker's `tensor`, in place, and return it.
 
         Shape and dtype are the same on all ranks.
+
+        Args:
+            tensor: on rank `root` the values, on the others where they go.
+            root: the rank that has the values.
         """
         return self._broadcast(tensor, root, async_op=False).wait()
 
@@ -413,7 +423,13 @@ class Communicator:
         return collectives.gather_specs(self._connected(), self._arguments, parts)
 
     def allreduce(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
-        """Reduce `tensor` over all workers, in place on each, and return it."""
+        """Reduce `tensor` over all workers, in place on each, and return it.
+
+        Args:
+            tensor: this rank's values, which the result replaces; of one shape and dtype on all
+                ranks.
+            op: "sum", "mean", "product", "min" or "max"; of whole numbers also "and", "or", "xor".
+        """
         return self._allreduce(tensor, op, async_op=False).wait()
 
     def iallreduce(self, tensor: torch.Tensor, op: Op = "sum") -> Request[torch.Tensor]:
@@ -433,6 +449,11 @@ class Communicator:
         the others.
 
         The tensors of the others stay as they are.
+
+        Args:
+            tensor: this rank's values; of one shape and dtype on all ranks.
+            op: as of `allreduce`.
+            root: the rank that gets the result.
         """
         return self._reduce(tensor, op, root, async_op=False).wait()
 
@@ -514,17 +535,33 @@ class Communicator:
 
         A message may wait for its receiver: two ranks that send to each other first may wait for
         ever. See `sendrecv`.
+
+        Args:
+            tensor: the values.
+            dest: the rank that receives them.
+            tag: a number by which the receiver tells messages apart.
         """
         self.isend(tensor, dest, tag).wait()
 
     def recv(self, tensor: torch.Tensor, source: int | None = None, tag: int = 0) -> int:
         """Receive into `tensor` from rank `source`, or from any other rank; return the rank it came
         from.
+
+        Args:
+            tensor: where the values go; of the shape and dtype that were sent.
+            source: the rank that sends; any when None.
+            tag: the sender's number.
         """
         return self.irecv(tensor, source, tag).wait()
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int = 0) -> Request[None]:
-        """Start `send`; `tensor` must not be changed before the request has completed."""
+        """Start `send`; `tensor` must not be changed before the request has completed.
+
+        Args:
+            tensor: the values.
+            dest: the rank that receives them.
+            tag: a number by which the receiver tells messages apart.
+        """
         dest = check_message(self._arguments, tensor, "dest", dest, tag)
         if dest == self.rank:
             self._self_messages.send(dense(tensor), tag)
@@ -535,7 +572,13 @@ class Communicator:
         return Request([with_polling(work, data)], point_to_point.keep_alive(data))
 
     def irecv(self, tensor: torch.Tensor, source: int | None = None, tag: int = 0) -> Request[int]:
-        """Start `recv`; the request gives the rank that the message came from."""
+        """Start `recv`; the request gives the rank that the message came from.
+
+        Args:
+            tensor: where the values go; of the shape and dtype that were sent.
+            source: the rank that sends; any when None.
+            tag: the sender's number.
+        """
         if source is None:
             peer = check_any_source(self._arguments, tensor, tag)
         else:
@@ -565,6 +608,13 @@ class Communicator:
         `out` came from.
 
         Either rank may be this one.
+
+        Args:
+            tensor: the values to send.
+            dest: the rank that receives them.
+            out: where the values received go.
+            source: the rank that sends them; any when None.
+            tag: the number of both messages.
         """
         dest = check_message(self._arguments, tensor, "dest", dest, tag)
         if source is None or self.rank in (source, dest):
@@ -586,7 +636,13 @@ class Communicator:
         return source
 
     def send_object(self, value: object, dest: int, tag: int = 0) -> None:
-        """Send a picklable value to rank `dest`, which calls `recv_object`."""
+        """Send a picklable value to rank `dest`, which calls `recv_object`.
+
+        Args:
+            value: the value, which is pickled.
+            dest: the rank that receives it.
+            tag: a number by which the receiver tells messages apart.
+        """
         data = pickled(self._arguments, value)
         dest = check_message(self._arguments, data, "dest", dest, tag)
         self.send(torch.tensor([len(data)], device=data.device), dest, tag)
@@ -595,6 +651,10 @@ class Communicator:
     def recv_object(self, source: int | None = None, tag: int = 0) -> Any:
         """Return the next value sent by rank `source`, or by any rank. It is unpickled: only
         trusted ranks send.
+
+        Args:
+            source: the rank that sends; any when None.
+            tag: the sender's number.
         """
         length = torch.zeros(1, dtype=torch.int64, device=self._arguments.control_device)
         sender = self.recv(length, source, tag)
@@ -605,6 +665,10 @@ class Communicator:
     def broadcast_object(self, value: T | None, root: int = 0) -> T:
         """Return the value that rank `root` passed, on every worker; the others' is ignored. It
         must be picklable.
+
+        Args:
+            value: on rank `root` the value.
+            root: the rank that has it.
         """
         root = self._arguments.check_rank("root", root)
         if self.size == 1:
@@ -623,6 +687,10 @@ class Communicator:
     def scatter_object(self, values: Sequence[T] | None, root: int = 0) -> T:
         """Return the element of rank `root`'s `values` for this rank; they are ignored on the
         others.
+
+        Args:
+            values: on rank `root`, a value for each rank.
+            root: the rank that has them.
         """
         root = self._arguments.check_rank("root", root)
         if self.rank != root:
@@ -634,7 +702,12 @@ class Communicator:
         return cast("T", held[root])
 
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
-        """Return every worker's `value` on rank `root`, in rank order; None on the others."""
+        """Return every worker's `value` on rank `root`, in rank order; None on the others.
+
+        Args:
+            value: this rank's value, which must be picklable.
+            root: the rank that gets them.
+        """
         root = self._arguments.check_rank("root", root)
         if self.size == 1:
             return [value]
@@ -642,7 +715,11 @@ class Communicator:
         return None if gathered is None else unpickle_all(gathered, self.rank, value)
 
     def allgather_object(self, value: T) -> list[T]:
-        """Return every worker's `value`, in rank order, on every worker. It must be picklable."""
+        """Return every worker's `value`, in rank order, on every worker. It must be picklable.
+
+        Args:
+            value: this rank's value.
+        """
         if self.size == 1:
             return [value]
         own = pickled(self._arguments, value)
@@ -659,7 +736,11 @@ class Communicator:
         return unpickle_all(gathered, self.rank, value)
 
     def alltoall_object(self, values: Sequence[T]) -> list[T]:
-        """Return the elements of every rank's `values` for this rank, in rank order."""
+        """Return the elements of every rank's `values` for this rank, in rank order.
+
+        Args:
+            values: a value for each rank, which must be picklable.
+        """
         held = self._arguments.check_values(values)
         if self.size == 1:
             return held
@@ -672,6 +753,9 @@ class Communicator:
         An exception on rank 0 is raised on every worker, so that none waits for a result that never
         arrives: itself on rank 0, and a copy on the others or, where it cannot be sent or would end
         a program silently, a WorkerError with its name and text.
+
+        Args:
+            fn: a function without arguments.
         """
         if self.size == 1:
             return fn()
@@ -733,6 +817,11 @@ class Communicator:
         rank.
 
         Every worker must call it. Those that pass None get none.
+
+        Args:
+            color: a whole number that workers of one new communicator have in common; None for
+                none.
+            key: the order in it; equal keys are ordered by rank.
 
         Raises:
             ConfigError: for a color that is no whole number, or a key.

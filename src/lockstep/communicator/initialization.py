@@ -69,6 +69,12 @@ def init(
         StallError: when the others do not arrive.
         TransportError: when they cannot be reached.
         TypeError: for an argument of another name, such as `backend`.
+
+    Examples:
+        >>> import lockstep
+        >>> comm = lockstep.init()
+        >>> comm.rank, comm.size  # of a process without a launcher
+        (0, 1)
     """
     if unknown:
         name = next(iter(unknown))

@@ -134,6 +134,13 @@ class Loader:
         ConfigError: an argument is invalid, or there are fewer samples or virtual workers than
             workers.
         TypeError: for an argument of another name; the error says what it is here.
+
+    Examples:
+        >>> import torch, lockstep
+        >>> dataset = torch.utils.data.TensorDataset(torch.rand(10, 3), torch.arange(10))
+        >>> with lockstep.Loader(dataset, global_batch_size=4) as loader:
+        ...     [len(targets) for inputs, targets in loader]  # of one worker, which has all samples
+        [4, 4, 2]
     """
 
     def __init__(
@@ -258,6 +265,9 @@ class Loader:
         """Return the samples of an epoch in the order in which they form global batches: int64,
         shape (samples,).
 
+        Args:
+            epoch: the number of the epoch, from 0.
+
         Raises:
             ConfigError: for an iterable data set.
         """
@@ -268,6 +278,9 @@ class Loader:
 
         It starts at the first batch; at the loaded position if `load_state_dict` has just loaded
         one of this epoch.
+
+        Args:
+            epoch: the number of the epoch, from 0.
 
         Raises:
             ConfigError: the iterator is used after `close`, or after another epoch has started with
@@ -323,6 +336,9 @@ class Loader:
     def local_range(self, global_size: int) -> tuple[int, int]:
         """Return this worker's half-open range of the samples of a global batch of
         `global_size`.
+
+        Args:
+            global_size: the number of samples in the global batch.
         """
         return self.plan.local_range(global_size)
 
@@ -356,6 +372,9 @@ class Loader:
 
         If Lockstep deals out or draws otherwise than the one that saved it, a line in rank 0's log
         says so.
+
+        Args:
+            state: what `state_dict` has returned.
 
         Raises:
             CheckpointError: it was saved with another data set size, global batch size, seed or

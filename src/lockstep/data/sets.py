@@ -88,6 +88,9 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
     def to(self, device: str | torch.device) -> ImageSet:
         """Return the same images in the memory of `device`, where batches are then made: for sets
         that fit there.
+
+        Args:
+            device: the device, or its name.
         """
         images = self.images.to(device)
         labels = self.labels.to(device)
@@ -105,6 +108,9 @@ class ImageSet(Dataset[tuple[Tensor, Tensor]]):
         int64 (m,).
 
         The result is bitwise equal to stacking the single items, in a fraction of the time.
+
+        Args:
+            indices: whole numbers from 0, of shape (m,).
 
         Raises:
             IndexError: an index is below 0 or beyond the last image.

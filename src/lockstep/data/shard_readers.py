@@ -46,11 +46,18 @@ class ShardReader(Protocol):
     def blocks(self, path: Path) -> Blocks:
         """Return the sizes of the blocks of a file, in samples, and their places: what `read` needs
         to find them.
+
+        Args:
+            path: the path of a file.
         """
 
     def read(self, path: Path, place: tuple[int, ...]) -> Sequence[Any]:
         """Return the samples of the block at `place`; they may be decoded when they are taken from
         the sequence.
+
+        Args:
+            path: the path of a file.
+            place: the place of a block, as `blocks` has returned it.
         """
 
 

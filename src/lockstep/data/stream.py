@@ -132,7 +132,14 @@ class Stream(Dataset[Any]):
     def epoch_order(
         self, global_batch_size: int, seed: int, epoch: int, shuffle: bool
     ) -> StreamOrder:
-        """Return the order of an epoch."""
+        """Return the order of an epoch.
+
+        Args:
+            global_batch_size: samples in one step, over all workers.
+            seed: the seed of the order.
+            epoch: the number of the epoch, from 0.
+            shuffle: whether blocks are shuffled; else the order is that of the files.
+        """
         settings = OrderSettings(
             global_batch_size, seed, epoch, shuffle, self.shuffle_window, self.lanes
         )
@@ -172,12 +179,19 @@ class Stream(Dataset[Any]):
         return file.path, int(file.sizes[:number].sum()) + offset
 
     def find(self, index: int) -> tuple[int, int]:
-        """Return the block of a sample, and its number in the block."""
+        """Return the block of a sample, and its number in the block.
+
+        Args:
+            index: the number of a sample, from 0.
+        """
         block = int(np.searchsorted(self._ends, index, side="right"))
         return block, index - int(self._ends[block] - self.block_sizes[block])
 
     def read_block(self, block: int) -> Sequence[Any]:
         """Read a block.
+
+        Args:
+            block: the number of a block, from 0.
 
         Raises:
             DataError: it cannot be read, or its file has changed since the data set was made; names
@@ -201,6 +215,11 @@ class Stream(Dataset[Any]):
 
     def take(self, samples: Sequence[Any], block: int, offset: int) -> Any:
         """Return a sample of a block that was read.
+
+        Args:
+            samples: what `read_block` has returned.
+            block: the number of that block.
+            offset: the number of the sample in the block.
 
         Raises:
             DataError: it cannot be decoded, or `map` raised an exception; names file, record and

@@ -128,6 +128,9 @@ class TextBlocks(Dataset[tuple[Tensor, Tensor]]):
         """Return the m blocks at `indices`, in that order, and the tokens that follow: int64 (m,
         context) each.
 
+        Args:
+            indices: numbers of blocks, of shape (m,).
+
         Raises:
             IndexError: an index is below 0 or beyond the last block.
         """
@@ -140,11 +143,19 @@ class TextBlocks(Dataset[tuple[Tensor, Tensor]]):
         return blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
 
     def encode(self, words: str) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the tokens of a text.
+
+        Args:
+            words: the text.
+        """
         return self._codec.encode(words)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD.
+
+        Args:
+            tokens: whole numbers, as `encode` returns them.
+        """
         return self._codec.decode(list(tokens))
 
     def __repr__(self) -> str:

@@ -89,6 +89,14 @@ def launch(
         LockstepError: this process is a worker itself, or workers cannot be started.
         TypeError: an argument that the function does not have is one of `launch` under another
             name, as `nprocs` is.
+
+    Examples:
+        >>> import lockstep
+        >>> def rank_and_size():
+        ...     comm = lockstep.init()
+        ...     return comm.rank, comm.size
+        >>> lockstep.launch(rank_and_size, workers=2)
+        (0, 2)
     """
     check_settings(fn, threads, grace)
     arguments.whole("workers", workers, least=1, most=MAX_WORKERS)

@@ -13,6 +13,11 @@ def convnet(
     """Build convolutions of 64 and 128 channels (3×3), max-pooling, 1,024 units, dropout: (n,
     *shape) → (n, classes).
 
+    Args:
+        classes: number of classes.
+        shape: channels, height and width of an image.
+        dropout: probability that a value is set to zero in training.
+
     Raises:
         ConfigError: if images are smaller than 2×2.
     """

@@ -16,6 +16,10 @@ def lenet(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Module:
     initialisation: with the tutorial's (normal, standard deviation 0.01) the model learns nothing
     in the first epochs.
 
+    Args:
+        classes: number of classes.
+        shape: channels, height and width of an image.
+
     Raises:
         ConfigError: if images are too small for the two convolutions and poolings (less than
             16×16).

@@ -38,6 +38,10 @@ def resnet18(classes: int = 10, shape: tuple[int, ...] = (1, 28, 28)) -> nn.Modu
 
     The adaptation to small images follows "Dive into Deep Learning", section 13.6; its convolutions
     have biases.
+
+    Args:
+        classes: number of classes.
+        shape: channels, height and width of an image.
     """
     widths = (64, 64, 128, 256, 512)
     blocks: list[nn.Module] = []

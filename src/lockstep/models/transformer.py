@@ -166,6 +166,9 @@ class GPT(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits for `tokens`; those at a position depend on the tokens up to it
         alone.
+
+        Args:
+            tokens: int64, of shape (n, t), where t is at most the context.
         """
         rotation = rotations(tokens.shape[1], self.pairs, tokens.device)
         x = self.dropout(F.embedding(tokens, self.embedding))
@@ -181,7 +184,15 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Return `tokens` (n, t) with `count` more, see `continue_text`."""
+        """Return `tokens` (n, t) with `count` more, see `continue_text`.
+
+        Args:
+            tokens: int64, of shape (n, t): how the texts begin.
+            count: the number of tokens to add.
+            temperature: logits are divided by it: lower values make likely tokens likelier.
+            top_k: draw among so many of the likeliest tokens; among all when None.
+            generator: of the draws; torch's global one when None.
+        """
         return continue_text(
             self,
             tokens,
@@ -205,6 +216,14 @@ def gpt(
     vocabulary).
 
     See `GPT` for the arguments and `lockstep.data.text` for data.
+
+    Args:
+        vocabulary: number of different tokens.
+        context: the longest sequence, in tokens.
+        layers: number of blocks.
+        heads: number of attention heads in each.
+        width: features of a token.
+        dropout: probability that a value is set to zero in training.
     """
     return GPT(vocabulary, context, layers, heads, width, dropout)
 

@@ -37,11 +37,21 @@ def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
     raw bytes. It is independent of the device, of the order in which entries were created, and of
     wrappers such as DistributedDataParallel or ``torch.compile``.
 
+    Args:
+        model: the model.
+        optimizer: its optimizer; the hash is that of the model alone when None.
+
     Returns:
         64 hexadecimal digits.
 
     Raises:
         ConfigError: if a value is neither a plain dense tensor nor a plain Python value.
+
+    Examples:
+        >>> import copy, lockstep
+        >>> model = lockstep.models.mlp()
+        >>> lockstep.fingerprint(model) == lockstep.fingerprint(copy.deepcopy(model))
+        True
     """
     entries = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
     return fingerprint_of(entries, None if optimizer is None else optimizer.state_dict())

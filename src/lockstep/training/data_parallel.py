@@ -124,6 +124,10 @@ class DataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the module, on the CPU, or with ``keep_vars=True`` its own
         tensors.
+
+        Args:
+            args: as of `torch.nn.Module.state_dict`.
+            kwargs: as of `torch.nn.Module.state_dict`.
         """
         names = ("destination", "prefix", "keep_vars")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}

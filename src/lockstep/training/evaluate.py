@@ -96,6 +96,23 @@ def whole_set(fn: Callable[[Any, Any], Any]) -> WholeSet:
 
     Objects with `reset`, `update` and `compute`, such as those of torchmetrics, are metrics too,
     and get the gathered outputs and targets of one global batch after the other.
+
+    Args:
+        fn: (outputs, targets) of all samples → a number: a tensor without dimensions, or a
+            float.
+
+    Examples:
+        >>> import torch, lockstep
+        >>> def worst(output, target):
+        ...     return torch.nn.functional.cross_entropy(output, target, reduction="none").max()
+        >>> _, test = lockstep.data.digits()
+        >>> loader = torch.utils.data.DataLoader(test, batch_size=64)
+        >>> metrics = {"worst": lockstep.whole_set(worst)}
+        >>> results = lockstep.evaluate(
+        ...     lockstep.models.mlp(), loader, torch.nn.CrossEntropyLoss(), metrics
+        ... )
+        >>> results["worst"] >= results["loss"]
+        True
     """
     return WholeSet(fn)
 
@@ -255,6 +272,14 @@ def predict(
     Raises:
         ConfigError: for a loader that shuffles.
         MismatchError: if the workers have other weights.
+
+    Examples:
+        >>> import lockstep
+        >>> _, test = lockstep.data.digits()
+        >>> with lockstep.Loader(test, global_batch_size=64, shuffle=False) as loader:
+        ...     outputs = lockstep.predict(lockstep.models.mlp(), loader)
+        >>> outputs.shape  # 360 images, 10 classes
+        torch.Size([360, 10])
     """
     _check_arguments(model, precision)
     if forward is not None:
@@ -282,10 +307,13 @@ def evaluate(
         model: the model; its mode (training or evaluation) is restored.
         loader: the loader of the data set; its epoch 0 is used. Of a `DataLoader` of torch, the
             batch size is the global batch size.
-        loss_fn: see `lockstep.training.loss.LossFn`.
-        metrics: name → `Metric`; when None, accuracy for a loss of classification.
+        loss_fn: (output, target) → the mean over the samples, one value for each, or (sum, count),
+            see `lockstep.training.loss.LossFn`. When None, the model computes its loss itself.
+        metrics: name → function (output, target), see `lockstep.training.evaluate.Metric`; when
+            None, accuracy for a loss of classification.
         precision: the precision of the forward passes; float32 when None.
-        forward: see `lockstep.training.loss.Forward`.
+        forward: (model, data) → (output, target), for data that is no pair, see
+            `lockstep.training.loss.Forward`.
         strategy: the strategy of the training; None for the whole model on every worker.
         max_steps_in_flight: number of batches that may be queued on an accelerator.
 
@@ -297,6 +325,15 @@ def evaluate(
             the labels, or a loss or metric that is not a mean over samples.
         DataError: if the loss or a metric counts nothing in the whole data set.
         MismatchError: if the workers have other weights.
+
+    Examples:
+        >>> import torch, lockstep
+        >>> _, test = lockstep.data.digits()
+        >>> model = lockstep.models.mlp()
+        >>> loader = torch.utils.data.DataLoader(test, batch_size=64)
+        >>> results = lockstep.evaluate(model, loader, torch.nn.CrossEntropyLoss())
+        >>> sorted(results)
+        ['accuracy', 'loss']
     """
     _check_arguments(model, precision)
     if forward is not None:

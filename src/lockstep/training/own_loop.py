@@ -151,6 +151,21 @@ def prepare(
         ConfigError: for invalid arguments.
         MismatchError: if the workers' models differ.
         TypeError: for an argument of another name; the error says what it is here.
+
+    Examples:
+        >>> import torch, lockstep
+        >>> train, _ = lockstep.data.digits()
+        >>> loader = torch.utils.data.DataLoader(train, batch_size=64, shuffle=True)
+        >>> model = lockstep.models.mlp()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        >>> model, optimizer, loader = lockstep.prepare(model, optimizer, loader)
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+        ...     loss.backward()
+        ...     mean = optimizer.step(loss=loss)
+        >>> mean.shape
+        torch.Size([])
     """
     if unknown:
         name = next(iter(unknown))

@@ -35,6 +35,12 @@ def make_schedule(
 
     Raises:
         ConfigError: for an unknown name, or a warm-up as long as the run.
+
+    Examples:
+        >>> import lockstep
+        >>> schedule = lockstep.make_schedule("cosine", total_steps=100, warmup_steps=3)
+        >>> [round(schedule(step), 2) for step in (0, 1, 2, 3, 99)]
+        [0.25, 0.5, 0.75, 1.0, 0.0]
     """
     arguments.choice("schedule", name, SCHEDULES)
     arguments.number("total_steps", total_steps, expected="a number of steps")

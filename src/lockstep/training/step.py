@@ -275,15 +275,18 @@ class TrainStep:
         model: the model; moved to the worker's device, with rank 0's values on all workers.
         optimizer: over parameters of `model`; optimizers whose step needs a closure, such as LBFGS,
             are not supported.
-        loss_fn: see `lockstep.training.loss.LossFn`.
+        loss_fn: (output, target) → the mean over the samples, one value for each, or (sum, count),
+            see `lockstep.training.loss.LossFn`. When None, the model computes its loss itself.
         strategy: how the model is distributed over the workers; data parallelism over those of
             `init()` when None.
-        precision: "fp32", "bf16" or "fp16".
+        precision: "fp32", or that of the forward passes under autocast: "bf16" or "fp16" (with a
+            scaled loss). Weights and optimizer stay in float32.
         gradient_accumulation_steps: number of passes over a worker's part, to save memory. Each
             draws its own dropout masks, and batch norm has the statistics of each; otherwise it
             changes nothing but rounding.
         max_grad_norm: maximum 2-norm of the whole gradient; infinity measures it without clipping.
-        schedule: learning-rate factor by step; when None, the learning rate is not changed by it.
+        schedule: number of steps done → factor of the learning rate, such as those of
+            `make_schedule`; when None, the learning rate is not changed by it.
         scheduler: a scheduler of `torch.optim.lr_scheduler`, of `optimizer`, which is stepped here,
             once for each step of all workers together, or once for each epoch. Its state is part of
             `state_dict`.
@@ -292,22 +295,34 @@ class TrainStep:
         scheduler_metric: for `ReduceLROnPlateau`: the column of `Trainer.history` that it gets;
             when None, "val_loss", or "train_loss" without validation data.
         seed: the seed of dropout and the like, keyed with the step and the rank.
-        forward: the function from data to output and target, see `lockstep.training.loss.Forward`.
+        forward: (model, data) → (output, target), for data that is no pair (inputs, targets), see
+            `lockstep.training.loss.Forward`.
         virtual_workers: compute what so many workers compute, with the same bits at any number of
-            workers: a global batch is cut into as many shards, each with its own pass, see
-            `lockstep.parallel.invariant`. The batches come from a `Loader` with the same number.
-            Dropout is then keyed by the shard, not by the rank.
+            workers: a global batch is cut into as many shards, each with its own pass. The batches
+            come from a `Loader` with the same number. Dropout is then keyed by the shard, not by
+            the rank.
         threads: with virtual workers, threads within an operation on the CPU; 1 when None.
-        replica_check: steps between two comparisons of sampled weights among workers, see
-            `lockstep.training.replica_check`; 0 compares neither weights nor hyperparameters.
+        replica_check: steps between two comparisons of sampled weights among workers; 0 compares
+            neither weights nor hyperparameters.
         sync_batchnorm: batch norm has the statistics of the global batch; its layers are replaced
-            in the model, with the same parameters. With virtual workers on the CPU only, see
-            `lockstep.parallel.sync_batchnorm`.
+            in the model, with the same parameters. With virtual workers on the CPU only.
 
     Raises:
         ConfigError: for invalid arguments.
         MismatchError: if the workers' models differ.
         TypeError: for an argument of another name; the error says what it is here.
+
+    Examples:
+        >>> import torch, lockstep
+        >>> train, _ = lockstep.data.digits()
+        >>> model = lockstep.models.mlp()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        >>> step = lockstep.TrainStep(model, optimizer, torch.nn.CrossEntropyLoss())
+        >>> with lockstep.Loader(train, global_batch_size=64) as loader:
+        ...     for batch in loader.epoch(0):
+        ...         loss = step(batch)  # the mean over the global batch, the same on every worker
+        >>> loss.shape, step.steps_done
+        (torch.Size([]), 23)
     """
 
     def __init__(
@@ -634,7 +649,11 @@ class TrainStep:
         return lr, totals, problem, samples
 
     def parts(self, batch: Batch) -> list[tuple[Any, int]]:
-        """Return (data, samples) of each of this worker's passes over its part of a batch."""
+        """Return (data, samples) of each of this worker's passes over its part of a batch.
+
+        Args:
+            batch: this worker's part of a global batch, as a `Loader` yields it.
+        """
         return self._passes.parts(batch)
 
     def repeat_shard(self, shard: int, part: tuple[Any, int], global_size: int) -> None:
@@ -772,6 +791,9 @@ class TrainStep:
     def end_epoch(self, row: Mapping[str, float]) -> None:
         """Adapt the learning rate to the row of the history with which an epoch ends, if a
         scheduler does so.
+
+        Args:
+            row: the names and values of the row, such as `val_loss`.
         """
         if self.scheduler is not None:
             self.recovery.run(self.scheduler.end_epoch, row, meets=False)
@@ -926,7 +948,11 @@ class TrainStep:
         return state | self.loss.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned.
+
+        Args:
+            state: what `state_dict` has returned.
+        """
         self.finite_weights.forget()
         self.steps_done = int(state["steps_done"])
         self.precision.load_state_dict(state["precision"])

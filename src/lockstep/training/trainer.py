@@ -68,20 +68,22 @@ class Trainer:
     Args:
         model: the model; moved to the worker's device, with rank 0's values on all workers.
         optimizer: over parameters of `model`.
-        loss_fn: see `lockstep.training.loss.LossFn`; when None, the model computes its loss from
-            the batch, as those of Hugging Face do from its "labels", see
-            `lockstep.training.own_loss`.
-        global_batch_size: samples in one step, over all workers.
+        loss_fn: (output, target) → the mean over the samples, one value for each, or (sum, count),
+            see `lockstep.training.loss.LossFn`; such as `torch.nn.CrossEntropyLoss()`. When None,
+            the model computes its loss from the batch, as those of Hugging Face do from "labels".
+        global_batch_size: samples in one step, over all workers; must be given.
         seed: the seed of the order of samples and of dropout.
         run_dir: the run directory, for checkpoints and the files of callbacks; when None, nothing
             is written.
         keep_checkpoints: number of newest checkpoints to keep.
-        callbacks: the callbacks; `lockstep.training.callbacks.defaults` when None.
-        strategy: "distributed", "replicas" or "sharded"; see `lockstep.parallel`.
-        devices: only with "replicas", see `lockstep.parallel.replicas_strategy`; a device may be
-            listed several times.
-        metrics: the metrics of evaluations, see `lockstep.training.evaluate.Metric`; when None,
-            accuracy for a loss of classification.
+        callbacks: the callbacks; when None, a progress display, and with a run directory
+            checkpoints, `metrics.csv` and `curve.png` as well.
+        strategy: "distributed" (each worker has the whole model), "replicas" (one worker has
+            several devices, each with the whole model) or "sharded" (each worker has a part of
+            weights, gradients and optimizer state).
+        devices: only with "replicas": the devices of this worker; one may be listed several times.
+        metrics: name → function (output, target), for evaluations, see
+            `lockstep.training.evaluate.Metric`; when None, accuracy for a loss of classification.
         num_workers: data loader processes for each worker.
         max_steps_in_flight: number of steps that may be queued on an accelerator before the host
             waits for the oldest; losses arrive later, in order. On the CPU a step has ended when
@@ -111,6 +113,23 @@ class Trainer:
         ConfigError: for invalid arguments.
         MismatchError: if the workers' models differ.
         TypeError: for an argument of another name; the error says where it belongs.
+
+    Examples:
+        >>> import torch, lockstep
+        >>> train, test = lockstep.data.digits()
+        >>> model = lockstep.models.mlp()
+        >>> trainer = lockstep.Trainer(
+        ...     model,
+        ...     torch.optim.Adam(model.parameters(), lr=1e-3),
+        ...     torch.nn.CrossEntropyLoss(),
+        ...     global_batch_size=64,
+        ...     callbacks=[],  # without a progress bar
+        ... )
+        >>> history = trainer.fit(train, epochs=2, validate=test)
+        >>> history[-1]["val_accuracy"] > 0.8
+        True
+        >>> sorted(trainer.evaluate(test))
+        ['accuracy', 'loss']
     """
 
     def __init__(
@@ -529,6 +548,10 @@ class Trainer:
         on every worker.
 
         See `lockstep.predict`, also for `forward`.
+
+        Args:
+            dataset: a data set, a `Loader` or a `DataLoader`.
+            forward: (model, data) → output; that of the inputs when None.
         """
         return self.step.recovery.run(self._predict, dataset, forward, meets=False)
 
@@ -539,12 +562,19 @@ class Trainer:
     def loader(self, dataset: Any, shuffle: bool = True) -> Loader:
         """Return a loader of this run's global batches over `dataset`; a `Loader` is returned
         unchanged.
+
+        Args:
+            dataset: a data set, a `Loader` or a `DataLoader`.
+            shuffle: whether samples come in another order in each epoch.
         """
         return self._loaders.make(dataset, "train" if shuffle else "dataset")
 
     def stop(self, reason: str) -> None:
         """Request that the running `fit` ends after this epoch or validation; any worker may call
         it.
+
+        Args:
+            reason: why, as in "the loss grows"; it becomes `stop_reason`.
         """
         if self._loop is not None:
             self._loop.stop_requests.reason = self._loop.stop_requests.reason or reason
@@ -601,6 +631,9 @@ class Trainer:
     def resume(self, which: str | Path) -> None:
         """Load a checkpoint, written by any number of workers, for `fit` to continue from; see
         `fit`.
+
+        Args:
+            which: a checkpoint, a run directory, or "latest".
         """
         checkpoint = self.checkpoint_manager.find(which)
         if checkpoint is not None:
@@ -633,6 +666,9 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state. If the Lockstep that saved it computes otherwise, a line in rank 0's
         log says what.
+
+        Args:
+            state: what `state_dict` has returned.
 
         Raises:
             CheckpointError: before anything is changed, if it is of another model or optimizer; if

@@ -56,6 +56,9 @@ def reduce_(tensors: Sequence[torch.Tensor]) -> None:
 def broadcast_(tensors: Sequence[torch.Tensor]) -> None:
     """Copy the first tensor into each of the others, on any devices.
 
+    Args:
+        tensors: tensors of one shape and dtype.
+
     Raises:
         ConfigError: for tensors of several shapes or dtypes.
     """

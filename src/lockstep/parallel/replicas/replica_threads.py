@@ -108,6 +108,9 @@ class Threads:
 
         All tasks have ended when this returns or raises. If several fail, the error of the lowest
         number is raised.
+
+        Args:
+            tasks: functions without arguments, at most one for each thread.
         """
         if os.getpid() != self._process:
             self._start(len(self._pools))  # a forked process has none of its parent's threads

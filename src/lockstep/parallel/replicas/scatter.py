@@ -112,6 +112,11 @@ def scatter(batch: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
 
     Parts on the batch's own device are views of it.
 
+    Args:
+        batch: tensors, nested as below.
+        devices: the devices.
+        dim: the dimension of the samples.
+
     Raises:
         ConfigError: for a list of devices that cannot be used, a tensor without dimension `dim`, or
             one that cannot be split by samples: packed sequences, sparse and nested tensors.

@@ -105,16 +105,27 @@ class TrainingContext(Protocol):
         """The step of the newest checkpoint, written or being written; None without one."""
 
     def save(self, best: bool = False) -> Path:
-        """Write a checkpoint, which is kept if it is the `best` one; called by every worker."""
+        """Write a checkpoint, which is kept if it is the `best` one; called by every worker.
+
+        Args:
+            best: whether it is kept as the best one, to which `checkpoints/best` leads.
+        """
 
     def stop(self, reason: str) -> None:
         """End the run after this epoch, or after the validation in progress; any worker may call
         it.
+
+        Args:
+            reason: why; it becomes `Trainer.stop_reason`.
         """
 
     def evaluate(self, dataset: Any, model: nn.Module | None = None) -> dict[str, float]:
         """Return loss and metrics of the model, or of another one, over a data set; called by every
         worker.
+
+        Args:
+            dataset: a data set, a `Loader` or a `DataLoader`.
+            model: the other model; that of the training when None.
         """
 
 
@@ -152,24 +163,43 @@ class Callback:
         `on_train_start`.
 
         An exception here fails the whole job: the run does not resume from that checkpoint.
+
+        Args:
+            state: what `state_dict` has returned when the checkpoint was written.
         """
 
     # Hooks, in the order in which they are called.
 
     def on_train_start(self, trainer: TrainingContext) -> None:
-        """Called before the first step, after a checkpoint was loaded."""
+        """Called before the first step, after a checkpoint was loaded.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+        """
 
     def on_train_epoch_start(self, trainer: TrainingContext) -> None:
         """Called before the first step of each epoch, and before the next step of one that a run
         resumes in.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
         """
 
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
-        """Called before each step; `batch` is this worker's part of the global batch."""
+        """Called before each step; `batch` is this worker's part of the global batch.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+            batch: this worker's part of the global batch.
+        """
 
     def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
         """Called after each step. Reading `result.loss` waits for the device: do so rarely, or use
         `on_loss`.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+            result: the result of the step.
         """
 
     def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
@@ -182,14 +212,27 @@ class Callback:
         Called once for every step with an update, in order, after its `on_train_step_end`: on an
         accelerator up to ``trainer.max_steps_in_flight - 1`` steps later, and for all steps before
         a checkpoint or `on_row`.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+            result: the result of the step.
+            loss: its loss, the mean over the global batch.
         """
 
     def on_validation_start(self, trainer: TrainingContext) -> None:
-        """Called before each evaluation on the validation data."""
+        """Called before each evaluation on the validation data.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+        """
 
     def on_validation_end(self, trainer: TrainingContext, results: dict[str, float]) -> None:
         """Called after each evaluation on the validation data: the loss and the metrics, by
         name.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+            results: "loss" and the names of the metrics → values.
         """
 
     def on_row(self, trainer: TrainingContext, row: Row) -> None:
@@ -197,20 +240,41 @@ class Callback:
         validation within one.
 
         A run that ends within an epoch, after `max_steps`, adds a row too.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+            row: names and values of the columns, such as `train_loss` and `val_loss`.
         """
 
     def on_train_epoch_end(self, trainer: TrainingContext, row: Row) -> None:
         """Called after each epoch and its validation, after `on_row`; `row` is also the last of
         `trainer.history`.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+            row: names and values of the columns of the epoch.
         """
 
     def on_checkpoint_start(self, trainer: TrainingContext) -> None:
-        """Called before a checkpoint is written."""
+        """Called before a checkpoint is written.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+        """
 
     def on_checkpoint_end(self, trainer: TrainingContext, path: Path) -> None:
-        """Called after a checkpoint was written; with `async_save`, when its state was copied."""
+        """Called after a checkpoint was written; with `async_save`, when its state was copied.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+            path: the folder of the checkpoint.
+        """
 
     def on_train_end(self, trainer: TrainingContext, error: BaseException | None) -> None:
         """Called after the last step, or after the error that ended the run; always called if
         `on_train_start` was.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+            error: the error that ended the run; None if none did.
         """

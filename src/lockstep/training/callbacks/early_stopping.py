@@ -72,7 +72,11 @@ class EarlyStopping(Callback):
             trainer.stop(f"{rows} {_unit(name, trainer.history, rows)} without a {better}")
 
     def rows_since_best(self, history: list[Row]) -> int:
-        """Return the number of rows in `history` after the best one."""
+        """Return the number of rows in `history` after the best one.
+
+        Args:
+            history: rows as of `Trainer.history`.
+        """
         scores = [self._sign * row.get(self.metric, math.nan) for row in history]
         values = [-math.inf if math.isnan(score) else score for score in scores]
         best = 0
