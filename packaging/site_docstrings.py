@@ -18,7 +18,7 @@ _CODE = re.compile(r"(?<!`)`(lockstep(?:\.\w+)+|[A-Za-z_]\w+)`(?!`)")
 
 class ForReaders(griffe.Extension):
     """Options that are passed on are listed one by one; names that have a place on the site become
-    links; what only words an error, or repeats a base class, is left out.
+    links; what only words an error is left out.
     """
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
@@ -50,20 +50,12 @@ def shown_names() -> set[str]:
 
 
 def _objects(parent: Any) -> Iterator[Any]:
-    for name, member in list(parent.members.items()):
+    for member in list(parent.members.values()):
         if member.is_alias:
-            continue
-        if parent.is_class and _repeats_base(member):
-            del parent.members[name]
             continue
         yield member
         if member.is_module or member.is_class:
             yield from _objects(member)
-
-
-def _repeats_base(member: Any) -> bool:
-    """Whether a docstring only leads to that of the base class."""
-    return member.docstring is not None and member.docstring.value.startswith("See `")
 
 
 def _leave_out_hooks(callbacks: griffe.Module) -> None:
@@ -91,10 +83,9 @@ def _list_options(trainer: griffe.Class, step: griffe.Class) -> None:
 
 def _arguments(docstring: str) -> dict[str, str]:
     """Name → what stands in a docstring for an argument, the lines as they are."""
-    (section,) = re.findall(r"^Args:\n((?: {4}.*\n)+)", f"{docstring}\n", re.M)
-    entries = re.findall(r"^ {4}(\w+): .*\n(?: {8}.*\n)*", section, re.M)
-    texts = re.findall(r"^ {4}\w+: .*\n(?: {8}.*\n)*", section, re.M)
-    return dict(zip(entries, texts, strict=True))
+    section = "".join(re.findall(r"^Args:\n((?: {4}.*\n)+)", f"{docstring}\n", re.M))
+    entries = re.finditer(r"^ {4}(\w+): .*\n(?: {8}.*\n)*", section, re.M)
+    return {entry[1]: entry[0] for entry in entries}
 
 
 def _list_arguments_of_start(function: griffe.Function) -> None:
@@ -103,7 +94,8 @@ def _list_arguments_of_start(function: griffe.Function) -> None:
     started = re.match(r"Start `(\w+)`", text)
     if started and started[1] in function.parent.members and "Args:" not in text:
         described = _arguments(function.parent.members[started[1]].docstring.value)
-        function.docstring.value = f"{text}\n\nArgs:\n{''.join(described.values())}"
+        if described:
+            function.docstring.value = f"{text}\n\nArgs:\n{''.join(described.values())}"
 
 
 def _leave_out_unknown(function: griffe.Function) -> None:
