@@ -88,7 +88,7 @@ def _arguments(docstring: str) -> dict[str, str]:
     return {entry[1]: entry[0] for entry in entries}
 
 
-def _list_arguments_of_start(function: griffe.Function) -> None:
+def _list_arguments_of_start(function: Any) -> None:
     """Give a method that starts another one, such as `ibroadcast`, the arguments of that one."""
     text = "" if function.docstring is None else function.docstring.value
     started = re.match(r"Start `(\w+)`", text)
