@@ -292,9 +292,8 @@ class WorkerError(LockstepError):
         self.exit_code = exit_code
 
     def __str__(self) -> str:
-        head = (
-            f"rank {self.rank}{f' on {self.host}' if self.host else ''}: {self.kind}: {self.reason}"
-        )
+        where = f" on {self.host}" if self.host else ""
+        head = f"rank {self.rank}{where}: {self.kind}: {self.reason}"
         head += f"\n({self.others})" if self.others else ""
         more = self.worker_traceback.rstrip() or self.report_text
         return f"{head}\n\n{more}" if more else head
@@ -350,6 +349,11 @@ def unexpected_argument(
             one.
         known: the names of its arguments.
     """
-    near = [] if instead else difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
-    hint = f": {instead}" if instead else f": did you mean {' or '.join(near)}?" if near else ""
+    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    if instead:
+        hint = f": {instead}"
+    elif near:
+        hint = f": did you mean {' or '.join(near)}?"
+    else:
+        hint = ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")

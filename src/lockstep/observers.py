@@ -61,7 +61,8 @@ def install(observer: Observer) -> Callable[[], None]:
         A function that puts the observer before in its place again.
     """
     global _active
-    before, _active = _active, observer
+    before = _active
+    _active = observer
 
     def uninstall() -> None:
         global _active

@@ -254,7 +254,12 @@ def run_command(parsed: argparse.Namespace) -> int:
     chosen["env"] = [name for name in names if name.removeprefix("HOROVOD_") not in _RANK_VARIABLES]
     if own.verbose:
         _log(shlex.join(_equivalent_command(chosen)))
-    if "elastic" in chosen and follower is None and _are_here(_given_hosts(chosen)):
+    is_elastic_here = (
+        "elastic" in chosen
+        and follower is None
+        and all(is_this_host(host.name) for host in _given_hosts(chosen))
+    )
+    if is_elastic_here:
         for name in ("hosts", "hostfile"):
             chosen.pop(name, None)
     is_followed = follower is not None and "hosts" in chosen
@@ -375,10 +380,6 @@ def _is_fixed(given: Mapping[str, Any]) -> bool:
     return "output_dir" in given
 
 
-def _are_here(hosts: Sequence[Host]) -> bool:
-    return all(is_this_host(host.name) for host in hosts)
-
-
 def _host_text(host: Host) -> str:
     name = f"[{host.name}]" if ":" in host.name else host.name
     return f"{host.user}@{name}:{host.slots}" if host.user else f"{name}:{host.slots}"
@@ -391,7 +392,10 @@ def _stall_timeout(
     if _is_stall_check_off(own, variables):
         return {"stall_timeout": _NEVER}
     text = given.get("stall_timeout", variables.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", ""))
-    return {"stall_timeout": text if _seconds("stall_timeout", text) else _NEVER} if text else {}
+    if not text:
+        return {}
+    # 0 seconds means no shutdown
+    return {"stall_timeout": text if _seconds("stall_timeout", text) else _NEVER}
 
 
 def _is_stall_check_off(own: HorovodOptions, variables: Mapping[str, str]) -> bool:

@@ -104,7 +104,8 @@ def _range(text: str, last: int) -> tuple[int, int]:
 def _print_head(read: Ledger) -> None:
     """Print what is known of the run, each of its starts, and what is damaged."""
     start = read.starts[-1]
-    count, starts = len(read.steps), len(read.starts)
+    count = len(read.steps)
+    starts = len(read.starts)
     words = [
         f"{plain(start.model) or 'a model'} of {start.parameters:,} parameters",
         plain(start.optimizer),

@@ -227,7 +227,8 @@ def _print_error(
     elif isinstance(error, WorkerError) and _names_its_line(error) and not debug:
         message = f"error: {_worker_message(error, option_name)}"
     elif error.report_json:
-        message = f"error: {failure_text(sys.stderr, error, len(f'{command}: error: '))}"
+        lead = len(f"{command}: error: ")
+        message = f"error: {failure_text(sys.stderr, error, lead)}"
     elif isinstance(error, WorkerError):
         message = f"error: {str(error) if full_tracebacks else _worker_message(error, option_name)}"
     else:

@@ -100,7 +100,8 @@ def run_command(parsed: argparse.Namespace) -> int:
 
 def print_comparison(replayed: Replayed) -> int:
     """Print whether the steps are those of the ledger, and return the exit code."""
-    count, rounding = replayed.compared, replayed.rounding
+    count = replayed.compared
+    rounding = replayed.rounding
     steps = counted(count, "step")
     if replayed.difference is None:
         same = (

@@ -171,9 +171,8 @@ def _print_summary(run_dir: Path, result: dict[str, Any]) -> None:
     if len(result["devices"]) > result["workers"]:
         noun += f" on {len(result['devices'])} devices"
     unit = "tokens" if "tokens_per_second" in result else "samples"
-    rows.append(
-        ("speed", f"{result[f'{unit}_per_second']:,.0f} {unit}/s with {result['workers']} {noun}")
-    )
+    speed = result[f"{unit}_per_second"]
+    rows.append(("speed", f"{speed:,.0f} {unit}/s with {result['workers']} {noun}"))
     files = {
         "model": "model.safetensors",
         "samples": "samples.txt",

@@ -73,7 +73,9 @@ def adasum_(
     if workers.size == 1:
         return
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    parts = _divided(flat, workers.size)
+    least, remainder = divmod(flat.numel(), workers.size)
+    lengths = [least + (rank < remainder) for rank in range(workers.size)]
+    parts = list(torch.split(flat, lengths))
     leaves = [torch.empty_like(parts[workers.rank]) for _ in parts]
     workers.alltoall(parts, out=leaves)
     wide = _wide(flat.dtype)
@@ -124,11 +126,6 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALF else dtype
-
-
-def _divided(flat: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    each, rest = divmod(flat.numel(), parts)
-    return list(torch.split(flat, [each + (part < rest) for part in range(parts)]))
 
 
 def _cuts(edges: Sequence[int], start: int, length: int) -> list[tuple[int, int, int]]:

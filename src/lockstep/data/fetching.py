@@ -248,7 +248,8 @@ def describe_exception(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the frame here
     own = [frame for frame in frames if not _is_of_a_library(frame.filename)] or frames
     place = f", at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
-    return f"{type(error).__name__}{f': {text}' if text else ''}{place}"
+    kind = type(error).__name__
+    return f"{kind}: {text}{place}" if text else f"{kind}{place}"
 
 
 _STANDARD = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))

@@ -134,9 +134,10 @@ def _read_shape(path: Path, file: BinaryIO | gzip.GzipFile, dimensions: int) -> 
     expected = struct.pack(">HBB", 0, 0x08, dimensions)
     magic = file.read(4)
     if magic != expected:
+        begins_with = f"0x{magic.hex()}" if magic else "an empty file"
         raise DataError(
             f"{path}: expected magic number 0x{expected.hex()} ({_describe(expected)}), "
-            f"got {f'0x{magic.hex()}' if magic else 'an empty file'} ({_describe(magic)})"
+            f"got {begins_with} ({_describe(magic)})"
         )
     sizes = file.read(4 * dimensions)
     if len(sizes) < 4 * dimensions:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ..registry import Registry
 
 Blocks = tuple[Sequence[int] | NDArray[np.int64], Sequence[Any] | NDArray[np.int64]]
-"""(the number of samples in each block of a file, the place of each block: a whole number, or a
-tuple of them).
+"""The blocks of a file: the number of samples in each, and the place of each, which is an integer
+or a tuple of integers.
 """
 
 READERS = Registry(

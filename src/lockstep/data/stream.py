@@ -109,7 +109,7 @@ class Stream(Dataset[Any]):
         """The files in a few words, for messages."""
         first = self._files[0].path
         more = len(self._files) - 1
-        return f"{first}{f' and {more} more files' if more else ''}"
+        return f"{first} and {more} more files" if more else str(first)
 
     def __repr__(self) -> str:
         return f"Stream({self.name}: {len(self)} samples)"

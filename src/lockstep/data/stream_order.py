@@ -115,7 +115,8 @@ class StreamOrder:
         for lane in self._lanes_of(size, low, high):
             start, stop = self._window_range(lane, self.window(step))
             if not self._settings.shuffle:
-                start, stop = start + low, start + high
+                stop = start + high
+                start += low
             first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
             found.append(self._blocks[first : last + 1])
         return np.unique(np.concatenate(found)) if found else self._blocks[:0]

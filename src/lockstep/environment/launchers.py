@@ -206,7 +206,9 @@ def read_world(env: Mapping[str, str], launcher: Launcher) -> World:
     local_rank = read.index(
         launcher.local_rank, launcher.local_size, local_size, read.default(rank % local_size)
     )
-    node, nodes = _derive_node(rank, size, local_rank, local_size)
+    # what follows if all nodes have as many ranks, in blocks or round-robin
+    nodes = -(-size // local_size)
+    node = rank // local_size if rank % local_size == local_rank else rank % nodes
     if launcher.nodes in env:
         nodes = read.size(launcher.nodes, (launcher.size, size))
         node = read.index(launcher.node, launcher.nodes, nodes, read.default(node))
@@ -227,14 +229,6 @@ def _read_step(read: _Reader, rank: int, size: int) -> World:
         raise read.error(_SLURM.local_size, expected, text)
     local_rank = read.index(_SLURM.local_rank, _SLURM.local_size, counts[node])
     return World(rank, size, local_rank, counts[node], node, nodes, _SLURM.source)
-
-
-def _derive_node(rank: int, size: int, local_rank: int, local_size: int) -> tuple[int, int]:
-    """Return the node's number and the number of nodes if all have as many ranks, in blocks or
-    round-robin.
-    """
-    nodes = -(-size // local_size)
-    return rank // local_size if rank % local_size == local_rank else rank % nodes, nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,12 +141,10 @@ def _kubernetes(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
         raise env.error(
             index, "the end of the pod's host name, such as 3 for train-3", f"{node} on {name}"
         )
-    return (
-        node,
-        nodes,
-        f"{name.removesuffix(f'-{node}')}-0{dot}{domain}" if nodes > 1 else host,
-        port,
-    )
+    if nodes <= 1:
+        return node, nodes, host, port
+    job = name.removesuffix(f"-{node}")
+    return node, nodes, f"{job}-0{dot}{domain}", port
 
 
 def _slurm(env: _Variables, host: str) -> tuple[int, int, str, int | None]:

@@ -91,7 +91,8 @@ def build(
         if unknown is None:
             inspect.signature(factory).bind(**arguments)
     except (TypeError, ValueError) as error:
-        expected = f"a factory callable with at most {' and '.join(f'{key}=' for key in available)}"
+        keywords = " and ".join(f"{key}=" for key in available)
+        expected = f"a factory callable with at most {keywords}"
         raise ConfigError("model", expected, name, f"{error}.") from None
     if unknown is not None:
         raise ConfigError(

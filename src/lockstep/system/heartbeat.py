@@ -121,9 +121,8 @@ def address_in_a_network(interfaces: str = "") -> str:
         for found in addresses if not interfaces or name in interfaces.split(",") else ():
             if found.family is socket.AF_INET and not found.address.startswith("127."):
                 return str(found.address)
-    raise OSError(
-        f"no network interface with an address{f' among {interfaces}' if interfaces else ''}"
-    )
+    among = f" among {interfaces}" if interfaces else ""
+    raise OSError(f"no network interface with an address{among}")
 
 
 @dataclass(eq=False)

@@ -156,7 +156,13 @@ class CheckpointManager:
         return {
             "step": step,
             "epoch": self._state.epoch,
-            "info": self._info(),
+            "info": {
+                "optimizer": type(self._state.step.optimizer).__name__,
+                "workers": self._comm.size,
+                "global_batch_size": self._state.global_batch_size,
+                "torch": str(torch.__version__),
+                FINITE: True,  # else it would not be written, see `FiniteWeights`
+            },
             "copy": self._background,
         }
 
@@ -227,15 +233,6 @@ class CheckpointManager:
                 "this run has no run directory for checkpoints: pass run_dir= to the Trainer"
             )
         return CheckpointStore(run_dir / "checkpoints", keep=self._keep_checkpoints)
-
-    def _info(self) -> dict[str, Any]:
-        return {
-            "optimizer": type(self._state.step.optimizer).__name__,
-            "workers": self._comm.size,
-            "global_batch_size": self._state.global_batch_size,
-            "torch": str(torch.__version__),
-            FINITE: True,  # else it would not be written, see `FiniteWeights`
-        }
 
     def find(self, which: str | Path | None, restarted: bool = False) -> Checkpoint | None:
         """Return a checkpoint that fits the trainer's model and optimizer; None if there is none to

@@ -42,11 +42,12 @@ from .torch_losses import classification_loss
 _log = logging.getLogger(__name__)
 
 Metric = Callable[[Any, Any], Any] | Any
-"""(output, target) of n samples → the mean over the samples (a 0-dim floating tensor or a float),
-or one value for each sample (shape (n,)), or (sum, count) if the mean is over something else, such
-as labels or pixels: the rule for losses. Means are compared by halves again and again, see
-`lockstep.training.mean_check`. What no sum over samples gives, such as AUC, is a `whole_set`
-metric, or an object of torchmetrics."""
+"""A metric: (output, target) of n samples → the mean over the samples (a 0-dim floating tensor or a
+float), or one value for each sample (shape (n,)), or (sum, count) if the mean is over something
+else, such as labels or pixels: the rule for losses. Means are compared by halves again and again,
+see `lockstep.training.mean_check`. What no sum over samples gives, such as AUC, is a `whole_set`
+metric, or an object of torchmetrics.
+"""
 
 
 class WholeSet:

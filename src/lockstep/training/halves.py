@@ -22,7 +22,7 @@ from .sum_and_count import as_sum, is_pair
 _log = logging.getLogger(__name__)
 
 LossLike = Callable[[Any, Any], Any]
-"""(output, target) → one of the forms of `sum_and_count.as_sum`."""
+"""A loss or a metric: (output, target) → one of the forms of `sum_and_count.as_sum`."""
 
 Passes = Callable[[], AbstractContextManager[object]]
 """Returns the context manager that a model and its loss are called in, such as autocast."""

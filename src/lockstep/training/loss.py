@@ -35,17 +35,18 @@ from .torch_losses import (
 __all__ = ["Computation", "Forward", "Loss", "LossFn", "LossModule", "default_forward"]
 
 LossFn = Callable[[Any, Any], Any] | None
-"""(output, target) → the mean over the samples (a scalar), or the samples' losses (shape (n,)), or
-(sum, count) if the mean is over something else, e.g. tokens. None for a model that computes its
-loss itself, see `lockstep.training.own_loss`. `nn.CrossEntropyLoss` and `nn.NLLLoss` are
-recognised, and so are their functions with keywords bound by `functools.partial`: ignored labels do
-not count, and class weights count as in torch. Element-wise losses of torch, such as `nn.MSELoss`,
-are known by the shapes of output and target. Other losses are compared by halves again and again,
-see `lockstep.training.mean_check`. The buffers of a loss that is a module belong to the training's
-state, see `lockstep.training.loss_state`."""
+"""A loss: (output, target) → the mean over the samples (a scalar), or the samples' losses (shape
+(n,)), or (sum, count) if the mean is over something else, e.g. tokens. None for a model that
+computes its loss itself, see `lockstep.training.own_loss`. `nn.CrossEntropyLoss` and `nn.NLLLoss`
+are recognised, and so are their functions with keywords bound by `functools.partial`: ignored
+labels do not count, and class weights count as in torch. Element-wise losses of torch, such as
+`nn.MSELoss`, are known by the shapes of output and target. Other losses are compared by halves
+again and again, see `lockstep.training.mean_check`. The buffers of a loss that is a module belong
+to the training's state, see `lockstep.training.loss_state`.
+"""
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
-"""(model, data) → (output, target)."""
+"""A forward pass: (model, data) → (output, target)."""
 
 
 def default_forward(model: nn.Module, data: Any) -> tuple[Any, Any]:

@@ -44,7 +44,10 @@ def agree_on_loss_scale(
     known = strategy.cast_parameters(loss.model, precision.name)
     watched = _WatchedLoss(loss, finds=known is None)
     module = strategy.wrap_evaluation(watched)
-    numbers = _zeros(comm.device, 1 + len(parameters))
+    # the count, then whether autocast converts each parameter
+    numbers = torch.zeros(
+        1 + len(parameters), dtype=accumulation_dtype(comm.device), device=comm.device
+    )
     # Without a graph where backward passes are sure to follow forward passes, as those of FSDP.
     everything = strategy.with_loss(loss.model)
     with (
@@ -62,10 +65,6 @@ def agree_on_loss_scale(
         sums = comm.allreduce(numbers)
     precision.set_count(sums[0], samples)
     precision.cast = frozenset(torch.nonzero(sums[1:]).flatten().tolist())
-
-
-def _zeros(device: torch.device, size: int) -> torch.Tensor:
-    return torch.zeros(size, dtype=accumulation_dtype(device), device=device)
 
 
 class _WatchedLoss(Computation):

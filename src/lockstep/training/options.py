@@ -439,7 +439,10 @@ class TrainOptions:
     def __post_init__(self) -> None:
         small = self.data == "digits"  # 1,437 samples
         if self.global_batch_size is None:
-            self.global_batch_size = 64 if small else 32 if self.text_file is not None else 256
+            if small:
+                self.global_batch_size = 64
+            else:
+                self.global_batch_size = 256 if self.text_file is None else 32
         if self.text_file is not None and self.context is None:
             self.context = 256
         if self.model == "gpt":  # config.json then says all that a program needs to build it again

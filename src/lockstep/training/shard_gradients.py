@@ -4,6 +4,7 @@ them by hand.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ class ShardGradients:
         """Set the trained parameters; if they are others than before, what is known of gradients is
         forgotten.
         """
-        if len(trained) == len(self.trained) and all(map(_is, trained, self.trained)):
+        if len(trained) == len(self.trained) and all(map(operator.is_, trained, self.trained)):
             return
         for hook in self._hooks:
             hook.remove()
@@ -439,10 +440,6 @@ def multiply(gradients: Gradients, factor: float) -> None:
     present = [gradient for gradient in gradients if gradient is not None]
     if present:
         torch._foreach_mul_(present, factor)
-
-
-def _is(left: object, right: object) -> bool:
-    return left is right
 
 
 def _recorder(

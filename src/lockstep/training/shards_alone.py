@@ -83,9 +83,11 @@ class ShardAlone:
         Returns:
             1-d tensor. A model that computes its loss itself is called for each sample alone.
         """
-        data, size = self.data, len(self.indices)
+        data = self.data
+        size = len(self.indices)
         if rows is not None:
-            data, size = self._rows(rows), len(rows)
+            data = self._rows(rows)
+            size = len(rows)
         loss = self.step.loss.without_comparison()
         with self.as_in_step(), self.step.precision.autocast():
             if loss.is_of_model:
@@ -169,7 +171,8 @@ def shards_of(step: TrainStep, batch: Batch) -> list[ShardAlone]:
     why = why_not_alone(step)
     if why:
         raise ConfigError("strategy", "one whose passes can be run alone", found=f"this one: {why}")
-    comm, size = step.comm, batch.global_size
+    comm = step.comm
+    size = batch.global_size
     indices = batch.indices.tolist()
     virtual_workers = step.strategy.virtual_workers
     first, _ = local_range(size, comm.size, comm.rank, virtual_workers)
@@ -180,12 +183,13 @@ def shards_of(step: TrainStep, batch: Batch) -> list[ShardAlone]:
     done = 0
     earlier: list[Any] = []
     for place, (data, samples) in enumerate(step.parts(batch)):
-        number, before = comm.rank, tuple(earlier)
+        number = numbers[place] if virtual_workers is not None else comm.rank
+        before = tuple(earlier) if virtual_workers is None else ()
         end = done + samples
         if virtual_workers is not None:
-            number, before = numbers[place], ()
             low, high = bounds(size, virtual_workers, number)
-            done, end = low - first, high - first
+            done = low - first
+            end = high - first
         if samples:
             shards.append(ShardAlone(step, number, data, indices[done:end], size, before))
         earlier.append(data)

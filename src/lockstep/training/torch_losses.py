@@ -47,11 +47,12 @@ def classification_loss(loss_fn: Any) -> nn.CrossEntropyLoss | nn.NLLLoss | None
     if isinstance(loss_fn, partial) and not loss_fn.args:
         fn = loss_fn.func
         keywords = loss_fn.keywords
-    module = (
-        nn.CrossEntropyLoss if fn is F.cross_entropy else nn.NLLLoss if fn is F.nll_loss else None
-    )
     # With a bound output or target it is another function.
-    return None if module is None or keywords.keys() & {"input", "target"} else module(**keywords)
+    if keywords.keys() & {"input", "target"}:
+        return None
+    if fn is F.cross_entropy:
+        return nn.CrossEntropyLoss(**keywords)
+    return nn.NLLLoss(**keywords) if fn is F.nll_loss else None
 
 
 class LabelSum:

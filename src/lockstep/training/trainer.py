@@ -193,7 +193,8 @@ class Trainer:
         )
         self._run_guard = run_guard(run_dir, ledger, fingerprint_every)
         if self._run_guard is not None:
-            run_dir, callbacks = self._run_guard.run_dir, self._run_guard.callbacks(callbacks)
+            run_dir = self._run_guard.run_dir
+            callbacks = self._run_guard.callbacks(callbacks)
         self.directory = HeldRunDirectory(run_dir, self.comm)
         chosen_strategy = make_strategy(strategy, self.comm, global_batch_size, devices)
         self.step = TrainStep(

@@ -322,7 +322,7 @@ _SPEEDS = ("samples_per_second", "tokens_per_second")
 def _results(trainer: Trainer, epochs_before: int) -> dict[str, Any]:
     strategy = trainer.step.strategy
     names_by_rank = trainer.comm.allgather_object(
-        [_device_name(device) for device in strategy.devices]
+        [devices.name_of(device) for device in strategy.devices]
     )
     strategy.sync_buffers()
     history = trainer.history
@@ -345,10 +345,6 @@ def _results(trainer: Trainer, epochs_before: int) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "fingerprint": strategy.fingerprint(trainer.model, trainer.optimizer),
     }
-
-
-def _device_name(device: torch.device) -> str:
-    return devices.name_of(device)
 
 
 def run(options: TrainOptions) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from .totals import make_totals
 _ALIGN = 64
 
 Parts = list[tuple[Any, int]]
-"""(data, samples) of each of this worker's shards."""
+"""This worker's shards: the data of each, and its number of samples."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ class Tar:
                 if key is not None and found != key:
                     runs.add(end)
                 key = found
-                end = _end_of(member)
+                # the data of a file are padded to whole units
+                end = member.offset_data + -(-member.size // _TAR_UNIT) * _TAR_UNIT
             # A damaged header in the middle looks to `tarfile` like the end of the archive.
             if file.read(_TAR_UNIT) != bytes(_TAR_UNIT):
                 raise ValueError(
@@ -76,10 +77,6 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         if member.isreg():
             yield member
     file.seek(archive.offset)
-
-
-def _end_of(member: tarfile.TarInfo) -> int:
-    return member.offset_data + -(-member.size // _TAR_UNIT) * _TAR_UNIT
 
 
 def _split_name(name: str) -> tuple[str, str]:

@@ -103,9 +103,8 @@ class AveragedWeights(Callback):
         self._load()
 
     def _fold_in(self, averaged: Any, current: Any, count: Tensor | int) -> None:
-        if (averaged[0].is_floating_point() and not _is_tiny(averaged[0])) or averaged[
-            0
-        ].is_complex():
+        first = averaged[0]  # all have one dtype and device
+        if first.is_complex() or (first.is_floating_point() and not _is_tiny(first)):
             self._average(averaged, current, count)
         else:
             torch._foreach_copy_(averaged, current)

@@ -160,12 +160,10 @@ class GradientNoise(Callback):
 
     def on_row(self, trainer: TrainingContext, row: Row) -> None:
         """Add the column."""
-        row["noise_scale"] = self._estimate()
-        self._sums = 0.0
-
-    def _estimate(self) -> float:
         noise, gradient = self._values()
-        return noise / gradient if noise > 0 and gradient > 0 else math.nan
+        is_estimated = noise > 0 and gradient > 0
+        row["noise_scale"] = noise / gradient if is_estimated else math.nan
+        self._sums = 0.0
 
     def _values(self) -> list[float]:
         sums = self._sums

@@ -256,5 +256,8 @@ class MLflow(_Tracker):
                 isinstance(error, KeyboardInterrupt)
                 or type(error).__name__ == "InterruptedRunError"
             )
-            status = "FINISHED" if error is None else "KILLED" if stopped else "FAILED"
+            if error is None:
+                status = "FINISHED"
+            else:
+                status = "KILLED" if stopped else "FAILED"
             self._client.set_terminated(self._run_id, status)

@@ -112,7 +112,8 @@ class ProgressThread:
                     return
                 queues = list(self._active)
             progressed = [queue.make_progress() for queue in queues]
-            self._drop_empty()
+            with self._wake:
+                self._active = {queue: None for queue in self._active if queue.pending}
             self._run_callbacks([queue for queue in queues if queue.has_callbacks])
             if any(progressed):
                 sleep_s = _MIN_SLEEP_S
@@ -154,10 +155,6 @@ class ProgressThread:
         with self._wake:
             if self._thread is None and not self._stopping:
                 self._thread = threading.current_thread()
-
-    def _drop_empty(self) -> None:
-        with self._wake:
-            self._active = {queue: None for queue in self._active if queue.pending}
 
 
 progress_thread = ProgressThread()
