@@ -183,8 +183,8 @@ def _in_words(
     if least is not None and below is not None:
         return f"{kind} from {least} to below {below}"
     limits = {"of at least": least, "above": above, "of at most": most, "below": below}
-    given = [f"{words} {limit}" for words, limit in limits.items() if limit is not None]
-    return f"{kind} {' and '.join(given)}" if given else kind
+    limits_in_words = [f"{words} {limit}" for words, limit in limits.items() if limit is not None]
+    return f"{kind} {' and '.join(limits_in_words)}" if limits_in_words else kind
 
 
 def flag(argument: str, value: T, none: str = "") -> T:
@@ -264,14 +264,14 @@ def texts(argument: str, value: Any, expected: str) -> list[str]:
     Raises:
         ConfigError: for anything else.
     """
-    found = (
+    items = (
         list(value)
         if isinstance(value, Iterable) and not isinstance(value, (str, bytes))
         else [None]
     )
-    if not all(isinstance(each, str) for each in found):
+    if not all(isinstance(item, str) for item in items):
         raise ConfigError(argument, expected, value)
-    return found
+    return items
 
 
 def path(argument: str, value: Any, expected: str, hint: str = "") -> Path:
@@ -286,10 +286,10 @@ def path(argument: str, value: Any, expected: str, hint: str = "") -> Path:
     Raises:
         ConfigError: for another type, or a text that is no path.
     """
-    found = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(found, str) or not found or "\0" in found:
+    as_text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(as_text, str) or not as_text or "\0" in as_text:
         raise ConfigError(argument, expected, value, hint)
-    return Path(found)
+    return Path(as_text)
 
 
 def output_file(argument: str, value: str | os.PathLike[str]) -> Path:
@@ -302,14 +302,14 @@ def output_file(argument: str, value: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: if it is a folder, or in a folder that does not exist.
     """
-    found = path(argument, value, "a file in an existing folder")
-    if not found.absolute().parent.is_dir():
+    file = path(argument, value, "a file in an existing folder")
+    if not file.absolute().parent.is_dir():
         raise ConfigError(
             argument, "a file in an existing folder", str(value), "Make the folder first."
         )
-    if found.is_dir():
+    if file.is_dir():
         raise ConfigError(argument, "a file in an existing folder", str(value))
-    return found
+    return file
 
 
 def instance(
@@ -406,5 +406,7 @@ def keyword_names(called: Callable[..., Any]) -> list[str]:
     """
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [
-        each.name for each in inspect.signature(called).parameters.values() if each.kind in kinds
+        parameter.name
+        for parameter in inspect.signature(called).parameters.values()
+        if parameter.kind in kinds
     ]

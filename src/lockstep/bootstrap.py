@@ -68,12 +68,12 @@ def find_rendezvous(world: World, variables: Mapping[str, str]) -> Rendezvous:
     Raises:
         ConfigError: there is no way to rendezvous, or the variables are incomplete.
     """
-    given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if variables.get(name)]
-    if len(given) == 2:
+    names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if variables.get(name)]
+    if len(names) == 2:
         return Rendezvous("address")
     launched_by_torch = world.source in ("torchrun", "lockstep")
-    if given or launched_by_torch:
-        got = f"{given[0]} alone" if given else "neither"
+    if names or launched_by_torch:
+        got = f"{names[0]} alone" if names else "neither"
         hint = (
             "Start the workers with a launcher, or set both."
             if launched_by_torch

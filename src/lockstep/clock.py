@@ -13,12 +13,12 @@ def dilation() -> float:
     """Return how many times slower than real time this job's emulated network is; 1.0 without
     one.
     """
-    found = environment.emulated_network()
-    if found is None:
+    network = environment.emulated_network()
+    if network is None:
         return 1.0
     from .network import parse_network
 
-    return parse_network(found[0]).dilation
+    return parse_network(network[0]).dilation
 
 
 def monotonic() -> float:

@@ -67,8 +67,8 @@ def accelerator() -> str | None:
     """Return the type of the accelerator that torch can use on this host, such as "cuda"; None
     without one.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
 
 
 def known_names() -> list[str]:
@@ -117,8 +117,8 @@ def name_of(device: torch.device) -> str:
 def uuid_of(device: torch.device) -> str | None:
     """Return what tells the device from all others, where torch knows it."""
     properties = getattr(_module_of(device.type), "get_device_properties", None)
-    found = None if properties is None else getattr(properties(device), "uuid", None)
-    return None if found is None else str(found)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
 
 
 def versions_of(device: torch.device) -> dict[str, Any]:
@@ -277,8 +277,8 @@ def _memory_function(device: torch.device, name: str, of_accelerator: str) -> An
     """Return the function of the device's module, or else the one of `torch.accelerator`, which
     newer versions have.
     """
-    found = None if device.type in _HOST else getattr(_module_of(device.type), name, None)
-    return getattr(torch.accelerator, of_accelerator, None) if found is None else found
+    function = None if device.type in _HOST else getattr(_module_of(device.type), name, None)
+    return getattr(torch.accelerator, of_accelerator, None) if function is None else function
 
 
 def memory_of(device: torch.device) -> Memory | None:
@@ -300,9 +300,9 @@ def peak_memory(device: torch.device) -> int | None:
     """Return the most bytes that tensors had in use since `reset_peak_memory`; None where torch
     does not know it.
     """
-    found = _memory_function(device, "max_memory_allocated", "max_memory_allocated")
+    function = _memory_function(device, "max_memory_allocated", "max_memory_allocated")
     try:
-        return None if device.type in _HOST or found is None else int(found(device))
+        return None if device.type in _HOST or function is None else int(function(device))
     except RuntimeError:
         return None
 

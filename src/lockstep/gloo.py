@@ -84,15 +84,15 @@ def _wait_for(works: list[Any], kept: list[Any]) -> None:
 
 
 def _gloo_backends(group: Any) -> list[Any]:
-    found = []
+    backends = []
     with suppress(RuntimeError):  # it has been destroyed
         for device in group._device_types:
             backend = group._get_backend(device)
             backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
             # also where torch was built without it
             if type(backend).__name__ == "ProcessGroupGloo":
-                found.append(backend)
-    return found
+                backends.append(backend)
+    return backends
 
 
 def _times_out(backend: Any, peer: int, tag: int) -> bool:
@@ -155,7 +155,7 @@ class SocketTracker:
 
 
 def _open_sockets() -> dict[int, int]:
-    found = {}
+    sockets = {}
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - the names are all that is needed
     except OSError:  # not Linux
@@ -164,8 +164,8 @@ def _open_sockets() -> dict[int, int]:
         with suppress(OSError):  # the descriptor of the listing itself
             status = os.fstat(number)
             if stat.S_ISSOCK(status.st_mode):
-                found[number] = status.st_ino
-    return found
+                sockets[number] = status.st_ino
+    return sockets
 
 
 _CHECK_S = 0.005
@@ -184,22 +184,22 @@ def interruptible_gloo(check: Callable[[], None]) -> Iterator[None]:
     original: Any = c10d.ProcessGroupGloo
 
     def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        made: list[Any] = []
+        groups: list[Any] = []
 
         def construct() -> None:
             try:
-                made.append(original(store, rank, size, timeout=timeout))
+                groups.append(original(store, rank, size, timeout=timeout))
             except BaseException as error:
-                made.append(error)
+                groups.append(error)
 
         thread = threading.Thread(target=construct, name="lockstep gloo", daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(_CHECK_S)
             check()
-        if isinstance(made[0], BaseException):
-            raise made[0]
-        return made.pop()
+        if isinstance(groups[0], BaseException):
+            raise groups[0]
+        return groups.pop()
 
     class Kind(type):
         def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> Any:

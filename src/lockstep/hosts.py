@@ -97,11 +97,11 @@ def parse_hostfile(text: str, source: str = "hostfile") -> list[Host]:
 def _parse_line(fields: list[str], where: str) -> Host:
     host = _parse_entry(fields[0], where)
     settings = [word.partition("=") for word in fields[1:]]
-    given = [value for key, _, value in settings if key == "slots"]
+    slots = [value for key, _, value in settings if key == "slots"]
     unknown = [key for key, _, _ in settings if key not in ("slots", "max_slots", "max-slots")]
-    if unknown or len(given) > 1 or (given and ":" in fields[0].rpartition("]")[2]):
+    if unknown or len(slots) > 1 or (slots and ":" in fields[0].rpartition("]")[2]):
         raise ConfigError(where, "host slots=4, or host:4", found=" ".join(fields))
-    return Host(host.name, _parse_slots(given[0], where), host.user) if given else host
+    return Host(host.name, _parse_slots(slots[0], where), host.user) if slots else host
 
 
 def _parse_entry(text: str, where: str) -> Host:
@@ -147,7 +147,7 @@ def is_this_host(host: str) -> bool:
     if is_loopback(host) or host == socket.gethostname():
         return True
     with suppress(OSError):
-        addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
         return any(_is_own_address(str(address)) for address in addresses)
     return False
 

@@ -59,7 +59,7 @@ class Link:
     def __str__(self) -> str:
         bits = 8 * self.bandwidth
         unit, name = next(
-            (each for each in ((1e9, "Gbit"), (1e6, "Mbit")) if bits >= each[0]), (1e3, "kbit")
+            (scale for scale in ((1e9, "Gbit"), (1e6, "Mbit")) if bits >= scale[0]), (1e3, "kbit")
         )
         return f"{bits / unit:.4g}{name},{1e6 * self.latency:.4g}us"
 
@@ -171,11 +171,11 @@ def _quantity(text: str) -> tuple[str, float]:
     """Return "bandwidth" and bytes per second, "latency" and seconds, or "" and 0 for anything
     else.
     """
-    found = _QUANTITY.fullmatch(text.strip())
-    if found is None:
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None:
         return "", 0.0
-    number = float(found["number"])
-    unit = found["unit"]
+    number = float(match["number"])
+    unit = match["unit"]
     if unit in _SECONDS:
         return "latency", number * _SECONDS[unit]
     unit = unit.lower().removesuffix("/s")
@@ -288,7 +288,7 @@ class VirtualNetwork:
     def place_of(self, rank: int, workers: int) -> tuple[int, int]:
         """Return the local rank of `rank` on its host, and the number of workers there."""
         host = self.host_of(rank, workers)
-        members = [each for each in range(workers) if self.host_of(each, workers) == host]
+        members = [member for member in range(workers) if self.host_of(member, workers) == host]
         return members.index(rank), len(members)
 
     def __str__(self) -> str:
@@ -335,10 +335,10 @@ def parse_network(text: str, argument: str = "network") -> VirtualNetwork:
     Raises:
         ConfigError: a part is not understood or out of range, or hosts or bandwidth are missing.
     """
-    found = _Parts(argument, text)
+    parts = _Parts(argument, text)
     for part in text.split(","):
-        found.read(part.strip())
-    return found.network()
+        parts.read(part.strip())
+    return parts.network()
 
 
 class _Parts:

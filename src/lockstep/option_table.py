@@ -145,29 +145,31 @@ def option(
 def options_of(table: type) -> tuple[Option, ...]:
     """Return the options of a table, in the order of its help."""
     entries = []
-    for each in fields(table):
-        if each.metadata:
-            flags = each.metadata["flags"] or ("--" + each.name.replace("_", "-"),)
-            entries.append(Option(each.name, each.default, **{**each.metadata, "flags": flags}))
+    for attribute in fields(table):
+        if attribute.metadata:
+            flags = attribute.metadata["flags"] or ("--" + attribute.name.replace("_", "-"),)
+            entries.append(
+                Option(attribute.name, attribute.default, **{**attribute.metadata, "flags": flags})
+            )
     return tuple(entries)
 
 
-def values_of(table: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the options of a table that are among `given`: texts, or values of a
-    file, by name.
+def values_of(table: type, parsed_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the options of a table that are among `parsed_values`: texts, or values
+    of a file, by name.
 
     A value of None, null in a file, stands for an option that is not given.
 
     Raises:
         ConfigError: a value is invalid; names the option.
     """
-    found = {}
-    for each in options_of(table):
-        if each.name in given:
-            value = given[each.name]
-            is_null = value is None and each.default is None
-            found[each.name] = None if is_null else each.parse(each.name, value)
-    return found
+    values = {}
+    for entry in options_of(table):
+        if entry.name in parsed_values:
+            value = parsed_values[entry.name]
+            is_null = value is None and entry.default is None
+            values[entry.name] = None if is_null else entry.parse(entry.name, value)
+    return values
 
 
 def integer(least: int, most: int | None = None, *, expected: str = "") -> Parse:
@@ -180,29 +182,29 @@ def number(expected: str = "", **limits: Any) -> Parse:
     return partial(arguments.parse_number, expected=expected, **limits)
 
 
-def text(name: str, given: Any) -> str:
+def text(name: str, value: Any) -> str:
     """Return a text; a whole number in a file stands for its digits.
 
     Raises:
         ConfigError: it is empty, or of another type.
     """
-    if isinstance(given, bool) or not isinstance(given, str | int):
-        hint = "" if given is None or isinstance(given, bool) else "Put it in quotes."
-        raise ConfigError(name, "a text", given, hint)
-    if not str(given).strip() or "\0" in str(given):
-        raise ConfigError(name, "a text", given)
-    return str(given)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        hint = "" if value is None or isinstance(value, bool) else "Put it in quotes."
+        raise ConfigError(name, "a text", value, hint)
+    if not str(value).strip() or "\0" in str(value):
+        raise ConfigError(name, "a text", value)
+    return str(value)
 
 
-def switch(name: str, given: Any) -> bool:
+def switch(name: str, value: Any) -> bool:
     """Return True or False.
 
     Raises:
         ConfigError: it is neither.
     """
-    if not isinstance(given, bool):
-        raise ConfigError(name, "true or false", given)
-    return given
+    if not isinstance(value, bool):
+        raise ConfigError(name, "true or false", value)
+    return value
 
 
 def choice(known: Iterable[str]) -> Parse:
@@ -210,7 +212,7 @@ def choice(known: Iterable[str]) -> Parse:
     return partial(arguments.choice, known=tuple(known))
 
 
-def names(_: str, given: str | Sequence[str]) -> tuple[str, ...]:
+def names(_: str, value: str | Sequence[str]) -> tuple[str, ...]:
     """Return names, in one text with commas or in several texts."""
-    texts = given.split(",") if isinstance(given, str) else given
+    texts = value.split(",") if isinstance(value, str) else value
     return tuple(text.strip() for text in texts if text.strip())

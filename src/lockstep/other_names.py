@@ -471,8 +471,8 @@ def in_training(name: str, step: str) -> str | None:
         name: its name in another library.
         step: "Trainer", "TrainStep" or "prepare": what has the options of a step.
     """
-    own = {"prepare": _PREPARE, "TrainStep": _TRAIN_STEP}.get(step, {})
-    text = own.get(name) or _TRAINING.get(name)
+    names_of_step = {"prepare": _PREPARE, "TrainStep": _TRAIN_STEP}.get(step, {})
+    text = names_of_step.get(name) or _TRAINING.get(name)
     return None if text is None else text.format(step=step)
 
 

@@ -230,14 +230,14 @@ def get_available(store: Store, keys: Sequence[str]) -> dict[str, bytes]:
     return dict(zip(available, store.multi_get(available), strict=True)) if available else {}
 
 
-def read_message(text: str | bytes, kind: type[T], what: str) -> T:
+def read_message(text: str | bytes, kind: type[T], subject: str) -> T:
     """Return the message of the type `kind` that another process has written to a store with
     `messages.encode`.
 
     Args:
         text: the message.
         kind: its type.
-        what: what it is, for the error.
+        subject: what it is, for the error.
 
     Raises:
         TransportError: it is damaged; says what it is, what was expected and where.
@@ -246,7 +246,7 @@ def read_message(text: str | bytes, kind: type[T], what: str) -> T:
         return messages.decode(text, kind)
     except ValueError as error:
         raise TransportError(
-            f"{what}: the message in the job's store is damaged: {error}"
+            f"{subject}: the message in the job's store is damaged: {error}"
         ) from None
 
 

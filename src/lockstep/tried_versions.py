@@ -27,11 +27,11 @@ def about_untried_torch(torch_version: str) -> str | None:
     release = release_of(torch_version)
     if OLDEST_TORCH <= release <= NEWEST_TORCH:
         return None
-    found, oldest, newest = (
+    version, oldest, newest = (
         ".".join(map(str, numbers)) for numbers in (release, OLDEST_TORCH, NEWEST_TORCH)
     )
     return (
-        f"torch {found} has not been tried with {_own_name()} ({oldest} to {newest} have): "
+        f"torch {version} has not been tried with {_own_name()} ({oldest} to {newest} have): "
         f"if something fails, install torch {newest}, or a newer Lockstep"
     )
 

@@ -92,24 +92,24 @@ def run_command(parsed: argparse.Namespace) -> int:
     start = ["-np", str(workers)] + (["-H", parsed.hosts] if hosts else [])
     with _Progress() as progress:
         began = time.monotonic()
-        found = network_bench.bench(start, workers, not hosts, seconds, progress.show)
+        measured = network_bench.bench(start, workers, not hosts, seconds, progress.show)
         took = time.monotonic() - began
-    written = network_bench.write(found, path, with_picture)
+    written = network_bench.write(measured, path, with_picture)
     if parsed.json:
         print(path.read_text(), end="")
     else:
-        _print(found)
+        _print(measured)
         print(
             f"took {took:.0f} s: {seconds} s for messages, the rest to start the ranks and to "
             "copy in memory"
         )
         print(f"\nWritten: {', '.join(map(str, written))}")
-    if not found.is_result:
-        print(f"lockstep bench: {network_bench.verdict(found)}", file=sys.stderr)
-    return int(not found.is_result)
+    if not measured.is_result:
+        print(f"lockstep bench: {network_bench.verdict(measured)}", file=sys.stderr)
+    return int(not measured.is_result)
 
 
-def _print(found: NetworkMeasurement) -> None:
+def _print(measured: NetworkMeasurement) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -117,29 +117,30 @@ def _print(found: NetworkMeasurement) -> None:
     from ..planning import network_bench
 
     console = Console(highlight=False, markup=False, emoji=False)
-    heading, *rows = network_bench.table(found)
+    heading, *rows = network_bench.table(measured)
     shown = Table(*heading, box=box.SIMPLE)
     for column in shown.columns[2:]:
         column.justify = "right"
     for row in rows:
         shown.add_row(*row)
     title = (
-        f"{found.workers} ranks on {len(found.hosts)} host{'s'[: len(found.hosts) != 1]}, "
-        f"{found.cores} cores"
+        f"{measured.workers} ranks on {len(measured.hosts)} host{'s'[: len(measured.hosts) != 1]}, "
+        f"{measured.cores} cores"
     )
-    console.print(f"{title}: {found.description}")
+    console.print(f"{title}: {measured.description}")
     console.print(shown)
     console.print(
-        f"copy in memory: {found.copy_bandwidth / 1e9:.2f} GB/s by each rank, noise "
-        f"{found.copy_noise:.0%}"
+        f"copy in memory: {measured.copy_bandwidth / 1e9:.2f} GB/s by each rank, noise "
+        f"{measured.copy_noise:.0%}"
     )
-    for name, each in found.transports.items():
-        if each.compute_slowdown:
+    for name, transport in measured.transports.items():
+        if transport.compute_slowdown:
             console.print(
-                f"computing beside an all-reduce over {name}: {each.compute_slowdown:.2f} x as long"
+                f"computing beside an all-reduce over {name}: "
+                f"{transport.compute_slowdown:.2f} x as long"
             )
-    if found.is_result:
-        console.print(network_bench.verdict(found))
+    if measured.is_result:
+        console.print(network_bench.verdict(measured))
 
 
 class _Progress:

@@ -90,12 +90,12 @@ def run_command(parsed: argparse.Namespace) -> int:
 
 def _in_words(culprit: Culprit, blamed: Blamed) -> str:
     if blamed.kind == "gradient":
-        what = f"{culprit.share:.0%} of the gradient, loss {culprit.loss:.4g}"
+        evidence = f"{culprit.share:.0%} of the gradient, loss {culprit.loss:.4g}"
     elif blamed.kind == "not finite":
-        what = plain(culprit.origin)
+        evidence = plain(culprit.origin)
     else:
-        what = "raises the running statistics most"
-    parts = [f"sample {culprit.index}: {what}", plain(culprit.what)]
+        evidence = "raises the running statistics most"
+    parts = [f"sample {culprit.index}: {evidence}", plain(culprit.what)]
     if culprit.picture:
         parts.append(f"picture in {plain(culprit.picture)}")
     return "; ".join(part for part in parts if part)

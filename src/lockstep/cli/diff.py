@@ -62,7 +62,7 @@ def run_command(parsed: argparse.Namespace) -> int:
         print(f"{compared.same:,} steps are the same, bit for bit")
         return 0
     print(f"{compared.same:,} steps are the same; the first that differs: {compared.difference}")
-    others = [each.name.replace("_", " ") for each in compared.also]
+    others = [difference.name.replace("_", " ") for difference in compared.also]
     if others:
         print(f"others of its values that differ: {', '.join(others)}")
     if compared.cause:

@@ -233,26 +233,26 @@ def add_to(commands: Any, name: str) -> None:
 
 def run_command(parsed: argparse.Namespace) -> int:
     """Run the command with the `parsed` arguments, and return the exit code."""
-    given = vars(parsed)
-    own = HorovodOptions(**values_of(HorovodOptions, given))
-    if own.show_version or own.check_build:
-        print(_version() if own.show_version else _build_information())
+    parsed_values = vars(parsed)
+    options = HorovodOptions(**values_of(HorovodOptions, parsed_values))
+    if options.show_version or options.check_build:
+        print(_version() if options.show_version else _build_information())
         return 0
-    if ignored := given.get("ignored"):
+    if ignored := parsed_values.get("ignored"):
         _log(f"options without effect, ignored: {', '.join(ignored)}")
-    program = program_of(given.get("command", []))
+    program = program_of(parsed_values.get("command", []))
     variables = environment.variables()
-    elastic, follower = _elastic_job(own, given, variables)
+    elastic, follower = _elastic_job(options, parsed_values, variables)
     chosen = {
         **program,
-        **_shared_values(given, variables),
+        **_shared_values(parsed_values, variables),
         **elastic,
-        **_stall_timeout(own, given, variables),
+        **_stall_timeout(options, parsed_values, variables),
     }
-    environment.set_variables(child_variables(own, variables))
+    environment.set_variables(child_variables(options, variables))
     names = [name for name in environment.variables() if name.startswith("HOROVOD_")]
     chosen["env"] = [name for name in names if name.removeprefix("HOROVOD_") not in _RANK_VARIABLES]
-    if own.verbose:
+    if options.verbose:
         _log(shlex.join(_equivalent_command(chosen)))
     is_elastic_here = (
         "elastic" in chosen
@@ -304,9 +304,13 @@ def _is_this_python(word: str) -> bool:
     )
 
 
-def _shared_values(given: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+def _shared_values(
+    parsed_values: Mapping[str, Any], variables: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the texts of the options that `lockstep run` also has."""
-    shared = {entry.name: given[entry.name] for entry in _shared() if entry.name in given}
+    shared = {
+        entry.name: parsed_values[entry.name] for entry in _shared() if entry.name in parsed_values
+    }
     shared.pop("stall_timeout", None)
     if "network_interface" in shared:
         shared["network_interface"] = ",".join(shared["network_interface"])
@@ -321,40 +325,42 @@ _MOST = 120  # workers of an elastic job, see --elastic of `lockstep run`
 
 
 def _elastic_job(
-    own: HorovodOptions, given: Mapping[str, Any], variables: Mapping[str, str]
+    options: HorovodOptions, parsed_values: Mapping[str, Any], variables: Mapping[str, str]
 ) -> tuple[dict[str, str], Follower | None]:
     """Return the options of `lockstep run` for an elastic job, and what follows its script, if
     there is one.
     """
     workers = (
-        arguments.parse_whole("workers", given["workers"], least=1) if "workers" in given else None
+        arguments.parse_whole("workers", parsed_values["workers"], least=1)
+        if "workers" in parsed_values
+        else None
     )
-    least = own.min_np or workers or 1
-    most = own.max_np
+    least = options.min_np or workers or 1
+    most = options.max_np
     bound = max(least, workers or 1)
     if most is not None and most < bound:
         raise ConfigError("max_np", f"at least {bound}, the value of -np or --min-np", most)
-    script = own.host_discovery_script
+    script = options.host_discovery_script
     if script is None:
-        if own.min_np is None and own.max_np is None:
+        if options.min_np is None and options.max_np is None:
             return {}, None
-        slots = sum(host.slots for host in _given_hosts(given)) or _MOST
-        if _is_fixed(given):
+        slots = sum(host.slots for host in _given_hosts(parsed_values)) or _MOST
+        if _is_fixed(parsed_values):
             return {}, None
         most = min(most or bound, slots, _MOST)
         return {"elastic": f"{least}:{most}", "workers": str(min(bound, most))}, None
-    if "hosts" in given or "hostfile" in given:
+    if "hosts" in parsed_values or "hostfile" in parsed_values:
         raise ConfigError(
             "host_discovery_script", "either this option, or -H or --hostfile", found="both"
         )
-    seconds = own.elastic_timeout
+    seconds = options.elastic_timeout
     if seconds is None:
         seconds = _seconds("elastic_timeout", variables.get("HOROVOD_ELASTIC_TIMEOUT") or "600")
-    discovery = Discovery(script, workers or least, own.slots_per_host, seconds)
+    discovery = Discovery(script, workers or least, options.slots_per_host, seconds)
     hosts = discovery.find()
     workers = min(sum(host.slots for host in hosts), most or sys.maxsize)
     names = {"hosts": ",".join(_host_text(host) for host in hosts)}
-    if _is_fixed(given):
+    if _is_fixed(parsed_values):
         return {"workers": str(workers), **names}, None
     most = min(most or _MOST, _MOST)
     workers = min(workers, most)
@@ -364,20 +370,20 @@ def _elastic_job(
     return {**elastic, **names}, Follower(discovery, hosts, lambda hosts: None, _log)
 
 
-def _given_hosts(given: Mapping[str, Any]) -> list[Host]:
-    if "hostfile" in given:
-        return read_hostfile(Path(given["hostfile"]))
-    return parse_hosts(given["hosts"]) if "hosts" in given else []
+def _given_hosts(parsed_values: Mapping[str, Any]) -> list[Host]:
+    if "hostfile" in parsed_values:
+        return read_hostfile(Path(parsed_values["hostfile"]))
+    return parse_hosts(parsed_values["hosts"]) if "hosts" in parsed_values else []
 
 
-def _is_fixed(given: Mapping[str, Any]) -> bool:
+def _is_fixed(parsed_values: Mapping[str, Any]) -> bool:
     """Return whether the number of workers stays as it is at the start, and say so."""
-    if "output_dir" in given:
+    if "output_dir" in parsed_values:
         _log(
             "with --output-filename the number of workers is fixed at the start, and the loss of "
             "one ends the job"
         )
-    return "output_dir" in given
+    return "output_dir" in parsed_values
 
 
 def _host_text(host: Host) -> str:
@@ -386,38 +392,40 @@ def _host_text(host: Host) -> str:
 
 
 def _stall_timeout(
-    own: HorovodOptions, given: Mapping[str, Any], variables: Mapping[str, str]
+    options: HorovodOptions, parsed_values: Mapping[str, Any], variables: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the value of --stall-timeout, if the user has set it."""
-    if _is_stall_check_off(own, variables):
+    if _is_stall_check_off(options, variables):
         return {"stall_timeout": _NEVER}
-    text = given.get("stall_timeout", variables.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", ""))
+    text = parsed_values.get(
+        "stall_timeout", variables.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "")
+    )
     if not text:
         return {}
     # 0 seconds means no shutdown
     return {"stall_timeout": text if _seconds("stall_timeout", text) else _NEVER}
 
 
-def _is_stall_check_off(own: HorovodOptions, variables: Mapping[str, str]) -> bool:
-    if own.no_stall_check is not None:
-        return own.no_stall_check
+def _is_stall_check_off(options: HorovodOptions, variables: Mapping[str, str]) -> bool:
+    if options.no_stall_check is not None:
+        return options.no_stall_check
     return variables.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
 
 
-def child_variables(own: HorovodOptions, variables: Mapping[str, str]) -> dict[str, str]:
+def child_variables(options: HorovodOptions, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for the options that `lockstep run` does not have."""
     values = {}
-    if own.timeline_filename is not None:
-        values["HOROVOD_TIMELINE"] = str(Path(own.timeline_filename).absolute())
-    if own.timeline_mark_cycles is not None:
-        values["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(own.timeline_mark_cycles))
-    warning = own.stall_warning or variables.get("HOROVOD_STALL_CHECK_TIME_SECONDS", "")
-    if _is_stall_check_off(own, variables):
+    if options.timeline_filename is not None:
+        values["HOROVOD_TIMELINE"] = str(Path(options.timeline_filename).absolute())
+    if options.timeline_mark_cycles is not None:
+        values["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(options.timeline_mark_cycles))
+    warning = options.stall_warning or variables.get("HOROVOD_STALL_CHECK_TIME_SECONDS", "")
+    if _is_stall_check_off(options, variables):
         values |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "LOCKSTEP_STALL_WARNING": _NEVER}
     elif warning:
         seconds = _warning_seconds("stall_warning", warning)
         values |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": seconds, "LOCKSTEP_STALL_WARNING": seconds}
-    if own.no_stall_check is False:
+    if options.no_stall_check is False:
         values["HOROVOD_STALL_CHECK_DISABLE"] = "0"
     return values
 

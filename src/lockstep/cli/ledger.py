@@ -117,19 +117,23 @@ def _print_head(read: Ledger) -> None:
     print(
         f"{read.folder}: {counted(count, 'step')}, {counted(starts, 'start')}; {', '.join(words)}"
     )
-    for number, each in enumerate(read.starts):
+    for number, start_of_run in enumerate(read.starts):
         of_start = read.steps["step"][read.steps["start"] == number]
         steps = (
             f"steps {of_start[0]} to {of_start[-1]}"
             if len(of_start)
             else "its steps were computed again"
         )
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time))
-        on = f"{counted(each.workers, 'worker')}, {plain(each.device)}"
-        resumed = f", resumed from {plain(Path(each.resumed).name)}" if each.resumed else ""
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(start_of_run.time))
+        on = f"{counted(start_of_run.workers, 'worker')}, {plain(start_of_run.device)}"
+        resumed = (
+            f", resumed from {plain(Path(start_of_run.resumed).name)}"
+            if start_of_run.resumed
+            else ""
+        )
         print(
-            f"  {when} on {plain(each.host)}, {on}: {steps}{resumed}: "
-            f"{plain(' '.join(each.command))}"
+            f"  {when} on {plain(start_of_run.host)}, {on}: {steps}{resumed}: "
+            f"{plain(' '.join(start_of_run.command))}"
         )
     if read.damaged:
         more = ", …" * (len(read.damaged) > 5)

@@ -191,17 +191,18 @@ def _resume_hint(error: LockstepError, words: list[str], program_words: int) -> 
         return resume_hint(error, shlex.join(["lockstep", *words]))
     from ..launcher.remote_command import redact_variables  # imports torch
 
-    own = words[1 : len(words) - program_words]
+    command_words = words[1 : len(words) - program_words]
     program = words[len(words) - program_words :]
-    if redact_variables(own) != own:  # the value of a variable belongs into no log
+    # the value of a variable belongs into no log
+    if redact_variables(command_words) != command_words:
         return resume_hint(error)
-    if "--resume" in own:
-        place = own.index("--resume")
-        del own[place : place + 2]
-    own = [word for word in own if not word.startswith("--resume=")]
+    if "--resume" in command_words:
+        place = command_words.index("--resume")
+        del command_words[place : place + 2]
+    command_words = [word for word in command_words if not word.startswith("--resume=")]
     return (
         ". Resume with: "
-        f"{shlex.join(['lockstep', 'run', '--resume', error.run_dir, *own, *program])}"
+        f"{shlex.join(['lockstep', 'run', '--resume', error.run_dir, *command_words, *program])}"
     )
 
 

@@ -39,9 +39,11 @@ class Parser(argparse.ArgumentParser):
         required = "the following arguments are required: "
         if message.startswith(required):
             missing = message.removeprefix(required).split(", ")
-            given = ", ".join(missing[:1] if missing[0] == "script" else missing)
-            what = "a Python file or, with -m, a module" if given == "script" else "a value"
-            message = f"{given}: expected {what}, got none"
+            missing_names = ", ".join(missing[:1] if missing[0] == "script" else missing)
+            expected = (
+                "a Python file or, with -m, a module" if missing_names == "script" else "a value"
+            )
+            message = f"{missing_names}: expected {expected}, got none"
         if problem == "expected one argument":
             first, *_, last = flag.split("/") * 2
             message = (

@@ -172,11 +172,11 @@ def _check_transport(network: Any, transport: str | None) -> None:
 
 def _note_options_of_the_script(words: Sequence[str]) -> None:
     """Say so if words after the script look like options of this command, which might be meant."""
-    found = [word for word in words[1:] if word.partition("=")[0] in _OWN_OPTIONS]
-    if found and words[1] != "--":
+    misplaced = [word for word in words[1:] if word.partition("=")[0] in _OWN_OPTIONS]
+    if misplaced and words[1] != "--":
         text = (
-            f"{', '.join(found)} after {words[0]} goes to the script; write it before {words[0]} "
-            "for lockstep plan"
+            f"{', '.join(misplaced)} after {words[0]} goes to the script; write it before "
+            f"{words[0]} for lockstep plan"
         )
         print(f"lockstep plan: {text}", file=sys.stderr)
 
@@ -229,7 +229,7 @@ def run_command(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _record(program: Program, most: int, one: bool) -> dict[int, list[Profile]]:
+def _record(program: Program, most: int, only_one: bool) -> dict[int, list[Profile]]:
     """Profile the script on one worker, and on two if there are cores for them."""
     from .. import environment
     from ..planning.profiling import record_profiles
@@ -239,7 +239,7 @@ def _record(program: Program, most: int, one: bool) -> dict[int, list[Profile]]:
     profiles = {1: record_profiles(program, 1, share, title=f"{title} on 1 worker")}
     first = profiles[1][0]
     divisible = first.virtual_workers != 1 and first.global_batch != 1
-    if not one and most > 1 and environment.usable_cores() >= 2 and divisible:
+    if not only_one and most > 1 and environment.usable_cores() >= 2 and divisible:
         profiles[2] = record_profiles(
             program, 2, min(1.0, 2 * share), title=f"{title} on 2 workers"
         )
@@ -310,9 +310,9 @@ def _slowdown(network: Any, transport: str | None) -> float:
     if isinstance(network, Link):
         return ASSUMED_SLOWDOWN
     of = [
-        found
-        for name, found in network.transports.items()
-        if transport in (None, name) and found.compute_slowdown
+        measured
+        for name, measured in network.transports.items()
+        if transport in (None, name) and measured.compute_slowdown
     ]
     return max(0.0, of[0].compute_slowdown - 1) if of else ASSUMED_SLOWDOWN
 
@@ -395,17 +395,17 @@ def _publish(
                 draw(Path(parsed.picture), forecasts, title, measured)
             print(f"picture: {parsed.picture}")
         if parsed.json:
-            found = {
+            result = {
                 "lockstep_plan": 1,
                 "script": [parsed.script, *parsed.arguments],
                 "network": parsed.network,
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "forecasts": [asdict(each) for each in forecasts],
+                "forecasts": [asdict(forecast) for forecast in forecasts],
                 "advice": advice,
                 "assumptions": taken,
                 "held_out": list(held_out),
             }
-            atomic_files.write_json(Path(parsed.json), found)
+            atomic_files.write_json(Path(parsed.json), result)
     except OSError as error:
         raise ConfigError("output", "files that can be written", found=str(error)) from None
 
@@ -446,7 +446,7 @@ def _rows(forecasts: Sequence[Forecast]) -> list[Forecast]:
         return list(forecasts)
     wanted = {forecasts[0].workers, forecasts[-1].workers, *range(1, 9), *(2**n for n in range(30))}
     wanted |= {3 * 2**n for n in range(30)}
-    return [each for each in forecasts if each.workers in wanted]
+    return [forecast for forecast in forecasts if forecast.workers in wanted]
 
 
 def _table(title: str, forecasts: Sequence[Forecast]) -> Any:
@@ -458,13 +458,21 @@ def _table(title: str, forecasts: Sequence[Forecast]) -> Any:
     columns += ["cost/hour", "per M samples"] * priced + ["memory", "limited by"]
     for name in columns:
         table.add_column(name, justify="left" if name == "limited by" else "right", no_wrap=True)
-    for each in forecasts:
-        cells = [str(each.workers), _time(each.step_s), _interval(each.low_s, each.high_s)]
-        cells += [f"{each.speedup:.2f}", f"{each.efficiency:.0%}", f"{each.samples_per_s:,.0f}"]
-        if each.cost_per_hour is not None and each.cost_per_million is not None:
-            cells += [f"{each.cost_per_hour:.2f}", f"{each.cost_per_million:.4g}"]
-        memory = "" if each.memory is None else f"{each.memory / (1 << 20):,.0f} MiB"
-        table.add_row(*cells, memory, each.limit)
+    for forecast in forecasts:
+        cells = [
+            str(forecast.workers),
+            _time(forecast.step_s),
+            _interval(forecast.low_s, forecast.high_s),
+        ]
+        cells += [
+            f"{forecast.speedup:.2f}",
+            f"{forecast.efficiency:.0%}",
+            f"{forecast.samples_per_s:,.0f}",
+        ]
+        if forecast.cost_per_hour is not None and forecast.cost_per_million is not None:
+            cells += [f"{forecast.cost_per_hour:.2f}", f"{forecast.cost_per_million:.4g}"]
+        memory = "" if forecast.memory is None else f"{forecast.memory / (1 << 20):,.0f} MiB"
+        table.add_row(*cells, memory, forecast.limit)
     return table
 
 
@@ -503,4 +511,4 @@ def _interval(low: float, high: float) -> str:
 
 def _unit(seconds: float) -> tuple[float, str]:
     units = ((1.0, "s"), (1e3, "ms"))
-    return next((each for each in units if seconds * each[0] >= 1), (1e6, "µs"))
+    return next((unit for unit in units if seconds * unit[0] >= 1), (1e6, "µs"))

@@ -133,8 +133,8 @@ def _print_step(replayed: Replayed) -> None:
 
     shards = [["shard", "loss", "gradient"]]
     shards += [
-        [str(each.number), f"{each.loss:.4g}", f"{each.gradient_norm:.4g}"]
-        for each in replayed.shards
+        [str(shard.number), f"{shard.loss:.4g}", f"{shard.gradient_norm:.4g}"]
+        for shard in replayed.shards
     ]
     losses = [["sample", "largest losses"]]
     losses += [

@@ -70,7 +70,7 @@ def run_command(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def elastic_job(given: str | None) -> JobDescription:
+def elastic_job(choice: str | None) -> JobDescription:
     """Return the elastic job that runs here, with the PID or the folder that was given, if any.
 
     Raises:
@@ -78,21 +78,21 @@ def elastic_job(given: str | None) -> JobDescription:
     """
     from ..flight_recorder import jobs
 
-    found = select_jobs(jobs.find_jobs(), given)
-    elastic = [job for job in found.values() if job.control]
+    matching = select_jobs(jobs.find_jobs(), choice)
+    elastic = [job for job in matching.values() if job.control]
     if len(elastic) != 1:
         running = ", ".join(f"{job.pid} ({job.program})" for job in elastic)
-        if given is None and running:
+        if choice is None and running:
             raise ConfigError(
                 "job", f"the PID of one of: {running}", found="none, and several run here"
             )
-        if elastic or (given is not None and running):
-            raise ConfigError("job", f"the PID of one of: {running}", given)
+        if elastic or (choice is not None and running):
+            raise ConfigError("job", f"the PID of one of: {running}", choice)
         hint = (
             "Start it with `lockstep run --elastic MIN:MAX`; `lockstep top` lists the jobs that "
             "run here."
         )
-        got = f"{given}, which is none" if given is not None else "no elastic job on this host"
+        got = f"{choice}, which is none" if choice is not None else "no elastic job on this host"
         raise ConfigError(
             "job", "a running job that was started with --elastic", found=got, hint=hint
         )

@@ -91,18 +91,18 @@ def run_command(
     """
     from ..launcher import start
 
-    given = vars(parsed)
+    arguments = vars(parsed)
     program = [str(parsed.script), *map(str, parsed.arguments)]
     late = [word for word in program[1:] if word.partition("=")[0] in _BEFORE_THE_SCRIPT]
     if program[1:2] == ["--"]:
         del program[1]
-    elif late and "quiet" not in given:
+    elif late and "quiet" not in arguments:
         text = (
             f"{', '.join(late)} after {program[0]} goes to the program; options of lockstep run "
             "come before it"
         )
         print(f"lockstep run: {text}", file=sys.stderr)
-    config = JobOptions.parse({**given, "program": tuple(program)})
+    config = JobOptions.parse({**arguments, "program": tuple(program)})
     try:
         start.start(config, listed)
     except LockstepError as error:

@@ -76,17 +76,17 @@ def add_to(commands: Any, name: str) -> None:
 
 def run_command(parsed: argparse.Namespace) -> int:
     """Run the command with the `parsed` arguments, and return the exit code."""
-    given = vars(parsed)
-    if "to" not in given:
+    arguments = vars(parsed)
+    if "to" not in arguments:
         raise ConfigError("to", f"a scheduler: {', '.join(SCHEDULERS.names())}", found="nothing")
-    scheduler: Scheduler = SCHEDULERS.load(given["to"])()
-    job = make_job(given, scheduler)
+    scheduler: Scheduler = SCHEDULERS.load(arguments["to"])()
+    job = make_job(arguments, scheduler)
     request = job.request
     if request.yes and request.dry_run:
         raise ConfigError("dry_run", "either --yes or --dry-run", found="both")
     text = scheduler.write(job)
     if scheduler.local_python:
-        _check_script(given, job)
+        _check_script(arguments, job)
     scheduler.check_here(job)
     path = Path(request.output or job.name + scheduler.suffix)
     if not request.yes:
@@ -119,19 +119,21 @@ def _agrees(job: Job, scheduler: Scheduler, path: Path) -> bool:
     return False
 
 
-def make_job(given: Mapping[str, Any], scheduler: Scheduler) -> Job:
-    """Return the job that the options `given` describe (pure, but for the current folder and this
-    Python).
+def make_job(arguments: Mapping[str, Any], scheduler: Scheduler) -> Job:
+    """Return the job that the options `arguments` describe (pure, but for the current folder and
+    this Python).
 
     Raises:
         ConfigError: an option is invalid, or the scheduler has no use for it.
     """
-    _check_scheduler(given, scheduler)
-    request = SubmitOptions(**values_of(SubmitOptions, given))
-    program = [str(given["script"]), *map(str, given.get("arguments", ()))]
+    _check_scheduler(arguments, scheduler)
+    request = SubmitOptions(**values_of(SubmitOptions, arguments))
+    program = [str(arguments["script"]), *map(str, arguments.get("arguments", ()))]
     if program[1:2] == ["--"]:
         del program[1]
-    passed_on = {entry.name: given[entry.name] for entry in _run_options() if entry.name in given}
+    passed_on = {
+        entry.name: arguments[entry.name] for entry in _run_options() if entry.name in arguments
+    }
     nodes = "auto" if request.nodes > 1 else "1"
     run = JobOptions.parse({**passed_on, "program": tuple(program), "nnodes": nodes})
     workers = run.workers or request.gpus or 1
@@ -144,7 +146,7 @@ def make_job(given: Mapping[str, Any], scheduler: Scheduler) -> Job:
     folder = str(Path(request.folder or ".").absolute()) if is_local else request.folder or ""
     return Job(
         request=request,
-        command=_command_line(given),
+        command=_command_line(arguments),
         name=request.name or fit_name(subject),
         options=tuple(_run_words(passed_on)),
         program=tuple(program),
@@ -158,18 +160,18 @@ def make_job(given: Mapping[str, Any], scheduler: Scheduler) -> Job:
     )
 
 
-def _check_scheduler(given: Mapping[str, Any], scheduler: Scheduler) -> None:
+def _check_scheduler(arguments: Mapping[str, Any], scheduler: Scheduler) -> None:
     """Raise ConfigError for an option that only another scheduler has."""
     entries = options_of(SubmitOptions)
-    own = [entry.flags[0] for entry in entries if entry.group == scheduler.title]
+    flags = [entry.flags[0] for entry in entries if entry.group == scheduler.title]
     for entry in entries:
         if (
-            entry.name in given
+            entry.name in arguments
             and entry.group in (SLURM, KUBERNETES)
             and entry.group != scheduler.title
         ):
-            expected = f"not to be given for {scheduler.title}, which has {', '.join(own)}"
-            raise ConfigError(entry.name, expected, given[entry.name])
+            expected = f"not to be given for {scheduler.title}, which has {', '.join(flags)}"
+            raise ConfigError(entry.name, expected, arguments[entry.name])
 
 
 def _run_options() -> list[Option]:
@@ -179,37 +181,39 @@ def _run_options() -> list[Option]:
     return [entry for entry in options_of(JobOptions) if entry.to_hosts or entry.to_scheduler]
 
 
-def _run_words(given: Mapping[str, Any]) -> list[str]:
+def _run_words(arguments: Mapping[str, Any]) -> list[str]:
     """Return options of `lockstep run` as words, in the order of its help."""
     words: list[str] = []
     for entry in _run_options():
-        if entry.name in given and entry.name != "env":  # which the file sets for the launchers
-            value = given[entry.name]
+        if entry.name in arguments and entry.name != "env":  # which the file sets for the launchers
+            value = arguments[entry.name]
             words += entry.words(",".join(value) if isinstance(value, list) else value)
     return words
 
 
-def _command_line(given: Mapping[str, Any]) -> str:
+def _command_line(arguments: Mapping[str, Any]) -> str:
     """Return the command as it could be typed, in one line."""
     words = ["lockstep", "submit"]
-    for name, flag in given["sources"].items():
-        value = given.get(name)
+    for name, flag in arguments["sources"].items():
+        value = arguments.get(name)
         if name in ("yes", "dry_run", "output", "debug", "help") or value is None or value is False:
             continue
         texts = value if isinstance(value, list) else [value]
         words += [flag] if value is True else [word for text in texts for word in (flag, str(text))]
     return " ".join(
-        shlex.join([*words, str(given["script"]), *map(str, given.get("arguments", ()))]).split()
+        shlex.join(
+            [*words, str(arguments["script"]), *map(str, arguments.get("arguments", ()))]
+        ).split()
     )
 
 
-def _check_script(given: Mapping[str, Any], job: Job) -> None:
+def _check_script(arguments: Mapping[str, Any], job: Job) -> None:
     """Check that the program is here, and will be on the nodes."""
-    if given.get("module"):
+    if arguments.get("module"):
         return
     path = Path(job.folder, job.program[0])
     if not path.exists():
-        near = sorted(each.name for each in path.parent.glob("*.py"))[:5]
+        near = sorted(file.name for file in path.parent.glob("*.py"))[:5]
         hint = (
             f"That folder has {', '.join(near)}." if near else "Give its path relative to --folder."
         )

@@ -167,8 +167,8 @@ def choose_folder(run_dir: str | None, run: Path | None, name: str) -> Path:
     return folder
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
+def _same(left: Path, right: Path) -> bool:
+    return left.resolve() == right.resolve()
 
 
 def new_folder(parent: Path, name: str) -> Path:
@@ -192,23 +192,23 @@ def resolve(parsed: argparse.Namespace) -> TrainOptions:
         ConfigError: an option is invalid.
     """
     flags = {
-        each.name: getattr(parsed, each.name)
-        for each in options_of(TrainOptions)
-        if hasattr(parsed, each.name)
+        entry.name: getattr(parsed, entry.name)
+        for entry in options_of(TrainOptions)
+        if hasattr(parsed, entry.name)
     }
     path = Path(parsed.config).expanduser() if hasattr(parsed, "config") else None
-    given: dict[str, Any] = (
+    values: dict[str, Any] = (
         {} if path is None else _named(read_config(path), str(path), parsed, flags)
     )
-    given |= flags
+    values |= flags
     run = None
-    if given.get("resume") is not None:
+    if values.get("resume") is not None:
         asked = values_of(
-            TrainOptions, {name: given[name] for name in ("resume", "run_dir") if name in given}
+            TrainOptions, {name: values[name] for name in ("resume", "run_dir") if name in values}
         )
         checkpoint, run = find_checkpoint(asked["resume"], asked.get("run_dir"))
-        given = {**_recorded(run, parsed, given), **given, "resume": str(checkpoint)}
-    chosen = TrainOptions.parse(given)
+        values = {**_recorded(run, parsed, values), **values, "resume": str(checkpoint)}
+    chosen = TrainOptions.parse(values)
     chosen.run_dir = str(choose_folder(chosen.run_dir, run, chosen.title))
     return chosen
 

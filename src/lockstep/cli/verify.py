@@ -184,9 +184,9 @@ def _verify(title: str, options: TrainOptions, counts: Sequence[int], steps: int
             repeated = first_divergence(records[0], _run(options, counts[0], steps))
     _print_table(console, title, records)
     diverged = [
-        (other, found)
-        for other, found in zip(records[1:], divergences, strict=True)
-        if found is not None
+        (other, divergence_of_run)
+        for other, divergence_of_run in zip(records[1:], divergences, strict=True)
+        if divergence_of_run is not None
     ]
     for other, divergence in diverged:
         where = "in the loss only"

@@ -132,13 +132,13 @@ def _cuts(edges: Sequence[int], start: int, length: int) -> list[tuple[int, int,
     """Return (tensor, begin, end) of the pieces of tensors in the part of a flat tensor that begins
     at `start`.
     """
-    found = []
+    pieces = []
     for number, (first, last) in enumerate(itertools.pairwise(edges)):
         begin = max(first - start, 0)
         end = min(last - start, length)
         if begin < end:
-            found.append((number, begin, end))
-    return found
+            pieces.append((number, begin, end))
+    return pieces
 
 
 def _up_the_tree(
@@ -187,6 +187,6 @@ def _coefficients(products: torch.Tensor) -> torch.Tensor:
     """Return the factors of a and of b, (…, 2), from (…, 3) products."""
     dot = products[..., :1]
     norms = products[..., 1:]
-    one = torch.ones_like(norms)
+    ones = torch.ones_like(norms)
     there = norms >= _SMALLEST
-    return torch.where(there, 1 - dot / (2 * torch.where(there, norms, one)), one)
+    return torch.where(there, 1 - dot / (2 * torch.where(there, norms, ones)), ones)

@@ -161,10 +161,10 @@ class Arguments:
 
     def check_rank(self, argument: str, rank: Any) -> int:
         """Return `rank` as an int, if it is a rank of the communicator."""
-        found = self.check_integer(argument, rank)
-        if not 0 <= found < self.size:
+        checked = self.check_integer(argument, rank)
+        if not 0 <= checked < self.size:
             raise self.error(argument, f"a rank of this communicator, 0 to {self.size - 1}", rank)
-        return found
+        return checked
 
     def check_integer(self, argument: str, number: Any) -> int:
         """Return `number` as an int."""

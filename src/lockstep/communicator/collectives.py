@@ -172,13 +172,13 @@ def exchange(
     One all-to-all, in which most parts may be empty, is the operation that every backend has for
     parts of any sizes.
     """
-    one = wire_view(
+    message = wire_view(
         next(part.new_empty(1) for part in (*sent, *received) if part is not None), group
     )
-    empty = torch.empty(0, dtype=one.dtype, device=device)
+    empty = torch.empty(0, dtype=message.dtype, device=device)
     parts = [empty if part is None else wire_view(dense(part), group) for part in sent]
     input_sizes = [part.numel() for part in parts]
-    output_sizes = [0 if part is None else part.numel() * len(one) for part in received]
+    output_sizes = [0 if part is None else part.numel() * len(message) for part in received]
     data = torch.cat(parts)
     buffer = empty.new_empty(sum(output_sizes))
     work = dist.all_to_all_single(
@@ -198,21 +198,21 @@ def share_with_all(
     group: dist.ProcessGroup, tensor: torch.Tensor, outs: Tensors, async_op: bool
 ) -> Request[list[torch.Tensor]]:
     """Fill `outs[i]` with rank i's `tensor`."""
-    own = wire_view(dense(tensor), group)
+    sent = wire_view(dense(tensor), group)
     elements = len(wire_view(tensor.new_empty(1), group))
     lengths = [out.numel() * elements for out in outs]
     longest = max(lengths)  # backends require equal parts
-    if len(own) < longest:
-        own = torch.cat([own, own.new_empty(longest - len(own))])
-    buffers = list(own.new_empty(len(outs), longest).unbind())
-    work = dist.all_gather(buffers, own, group=group, async_op=async_op)
+    if len(sent) < longest:
+        sent = torch.cat([sent, sent.new_empty(longest - len(sent))])
+    buffers = list(sent.new_empty(len(outs), longest).unbind())
+    work = dist.all_gather(buffers, sent, group=group, async_op=async_op)
 
     def finish() -> list[torch.Tensor]:
         for out, buffer, length in zip(outs, buffers, lengths, strict=True):
             fill_from_wire(out, buffer[:length])
         return list(outs)
 
-    return Request([work, _KeepAlive(own)], finish)
+    return Request([work, _KeepAlive(sent)], finish)
 
 
 class _KeepAlive:
@@ -250,11 +250,11 @@ def gather_specs(
         MismatchError: on every rank, when they are not of one dtype and kind of device.
     """
     rows = [TensorSpec.of(part).encode() for part in parts]
-    own = torch.tensor(rows, dtype=torch.int64, device=arguments.control_device)
-    tables = [torch.empty_like(own) for _ in range(arguments.size)]
-    dist.all_gather(tables, own, group=group)
+    encoded = torch.tensor(rows, dtype=torch.int64, device=arguments.control_device)
+    tables = [torch.empty_like(encoded) for _ in range(arguments.size)]
+    dist.all_gather(tables, encoded, group=group)
     specs = [[TensorSpec.decode(row) for row in table.tolist()] for table in tables]
-    kinds = [str(each[0]) for each in specs]
+    kinds = [str(spec[0]) for spec in specs]
     if len(set(kinds)) > 1:
         found = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
         raise MismatchError(f"ranks pass tensors of different kinds to one collective ({found})")
@@ -262,13 +262,13 @@ def gather_specs(
 
 
 def output_tensors(
-    arguments: Arguments, like: torch.Tensor, given: Tensors | Sequence[TensorSpec]
+    arguments: Arguments, like: torch.Tensor, outputs: Tensors | Sequence[TensorSpec]
 ) -> list[torch.Tensor]:
     """Return the tensors to be filled: new ones of the specs given, or the tensors given, if they
     fit.
     """
-    if len(given) > 0 and all(isinstance(each, TensorSpec) for each in given):
-        return [spec.empty(like.device) for spec in cast("Sequence[TensorSpec]", given)]
-    outs = arguments.check_list("out", given, like)
+    if len(outputs) > 0 and all(isinstance(output, TensorSpec) for output in outputs):
+        return [spec.empty(like.device) for spec in cast("Sequence[TensorSpec]", outputs)]
+    outs = arguments.check_list("out", outputs, like)
     arguments.check_shape(f"out[{arguments.rank}]", outs[arguments.rank], like.shape)
     return outs

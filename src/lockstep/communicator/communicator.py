@@ -133,9 +133,9 @@ class Communicator:
             device: the worker's device.
             group: the process group; None for a single worker, or for the default group.
         """
-        made = cls.__new__(cls)
-        made._set_up(world, device, group)
-        return made
+        communicator = cls.__new__(cls)
+        communicator._set_up(world, device, group)
+        return communicator
 
     def _set_up(self, world: World, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.world = replace(world, device=str(device))
@@ -319,8 +319,8 @@ class Communicator:
     ) -> Request[list[torch.Tensor] | None]:
         self._arguments.check_tensor("tensor", tensor)
         root = self._arguments.check_rank("root", root)
-        given = [spec for (spec,) in self._all_specs([tensor])] if out is None else out
-        result = output_tensors(self._arguments, tensor, given) if self.rank == root else None
+        outputs = [spec for (spec,) in self._all_specs([tensor])] if out is None else out
+        result = output_tensors(self._arguments, tensor, outputs) if self.rank == root else None
         received: list[torch.Tensor | None] = [None] * self.size if result is None else list(result)
         sent = [tensor if rank == root else None for rank in range(self.size)]
         return self._exchange(sent, received, tensor.device, lambda: result, async_op)
@@ -344,8 +344,8 @@ class Communicator:
         self, tensor: torch.Tensor, out: Tensors | None, async_op: bool
     ) -> Request[list[torch.Tensor]]:
         self._arguments.check_tensor("tensor", tensor)
-        given = [spec for (spec,) in self._all_specs([tensor])] if out is None else out
-        result = output_tensors(self._arguments, tensor, given)
+        outputs = [spec for (spec,) in self._all_specs([tensor])] if out is None else out
+        result = output_tensors(self._arguments, tensor, outputs)
         if self.size == 1:
             result[0].detach().copy_(tensor.detach())
             return Request.completed(list(result))
@@ -386,10 +386,10 @@ class Communicator:
         async_op: bool,
     ) -> Request[list[torch.Tensor]]:
         sent = self._arguments.split("parts", parts, counts)
-        own = sent[self.rank]
-        given = [specs[self.rank] for specs in self._all_specs(sent)] if out is None else out
-        result = output_tensors(self._arguments, own, given)
-        return self._exchange(sent, result, own.device, lambda: result, async_op)
+        kept = sent[self.rank]
+        outputs = [specs[self.rank] for specs in self._all_specs(sent)] if out is None else out
+        result = output_tensors(self._arguments, kept, outputs)
+        return self._exchange(sent, result, kept.device, lambda: result, async_op)
 
     def _exchange(
         self,
@@ -519,14 +519,14 @@ class Communicator:
         async_op: bool,
     ) -> Request[torch.Tensor]:
         held = self._arguments.split("parts", parts, counts)
-        own = held[self.rank]
-        how = reduction_for(self._arguments, op, own)
+        own_part = held[self.rank]
+        how = reduction_for(self._arguments, op, own_part)
         if out is None:
-            result = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+            result = torch.empty(own_part.shape, dtype=own_part.dtype, device=own_part.device)
         else:
-            result = self._arguments.check_out(out, own)
+            result = self._arguments.check_out(out, own_part)
         if self.size == 1:
-            result.detach().copy_(own.detach())
+            result.detach().copy_(own_part.detach())
             return Request.completed(result)
         return collectives.reduce_scatter(self._connected(), self.rank, held, how, result, async_op)
 
@@ -673,16 +673,16 @@ class Communicator:
         root = self._arguments.check_rank("root", root)
         if self.size == 1:
             return cast("T", value)
-        own = pickled(self._arguments, value) if self.rank == root else None
+        data = pickled(self._arguments, value) if self.rank == root else None
         device = self._arguments.control_device
-        message = self.broadcast(first_message(own, device), root)
+        message = self.broadcast(first_message(data, device), root)
         length = length_of_rest(message)
         rest = (
-            torch.empty(length, dtype=torch.uint8, device=device) if own is None else rest_of(own)
+            torch.empty(length, dtype=torch.uint8, device=device) if data is None else rest_of(data)
         )
         if length:
             self.broadcast(rest, root)
-        return cast("T", value) if own is not None else cast("T", unpickled(joined(message, rest)))
+        return cast("T", value) if data is not None else cast("T", unpickled(joined(message, rest)))
 
     def scatter_object(self, values: Sequence[T] | None, root: int = 0) -> T:
         """Return the element of rank `root`'s `values` for this rank; they are ignored on the
@@ -722,16 +722,16 @@ class Communicator:
         """
         if self.size == 1:
             return [value]
-        own = pickled(self._arguments, value)
+        data = pickled(self._arguments, value)
         device = self._arguments.control_device
-        message = first_message(own, device)
+        message = first_message(data, device)
         messages = self.allgather(
             message, out=[torch.empty_like(message) for _ in range(self.size)]
         )
-        lengths = [length_of_rest(each) for each in messages]
+        lengths = [length_of_rest(first) for first in messages]
         rests = [torch.empty(length, dtype=torch.uint8, device=device) for length in lengths]
         if any(lengths):
-            self.allgather(rest_of(own), out=rests)
+            self.allgather(rest_of(data), out=rests)
         gathered = [joined(*parts) for parts in zip(messages, rests, strict=True)]
         return unpickle_all(gathered, self.rank, value)
 

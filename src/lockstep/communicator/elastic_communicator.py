@@ -212,9 +212,9 @@ class ElasticCommunicator(Communicator):
         with suppress(RuntimeError):  # it is broken in any case
             dist.destroy_process_group()
         self._store = None
-        before, own = self._hooks
+        before, group_hook = self._hooks
         # else each group adds one of torch's to those that an exception passes through
-        if sys.excepthook is own:
+        if sys.excepthook is group_hook:
             sys.excepthook = before
 
     @override

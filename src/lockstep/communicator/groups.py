@@ -30,17 +30,19 @@ def world_of(group: dist.ProcessGroup | None) -> World:
     """
     if group is None:
         return World()
-    found = environment.find_world()
+    world = environment.find_world()
     rank = dist.get_rank()
     size = dist.get_world_size()
-    matches = (found.rank, found.world_size) == (rank, size)
+    matches = (world.rank, world.world_size) == (rank, size)
     if group is dist.group.WORLD:
-        return found if matches else World(rank, size, rank, size, source="torch.distributed")
+        return world if matches else World(rank, size, rank, size, source="torch.distributed")
     members = dist.get_process_group_ranks(group)
-    each = found.local_world_size
-    in_order = size == each * found.nodes and rank == each * found.node + found.local_rank
-    nodes = [member // each if matches and in_order else 0 for member in members]
-    return world_among(nodes, members.index(rank), found.source if matches else "torch.distributed")
+    local_size = world.local_world_size
+    in_order = (
+        size == local_size * world.nodes and rank == local_size * world.node + world.local_rank
+    )
+    nodes = [member // local_size if matches and in_order else 0 for member in members]
+    return world_among(nodes, members.index(rank), world.source if matches else "torch.distributed")
 
 
 def world_among(nodes: Sequence[int], rank: int, source: str) -> World:
@@ -87,7 +89,7 @@ def make_group(ranks: Sequence[int], name: str, like: dist.ProcessGroup) -> dist
     """
     make: Any = c10d._new_process_group_helper
     with _unbound(c10d._get_default_group()):
-        made, _ = make(
+        new_group, _ = make(
             len(ranks),
             ranks.index(dist.get_rank()),
             list(ranks),
@@ -96,8 +98,8 @@ def make_group(ranks: Sequence[int], name: str, like: dist.ProcessGroup) -> dist
             name,
             timeout=_timeout_of(like),
         )
-    c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(ranks)}
-    group: dist.ProcessGroup = made
+    c10d._world.pg_group_ranks[new_group] = {member: rank for rank, member in enumerate(ranks)}
+    group: dist.ProcessGroup = new_group
     return group
 
 
@@ -118,15 +120,19 @@ def _unbound(group: Any) -> Iterator[None]:
 
 def _timeout_of(group: Any) -> timedelta:
     """Return the group's time limit, which each backend keeps in an attribute of its own."""
-    found = _backend_timeout(group)
+    timeout = _backend_timeout(group)
     # torch compares by identity to tell its default limit from one that the user has chosen
-    return c10d.default_pg_timeout if found is None or found == c10d.default_pg_timeout else found
+    return (
+        c10d.default_pg_timeout
+        if timeout is None or timeout == c10d.default_pg_timeout
+        else timeout
+    )
 
 
 def _backend_timeout(group: Any) -> timedelta | None:
     if isinstance(getattr(group, "timeout", None), timedelta):
-        found: timedelta = group.timeout
-        return found
+        timeout: timedelta = group.timeout
+        return timeout
     for device in group._device_types:
         with suppress(AttributeError, RuntimeError):
             limit: timedelta = group._get_backend(torch.device(device)).options._timeout

@@ -134,16 +134,16 @@ def _prepare_device(device: torch.device) -> None:
         environment.set_defaults({"CUBLAS_WORKSPACE_CONFIG": devices.CUBLAS_WORKSPACE})
 
 
-def _still_valid(found: Communicator) -> bool:
-    """Return whether `found` still belongs to the current job: a program may destroy its group and
-    make another.
+def _still_valid(communicator: Communicator) -> bool:
+    """Return whether `communicator` still belongs to the current job: a program may destroy its
+    group and make another.
     """
     if environment.elastic_worker() is not None:  # whose group is another one after each loss
-        return hasattr(found, "client")
+        return hasattr(communicator, "client")
     if dist.is_initialized():
-        return found.group is dist.group.WORLD
-    return found.group is None and found.world == replace(
-        environment.find_world(), device=found.world.device
+        return communicator.group is dist.group.WORLD
+    return communicator.group is None and communicator.world == replace(
+        environment.find_world(), device=communicator.world.device
     )
 
 
@@ -190,8 +190,12 @@ def _join(
 
 def _backends(device: torch.device, cpu_backend: str) -> str:
     """Return torch.distributed's name of the backends."""
-    own = devices.backend_of(device)
-    return cpu_backend if own is None else f"cpu:{cpu_backend},{device.type}:{own}"
+    device_backend = devices.backend_of(device)
+    return (
+        cpu_backend
+        if device_backend is None
+        else f"cpu:{cpu_backend},{device.type}:{device_backend}"
+    )
 
 
 def _join_elastic(
@@ -312,9 +316,11 @@ def _checked_kind(device: str, world: World) -> str:
         ConfigError: torch does not know it, or cannot use it here.
     """
     if device == "auto":
-        found = devices.accelerator()
-        is_for_one = found == "mps"
-        return "cpu" if found is None or (is_for_one and world.world_size > 1) else found
+        accelerator = devices.accelerator()
+        is_for_one = accelerator == "mps"
+        return (
+            "cpu" if accelerator is None or (is_for_one and world.world_size > 1) else accelerator
+        )
     if device == "cpu":
         return device
     if not isinstance(device, str) or not devices.is_known(device):

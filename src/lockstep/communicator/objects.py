@@ -37,9 +37,9 @@ def unpickled(data: torch.Tensor) -> Any:
     return pickle.loads(memoryview(data.cpu().numpy()))  # type: ignore[arg-type]
 
 
-def unpickle_all(gathered: Sequence[torch.Tensor], rank: int, own: T) -> list[T]:
-    """Return the values of all ranks; that of `rank`, this one, is `own` itself, not a copy."""
-    return [own if other == rank else unpickled(data) for other, data in enumerate(gathered)]
+def unpickle_all(gathered: Sequence[torch.Tensor], rank: int, own_value: T) -> list[T]:
+    """Return the values of all ranks; that of `rank`, this one, is `own_value` itself, no copy."""
+    return [own_value if other == rank else unpickled(data) for other, data in enumerate(gathered)]
 
 
 def error_to_send(error: BaseException) -> bytes:
@@ -89,9 +89,9 @@ def joined(message: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     return torch.cat([message[_LENGTH : _LENGTH + length], rest[: max(0, length - _ROOM)]])
 
 
-def wait_for_rank0(group: dist.ProcessGroup, is_rank0: bool, what: str) -> None:
+def wait_for_rank0(group: dist.ProcessGroup, is_rank0: bool, purpose: str) -> None:
     """Return when rank 0 of `group` calls this; unlike a collective, it has no time limit."""
-    with watchdog.watch_wait(group, what) as check:
+    with watchdog.watch_wait(group, purpose) as check:
         if group not in _gates:
             _gates[group] = _Rank0Gate(group)
         _gates[group].pass_through(is_rank0, check)

@@ -116,8 +116,8 @@ class SelfMessages:
     def receive(self, buffer: torch.Tensor, tag: int) -> SelfReceive:
         """Receive the oldest message with `tag`, now or when it is sent."""
         receive = SelfReceive(buffer, self._rank)
-        for number, (found, message) in enumerate(self._messages):
-            if found == tag:
+        for number, (message_tag, message) in enumerate(self._messages):
+            if message_tag == tag:
                 receive.take(message)
                 del self._messages[number]
                 return receive

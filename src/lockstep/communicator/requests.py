@@ -137,9 +137,9 @@ def synchronize() -> None:
 
 
 def _checked(requests: Iterable[Request[T]]) -> list[Request[T]]:
-    found = list(requests) if isinstance(requests, Iterable) else [requests]
-    others = [type(request).__name__ for request in found if not hasattr(request, "wait")]
+    checked = list(requests) if isinstance(requests, Iterable) else [requests]
+    others = [type(request).__name__ for request in checked if not hasattr(request, "wait")]
     if others or not isinstance(requests, Iterable):
         got = others[0] if others else type(requests).__name__
         raise ConfigError("requests", "a list of requests, as iallreduce returns", found=got)
-    return found
+    return checked

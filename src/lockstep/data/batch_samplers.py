@@ -126,15 +126,15 @@ def _as_lengths(lengths: Sequence[int]) -> torch.Tensor:
     """Return lengths as a tensor; of 16 bits if they fit, which are sorted in a tenth of the
     time.
     """
-    found = torch.as_tensor(lengths)
-    if found.dim() != 1 or not len(found):
+    numbers = torch.as_tensor(lengths)
+    if numbers.dim() != 1 or not len(numbers):
         raise ConfigError(
-            "lengths", "one number for each sample", found=f"shape {list(found.shape)}"
+            "lengths", "one number for each sample", found=f"shape {list(numbers.shape)}"
         )
     limits = torch.iinfo(torch.int16)
-    whole = not found.is_floating_point() and found.dtype is not torch.bool
-    small = whole and limits.min <= int(found.min()) and int(found.max()) <= limits.max
-    return found.to("cpu", torch.int16) if small else found
+    whole = not numbers.is_floating_point() and numbers.dtype is not torch.bool
+    small = whole and limits.min <= int(numbers.min()) and int(numbers.max()) <= limits.max
+    return numbers.to("cpu", torch.int16) if small else numbers
 
 
 def _permutation(samples: int) -> torch.Tensor:

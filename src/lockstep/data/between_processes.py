@@ -153,8 +153,8 @@ class PackedSamples:
         for size in self.sizes:
             views.append(source[at : at + size])
             at += self._padded(size)
-        found: list[Any] = pickle.loads(self.tree, buffers=views)
-        return found
+        samples: list[Any] = pickle.loads(self.tree, buffers=views)
+        return samples
 
 
 def copies_of(samples: list[Any]) -> list[Any]:

@@ -88,11 +88,11 @@ def _copy_of(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return copy.copy(collate)
 
 
-def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        tensor.shape == other[path].shape
-        and bool(((tensor == other[path]) | (tensor != tensor)).all())
-        for path, tensor in one.items()
+def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        tensor.shape == right[path].shape
+        and bool(((tensor == right[path]) | (tensor != tensor)).all())
+        for path, tensor in left.items()
     )
 
 
@@ -109,9 +109,9 @@ def _differs(whole: torch.Tensor, first: torch.Tensor, second: torch.Tensor, hal
         return False
     if second.shape[1:] != first.shape[1:] or not whole.numel():
         return False
-    one = _projected(whole)
+    tensors = _projected(whole)
     other = _projected(torch.cat([first, second]))
-    return bool((one - other).abs().max() > _TOLERANCE * whole.abs().max())
+    return bool((tensors - other).abs().max() > _TOLERANCE * whole.abs().max())
 
 
 def _projected(rows: torch.Tensor) -> torch.Tensor:

@@ -72,13 +72,13 @@ def digest_of(sample: Any) -> Digest:
     count, and addresses in a `repr` do not. Of paths of files only the last part counts, as hosts
     may keep the files in other folders.
     """
-    found: Digest = {}
+    digest: Digest = {}
     rest = 0
     try:
         # an object may lead to all others of the program
         for path, leaf in islice(_leaves(sample, "", 0), _MAX_VISITED):
-            if len(found) < _MAX_LEAVES:
-                found[path] = leaf
+            if len(digest) < _MAX_LEAVES:
+                digest[path] = leaf
             elif not leaf.of_object:  # one of an object may be refused or not, see `differences`
                 rest = mix(
                     (
@@ -92,8 +92,8 @@ def digest_of(sample: Any) -> Digest:
     except Exception:
         _log.debug("a sample cannot be compared as a whole", exc_info=True)
     if rest:
-        found["…"] = Leaf("further values", rest, text="further values")
-    return found
+        digest["…"] = Leaf("further values", rest, text="further values")
+    return digest
 
 
 def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Leaf]]:
@@ -385,8 +385,10 @@ def _leaves_of_object(value: Any, path: str, depth: int) -> Iterator[tuple[str, 
         return
     if is_dataclass(value) and not isinstance(value, type):
         yield path, _mark(kind)
-        for each in fields(value):
-            yield from _leaves(getattr(value, each.name, None), f"{path}.{each.name}", depth + 1)
+        for attribute in fields(value):
+            yield from _leaves(
+                getattr(value, attribute.name, None), f"{path}.{attribute.name}", depth + 1
+            )
         return
     if callable(value):  # a function, or a class
         yield path, _mark(kind, zlib.crc32(getattr(value, "__qualname__", kind).encode()))
@@ -452,7 +454,7 @@ def _value(leaf: Leaf | None) -> str:
 
 
 def differences(
-    one: Digest, other: Digest, passed_over: AbstractSet[str] = frozenset()
+    left: Digest, right: Digest, passed_over: AbstractSet[str] = frozenset()
 ) -> list[Difference]:
     """Return the leaves in which two readings of a sample differ, but for those that are
     `passed_over`.
@@ -468,40 +470,40 @@ def differences(
       array as well: those are what the training sees, and are compared. Without, the path is what
       the samples are made of.
     """
-    paths = [path for path in sorted(one.keys() | other.keys()) if path not in passed_over]
-    pairs = [(path, one.get(path), other.get(path)) for path in paths]
+    paths = [path for path in sorted(left.keys() | right.keys()) if path not in passed_over]
+    pairs = [(path, left.get(path), right.get(path)) for path in paths]
     numbers = [
         (a, b) for _, a, b in pairs if a is not None and b is not None and not a.text and not b.text
     ]
     same_numbers = bool(numbers) and all(_alike(a, b) for a, b in numbers)
-    found = []
+    differing = []
     for path, a, b in pairs:
         if a is None or b is None:
             present = a or b
-            found.append(
+            differing.append(
                 Difference(path, a, b, False, not (present is not None and present.of_object))
             )
         elif (a.kind, a.bits) != (b.kind, b.bits):
             rounded = _alike(a, b)
-            found.append(
+            differing.append(
                 Difference(path, a, b, rounded, not rounded and _is_data(a, b, same_numbers))
             )
-    return found
+    return differing
 
 
-def _is_data(one: Leaf, other: Leaf, same_numbers: bool) -> bool:
-    if one.of_object or other.of_object:
-        return not one.text and not other.text
-    return not (one.is_path and other.is_path and same_numbers)
+def _is_data(left: Leaf, right: Leaf, same_numbers: bool) -> bool:
+    if left.of_object or right.of_object:
+        return not left.text and not right.text
+    return not (left.is_path and right.is_path and same_numbers)
 
 
-def _alike(one: Leaf, other: Leaf) -> bool:
+def _alike(left: Leaf, right: Leaf) -> bool:
     """Return whether two leaves have the same values, up to rounding."""
-    return one.kind == other.kind and (one.bits == other.bits or _rounded(one, other))
+    return left.kind == right.kind and (left.bits == right.bits or _rounded(left, right))
 
 
-def _rounded(one: Leaf, other: Leaf) -> bool:
-    if one.sketch is None or other.sketch is None:
+def _rounded(left: Leaf, right: Leaf) -> bool:
+    if left.sketch is None or right.sketch is None:
         return False
-    distance = math.dist(one.sketch[:-1], other.sketch[:-1])
-    return distance <= one.tolerance * max(one.sketch[-1], other.sketch[-1])
+    distance = math.dist(left.sketch[:-1], right.sketch[:-1])
+    return distance <= left.tolerance * max(left.sketch[-1], right.sketch[-1])

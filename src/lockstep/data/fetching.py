@@ -117,12 +117,12 @@ class Samples(Dataset[Any]):
         try:
             return PackedSamples.of(samples)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            what = (
+            problem = (
                 f"samples of {type(self.dataset).__name__} cannot leave a loader process: "
                 f"{describe_exception(error)}"
             )
             hint = "Return tensors, arrays and plain values, or use one loader process"
-            raise DataError(f"{what}. {hint}") from error if environment.debugging() else None
+            raise DataError(f"{problem}. {hint}") from error if environment.debugging() else None
 
     def reader(self) -> Any:
         """Return what reads a data set in blocks, or an iterable one; in this process always the
@@ -149,8 +149,10 @@ class Samples(Dataset[Any]):
         except LockstepError:
             raise
         except Exception as error:
-            what = f"sample {index} of {type(self.dataset).__name__}: {describe_exception(error)}"
-            raise DataError(what) from error if environment.debugging() else None
+            problem = (
+                f"sample {index} of {type(self.dataset).__name__}: {describe_exception(error)}"
+            )
+            raise DataError(problem) from error if environment.debugging() else None
 
     def in_any_form(self, source: Any, index: int) -> Any:
         """Return a sample, as a batch of one where only batches are made."""
@@ -194,21 +196,21 @@ class Samples(Dataset[Any]):
             shown = ", ".join(map(str, indices[:5])) + (
                 f" and {len(indices) - 5} more" if len(indices) > 5 else ""
             )
-            what = (
+            problem = (
                 f"a batch of samples {shown} of {type(self.dataset).__name__}: "
                 f"{describe_exception(error)}"
             )
             if self.collate is default_collate:
-                what += (
+                problem += (
                     ". Samples of different sizes need a collate_fn that pads them, of a Loader "
                     "or a DataLoader"
                 )
             elif any(sample is None for sample in samples):
-                what += (
+                problem += (
                     ". A collate_fn that leaves samples out is to return None for a part of which "
                     "none are left"
                 )
-            raise DataError(what) from error if environment.debugging() else None
+            raise DataError(problem) from error if environment.debugging() else None
 
 
 @dataclass(slots=True)
@@ -246,8 +248,11 @@ def describe_exception(error: Exception) -> str:
     """
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)[1:]  # without the frame here
-    own = [frame for frame in frames if not _is_of_a_library(frame.filename)] or frames
-    place = f", at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    program_frames = [frame for frame in frames if not _is_of_a_library(frame.filename)] or frames
+    place = ""
+    if program_frames:
+        frame = program_frames[-1]
+        place = f", at {Path(frame.filename).name}:{frame.lineno} in {frame.name}"
     kind = type(error).__name__
     return f"{kind}: {text}{place}" if text else f"{kind}{place}"
 

@@ -90,11 +90,11 @@ class IndexedSource(Source):
         plan = self.plan
         self._check_drop_last()
         if self.samples < plan.global_batch_size and plan.shuffle and plan.comm.rank == 0:
-            what = (
+            problem = (
                 "global_batch_size=%d is more than the %d samples of the data set: an epoch is a "
                 "single step"
             )
-            _log.warning(what, plan.global_batch_size, self.samples)
+            _log.warning(problem, plan.global_batch_size, self.samples)
 
     def _check_drop_last(self) -> None:
         if self.plan.drop_last and self.samples < self.plan.global_batch_size:
@@ -239,11 +239,11 @@ class IndexedSource(Source):
         length = length_of(self._dataset)
         if length != self.samples and self.plan.comm.rank == 0 and not self._is_other_length_said:
             self._is_other_length_said = True
-            what = (
+            problem = (
                 "%s has %d samples now, and had %d when its loader was made: so many are used. "
                 "Make another loader"
             )
-            _log.warning(what, self.plan.described(self._dataset), length, self.samples)
+            _log.warning(problem, self.plan.described(self._dataset), length, self.samples)
         return length
 
 

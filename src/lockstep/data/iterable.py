@@ -196,13 +196,13 @@ class _Reader:
         if request.run != self._epoch:
             self._epoch = request.run
             self._open = {}
-        found = []
+        samples = []
         for start, count in request.parts:
             part = self._open.get(start.part)
             if part is None:
                 part = self._open[start.part] = _OpenPart(self._source, start, request)
-            found.append(part.take(count, request.keep, request.compared))
-        return found
+            samples.append(part.take(count, request.keep, request.compared))
+        return samples
 
 
 class _OpenPart:
@@ -220,12 +220,12 @@ class _OpenPart:
         self._start(request.epoch, start)
         skipped = len(self._read(start.samples - self._samples, lambda _: None))
         if self._samples < start.samples:
-            what = (
+            problem = (
                 f"{self._name}: {self._samples} samples, where {start.samples} had been read "
                 f"before the run was resumed ({skipped} of them again). It must yield the same "
                 "samples whenever an epoch of it is read"
             )
-            raise DataError(what)
+            raise DataError(problem)
 
     @property
     def _name(self) -> str:
@@ -286,8 +286,8 @@ class _OpenPart:
         except LockstepError:
             raise
         except Exception as error:
-            what = f"{self._name}: sample {self._samples}: {describe_exception(error)}"
-            raise DataError(what) from error if environment.debugging() else None
+            problem = f"{self._name}: sample {self._samples}: {describe_exception(error)}"
+            raise DataError(problem) from error if environment.debugging() else None
 
     @contextmanager
     def _as_a_loader_process(self) -> Iterator[None]:
@@ -374,9 +374,9 @@ def _digest(sample: Any) -> int:
             )
             return str(value.dtype), value.shape, numbers
         if isinstance(value, Mapping):
-            return [(str(key), text(each)) for key, each in value.items()]
+            return [(str(key), text(item)) for key, item in value.items()]
         if isinstance(value, (tuple, list)):
-            return [text(each) for each in value]
+            return [text(item) for item in value]
         return (
             value
             if isinstance(value, (str, bytes, int, float, bool, type(None)))

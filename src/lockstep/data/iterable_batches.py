@@ -168,11 +168,11 @@ class EpochOfStream:
         if batch.global_size == self._size:
             return False
         if batch.position.step == 1 and (self._plan.drop_last or self._plan.shuffle):
-            what = (
+            problem = (
                 f"{self._source.name}: {batch.global_size} samples, less than one global batch of "
                 f"{self._size}"
             )
-            raise DataError(what)
+            raise DataError(problem)
         return self._plan.drop_last
 
     def _requests(self, run: int, epoch: int, key: int) -> Iterator[ReadRequest]:
@@ -202,19 +202,19 @@ class EpochOfStream:
 
     def _read(self) -> list[SamplesRead]:
         """Return what the loader processes have read for another batch."""
-        found = []
+        reads = []
         for _ in range(self._processes):
             with Activity(f"lockstep: reading {self._source.name}{self._again()}"):
                 read = next(self._reads, None)
             if read is None:
                 raise superseded_error(self._epoch)
-            found += read
-        for each in found:
-            if each.first is not None and not each.part:
-                self._note_first(each.first)
-            if each.digests:
-                self._digests[each.part] = each.digests
-        return found
+            reads += read
+        for read_part in reads:
+            if read_part.first is not None and not read_part.part:
+                self._note_first(read_part.first)
+            if read_part.digests:
+                self._digests[read_part.part] = read_part.digests
+        return reads
 
     def _again(self) -> str:
         batches = self._start.step if self._any == [] else 0
@@ -224,18 +224,18 @@ class EpochOfStream:
         if self._first is None:
             self._first = first
         elif self._first != first:
-            what = (
+            problem = (
                 f"{self._source.name}: its first sample is another one than before the run was "
                 "resumed. It must yield the same samples whenever an epoch of it is read: give "
                 "what is shuffled a seed"
             )
-            raise DataError(what)
+            raise DataError(problem)
 
-    def _gather(self, value: Any, what: str) -> list[Any]:
+    def _gather(self, value: Any, purpose: str) -> list[Any]:
         if self._comm.group is None:
             return [value]
         note_batch(-1)  # not that of torch's DataLoader in which samples are read
-        with named(what):
+        with named(purpose):
             return self._comm.allgather_object(value)
 
     def _of_one_part(self) -> Iterator[SamplesOfPart]:
@@ -256,7 +256,7 @@ class EpochOfStream:
             raise no_samples(self._source.name, self._plan.role)
         self._compare((step, count), "the number of its samples")
 
-    def _compare(self, value: Any, what: str) -> None:
+    def _compare(self, value: Any, noun: str) -> None:
         """Check that all workers have read the same.
 
         Raises:
@@ -264,13 +264,13 @@ class EpochOfStream:
         """
         for rank, other in enumerate(self._gather(value, _COMPARISON)):
             if other != value:
-                raise self._differs(what, self._comm.rank, rank)
+                raise self._differs(noun, self._comm.rank, rank)
 
-    def _differs(self, what: str, one: int, other: int) -> MismatchError:
+    def _differs(self, noun: str, rank: int, other_rank: int) -> MismatchError:
         return MismatchError(
-            f"{self._source.name}: {what} differs on ranks {one} and {other}. Each worker reads "
-            "the whole data set, and uses its part of each global batch: it must not be divided "
-            "by rank, and what is shuffled needs a seed that is the same on all workers."
+            f"{self._source.name}: {noun} differs on ranks {rank} and {other_rank}. Each worker "
+            "reads the whole data set, and uses its part of each global batch: it must not be "
+            "divided by rank, and what is shuffled needs a seed that is the same on all workers."
         )
 
     def _compare_first(self, read: SamplesRead) -> None:
@@ -300,16 +300,21 @@ class EpochOfStream:
                 self._compare_samples(part, by_rank[first][part], samples, first, rank)
 
     def _compare_samples(
-        self, part: int, samples: dict[int, Digest], others: dict[int, Digest], one: int, other: int
+        self,
+        part: int,
+        samples: dict[int, Digest],
+        others: dict[int, Digest],
+        rank: int,
+        other_rank: int,
     ) -> None:
         of = f" of part {part}" if self._source.parts > 1 else ""
         for number in sorted(samples.keys() & others.keys()):
             for difference in differences(samples[number], others[number]):
                 if difference.is_refused:
-                    what = f"its sample {number}{of}" if number or of else "its first sample"
-                    raise self._differs(what, one, other)
+                    noun = f"its sample {number}{of}" if number or of else "its first sample"
+                    raise self._differs(noun, rank, other_rank)
                 if not difference.only_rounded and self._comm.rank == 0:
-                    say_difference(self._source.name, number, one, other, difference)
+                    say_difference(self._source.name, number, rank, other_rank, difference)
 
     def _of_several_parts(self) -> Iterator[SamplesOfPart]:
         position = self._start
@@ -328,7 +333,11 @@ class EpochOfStream:
         """
         self._read_ahead(_AHEAD)
         ready = min((self._whole_shares(part) for part in self._mine), default=_AHEAD)
-        shared = {part: each for part, each in self._digests.items() if self._is_shared(part)}
+        shared = {
+            part: digests_of_part
+            for part, digests_of_part in self._digests.items()
+            if self._is_shared(part)
+        }
         gathered = self._gather(
             (ready, self._states, self._first, shared), "agreement on the next samples"
         )
@@ -351,14 +360,14 @@ class EpochOfStream:
     def _read_ahead(self, batches: int) -> None:
         """Read until each part has its share of so many batches, or has ended."""
         while any(len(self._buffers[part]) < batches for part in self._open):
-            for each in self._read():
-                if each.count:
-                    self._buffers[each.part].append(each)
-                if each.count < self._share(each.part):
-                    self._open.discard(each.part)
+            for read in self._read():
+                if read.count:
+                    self._buffers[read.part].append(read)
+                if read.count < self._share(read.part):
+                    self._open.discard(read.part)
 
     def _whole_shares(self, part: int) -> int:
-        return min(_AHEAD, sum(each.count == self._share(part) for each in self._buffers[part]))
+        return min(_AHEAD, sum(read.count == self._share(part) for read in self._buffers[part]))
 
     def _next_of_shares(self, position: StreamPosition) -> SamplesOfPart:
         """Return the batch before `position`, of the share of each part."""
@@ -393,12 +402,13 @@ class EpochOfStream:
                 position = position._replace(step=position.step + 1)
                 yield SamplesOfPart(batch[low:high] or batch[:1], low, high, len(batch), position)
         if skipped:
-            what = (
+            problem = (
                 f"fewer than the {position.step} batches that had been read before the run was "
                 "resumed"
             )
             raise DataError(
-                f"{self._source.name}: {what}. It must yield the same samples whenever it is read"
+                f"{self._source.name}: {problem}. It must yield the same samples whenever it is "
+                "read"
             )
         if not position.step:
             raise no_samples(self._source.name, self._plan.role)
@@ -408,7 +418,7 @@ class EpochOfStream:
         parts.
         """
         self._read_ahead(1)
-        own = [
+        own_shares = [
             (part, self._buffers[part].popleft().samples)
             for part in self._sent
             if self._buffers[part]
@@ -416,6 +426,9 @@ class EpochOfStream:
         for part in set(self._mine) - set(self._sent):
             if self._buffers[part]:
                 self._buffers[part].popleft()  # another worker reads and sends it
-        gathered = self._gather(own, "exchange of the last samples of an epoch")
-        shares = sorted((share for each in gathered for share in each), key=lambda share: share[0])
-        return [sample for _, found in shares for sample in found]
+        gathered = self._gather(own_shares, "exchange of the last samples of an epoch")
+        shares = sorted(
+            (share for shares_of_rank in gathered for share in shares_of_rank),
+            key=lambda share: share[0],
+        )
+        return [sample for _, samples in shares for sample in samples]

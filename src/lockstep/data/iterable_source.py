@@ -46,12 +46,12 @@ class IterableSource(Source):
         self._steps: int | None = None  # of the epoch that was read last
         least = max(plan.comm.size, dataset.parts)
         if least > plan.global_batch_size:
-            what = (
+            problem = (
                 f"{dataset.parts} parts of the data set"
                 if least == dataset.parts
                 else f"{least} workers"
             )
-            expected = f"at least one sample for each of {what}"
+            expected = f"at least one sample for each of {problem}"
             raise ConfigError("global_batch_size", expected, plan.global_batch_size)
 
     @property

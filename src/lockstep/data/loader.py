@@ -494,25 +494,27 @@ def check_dataset(dataset: Any, argument: str, collates: bool = False) -> None:
         raise ConfigError(argument, expected, found=found, hint=hint)
 
 
-def _several(given: Sequence[Any]) -> tuple[str, str]:
+def _several(datasets: Sequence[Any]) -> tuple[str, str]:
     """Return what was found and what to do if this is no data set, but columns of one, or several
     data sets.
     """
-    kind = type(given).__name__
-    if all(isinstance(each, (Dataset, Loader, DataLoader)) for each in given):
+    kind = type(datasets).__name__
+    if all(isinstance(dataset, (Dataset, Loader, DataLoader)) for dataset in datasets):
         return (
-            f"a {kind} of {len(given)} data sets",
+            f"a {kind} of {len(datasets)} data sets",
             "fit(train, validate=test) takes them one by one.",
         )
-    arrays = all(isinstance(each, (torch.Tensor, np.ndarray)) and each.ndim for each in given)
-    forms = {(each.shape, str(each.dtype)) for each in given} if arrays else set()
-    columns = isinstance(given, tuple) or (
+    arrays = all(
+        isinstance(dataset, (torch.Tensor, np.ndarray)) and dataset.ndim for dataset in datasets
+    )
+    forms = {(dataset.shape, str(dataset.dtype)) for dataset in datasets} if arrays else set()
+    columns = isinstance(datasets, tuple) or (
         len(forms) > 1 and len({shape[0] for shape, _ in forms}) == 1
     )
     if not arrays or not columns:
         return "", ""
     make = "torch.utils.data.TensorDataset(inputs, targets)"
     return (
-        f"a {kind} of {len(given)} arrays",
+        f"a {kind} of {len(datasets)} arrays",
         f"{make} makes a data set of tensors with a row for each sample.",
     )

@@ -105,11 +105,11 @@ def _sequence(sample: Any, index: int) -> tuple[torch.Tensor, torch.Tensor]:
             else tokens
         )
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        what = (
+        problem = (
             f"sample {index}: expected token ids, or a mapping with 'input_ids', got "
             f"{type(sample).__name__}"
         )
-        raise DataError(f"{what}: {error}") from None
+        raise DataError(f"{problem}: {error}") from None
     if tokens.dim() != 1 or labels.shape != tokens.shape:
         shapes = f"{list(tokens.shape)} and {list(labels.shape)}"
         raise DataError(

@@ -52,13 +52,13 @@ def places(length: int, count: int, number: int = 0) -> tuple[int, ...]:
     """
     if count >= length:
         return tuple(range(length))
-    found = dict.fromkeys((0, length - 1)[:count] if number == 0 else ())
+    chosen = dict.fromkeys((0, length - 1)[:count] if number == 0 else ())
     draw = 0
-    while len(found) < count:
+    while len(chosen) < count:
         key = (_PLACE, length, draw) if number == 0 else (_PLACE, length, draw, number)
-        found[mix(key) % length] = None
+        chosen[mix(key) % length] = None
         draw += 1
-    return tuple(found)
+    return tuple(chosen)
 
 
 def digests_of_some(
@@ -72,9 +72,11 @@ def digests_of_some(
         in_blocks: whether a sample may cost a block of samples.
     """
     chosen = places(length, _IN_BLOCKS if in_blocks else _PLACES)
-    found = read(DigestRequest(0, chosen, (1,) * len(chosen), _BUDGET_S)).samples
+    samples = read(DigestRequest(0, chosen, (1,) * len(chosen), _BUDGET_S)).samples
     digests = {}
-    for index, (digest, *_) in ((index, each) for index, each in found.items() if each):
+    for index, (digest, *_) in (
+        (index, readings) for index, readings in samples.items() if readings
+    ):
         leaves = [
             (path, leaf.kind, leaf.bits) for path, leaf in digest.items() if not leaf.of_object
         ]
@@ -109,13 +111,13 @@ class SameData:
     def __init__(
         self,
         comm: Communicator,
-        what: str,
+        subject: str,
         read: Callable[[DigestRequest], SampleDigests],
         in_blocks: bool = False,
         collates: bool = False,
     ) -> None:
         self._comm = comm
-        self._what = what
+        self._what = subject
         self._read = read
         self._in_blocks = in_blocks
         self._collates = collates
@@ -151,12 +153,12 @@ class SameData:
         )
         with activity:
             began = time.monotonic()
-            own = self._read(request) if chosen else SampleDigests({}, 0.0, math.inf)
-            request_s = time.monotonic() - began - own.seconds if chosen else math.inf
+            own_digests = self._read(request) if chosen else SampleDigests({}, 0.0, math.inf)
+            request_s = time.monotonic() - began - own_digests.seconds if chosen else math.inf
             hint = _HINT_LATER if self._number else _HINT_SAMPLES
-            comparison = _Comparison(self._comm, self._what, own, self._passed_over, hint)
+            comparison = _Comparison(self._comm, self._what, own_digests, self._passed_over, hint)
             with named("comparison of the data"):
-                times = own.typical_s, request_s, since_s
+                times = own_digests.typical_s, request_s, since_s
                 heads = self._comm.allgather_object(
                     (length, dict(settings), comparison.total, times)
                 )
@@ -164,7 +166,7 @@ class SameData:
             if len({head[2] for head in heads}) > 1:
                 comparison.compare(key, self._read)
         self._passed_over = comparison.passed_over
-        self._say(comparison, own, len(chosen))
+        self._say(comparison, own_digests, len(chosen))
         self._account([head[3] for head in heads])
         self._number += 1
         self._ended_at = time.monotonic()
@@ -221,7 +223,7 @@ class SameData:
                         "they divide each global batch"
                     )
 
-    def _say(self, comparison: _Comparison, own: SampleDigests, chosen: int) -> None:
+    def _say(self, comparison: _Comparison, own_digests: SampleDigests, chosen: int) -> None:
         """Log on rank 0 what is no error."""
         if self._comm.rank != 0:
             return
@@ -233,13 +235,13 @@ class SameData:
                 f"{self._what}: sample {index} on rank {rank} differs from that of rank 0 by "
                 "rounding, as other processors or versions of libraries cause it."
             )
-        if own.collated:
-            _say_once(f"{self._what}: {own.collated}")
-        if self._number == 0 and len(own.samples) < min(_FEW, chosen):
+        if own_digests.collated:
+            _say_once(f"{self._what}: {own_digests.collated}")
+        if self._number == 0 and len(own_digests.samples) < min(_FEW, chosen):
             _log.warning(
                 "%s: only %d of %d samples were compared among the workers, because reading them "
                 "took %.1f s",
-                *(self._what, len(own.samples), chosen, own.seconds),
+                *(self._what, len(own_digests.samples), chosen, own_digests.seconds),
             )
 
 
@@ -274,13 +276,18 @@ class _Comparison:
     """
 
     def __init__(
-        self, comm: Communicator, what: str, own: SampleDigests, passed_over: set[str], hint: str
+        self,
+        comm: Communicator,
+        subject: str,
+        own_digests: SampleDigests,
+        passed_over: set[str],
+        hint: str,
     ) -> None:
         self._comm = comm
-        self._what = what
+        self._what = subject
         self._hint = hint
-        self._own = {index: digests[0] for index, digests in own.samples.items() if digests}
-        self._random = _random_leaves(own.samples, self._own) - passed_over
+        self._own = {index: digests[0] for index, digests in own_digests.samples.items() if digests}
+        self._random = _random_leaves(own_digests.samples, self._own) - passed_over
         # (sample, rank, difference) by leaf
         self._allowed: dict[str, tuple[int, int, Difference]] = {}
         self.passed_over = passed_over | self._random
@@ -309,7 +316,7 @@ class _Comparison:
         chosen = _covering(differing)
         again = read(DigestRequest(key, chosen, (_AGAIN,) * len(chosen), _AGAIN_BUDGET_S))
         self._pass_over_random(_random_leaves(again.samples, self._own))
-        differing = [each for each in self._differing() if each[0] in chosen]
+        differing = [entry for entry in self._differing() if entry[0] in chosen]
         for index, rank, difference in differing:
             if difference.is_refused:
                 raise self._mismatch(index, rank, difference)
@@ -320,8 +327,8 @@ class _Comparison:
     def _mismatch(self, index: int, rank: int, difference: Difference) -> MismatchError:
         where = f", in its element {difference.path}," if difference.path else ""
         values = " ({} and {})".format(*difference.values) if difference.of_single_values else ""
-        what = f"{self._what}: sample {index} differs{where} on ranks 0 and {rank}{values}"
-        return MismatchError(f"{what}. {self._hint}")
+        problem = f"{self._what}: sample {index} differs{where} on ranks 0 and {rank}{values}"
+        return MismatchError(f"{problem}. {self._hint}")
 
     def _pass_over_random(self, paths: set[str]) -> None:
         self._random |= paths - self.passed_over
@@ -334,15 +341,15 @@ class _Comparison:
         for _, random_there in gathered:
             self._pass_over_random(random_there)
         first = gathered[0][0]
-        found = []
+        differing = []
         for rank, (theirs, _) in enumerate(gathered):
             for index in first.keys() & theirs.keys():
                 for difference in differences(first[index], theirs[index], self.passed_over):
                     if difference.only_rounded:
                         self.rounded = self.rounded or (index, rank)
                     else:
-                        found.append((index, rank, difference))
-        return sorted(found, key=lambda each: (not each[2].is_refused, each[1], each[0]))
+                        differing.append((index, rank, difference))
+        return sorted(differing, key=lambda each: (not each[2].is_refused, each[1], each[0]))
 
     def say(self) -> None:
         """Log what is random by itself, and what differs and may."""
@@ -357,7 +364,9 @@ class _Comparison:
             say_difference(self._what, index, 0, rank, difference)
 
 
-def say_difference(what: str, index: int, one: int, other: int, difference: Difference) -> None:
+def say_difference(
+    subject: str, index: int, rank: int, other_rank: int, difference: Difference
+) -> None:
     """Log a difference between two ranks that may be none of the data."""
     kind = (
         "the path of a file"
@@ -365,14 +374,14 @@ def say_difference(what: str, index: int, one: int, other: int, difference: Diff
         else "an attribute"
     )
     first, second = difference.values
-    place = (what, difference.path)
+    place = (subject, difference.path)
     if place not in _said:
         _said.add(place)
         _log.warning(
             "%s: sample %d has in %s %s that differs: %s on rank %d, %s on rank %d. That is no "
             "error where the training does not use it; else results depend on which worker reads "
             "a sample",
-            *(what, index, difference.path or "itself", kind, first, one, second, other),
+            *(subject, index, difference.path or "itself", kind, first, rank, second, other_rank),
         )
 
 
@@ -394,16 +403,18 @@ def _random_leaves(
     samples: Mapping[int, Sequence[Digest]], first: Mapping[int, Digest]
 ) -> set[str]:
     """Return the leaves that differ when a sample is read again."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for index, digests in samples.items():
         if index in first:
             for digest in digests:
                 again = differences(first[index], digest)
                 # a clock moves on by less than the rounding of its value
-                found |= {
-                    each.path for each in again if not each.only_rounded or each.of_single_values
+                paths |= {
+                    difference.path
+                    for difference in again
+                    if not difference.only_rounded or difference.of_single_values
                 }
-    return found
+    return paths
 
 
 def _covering(differing: Sequence[tuple[int, int, Difference]]) -> tuple[int, ...]:
@@ -411,5 +422,5 @@ def _covering(differing: Sequence[tuple[int, int, Difference]]) -> tuple[int, ..
     by_leaf: dict[str, int] = {}
     for index, _, difference in differing:
         by_leaf.setdefault(difference.path, index)
-    found = dict.fromkeys([*by_leaf.values(), *(index for index, *_ in differing)])
-    return tuple(found)[:_SHOWN_AS_DIFFERENT]
+    indices = dict.fromkeys([*by_leaf.values(), *(index for index, *_ in differing)])
+    return tuple(indices)[:_SHOWN_AS_DIFFERENT]

@@ -81,24 +81,24 @@ class DigestRequest:
             return sample
 
         with preserve_generators(), preserve_own_generators((dataset, samples.collate)):
-            found = self.read_with(read)
+            digests = self.read_with(read)
             if not self.collates:
-                return found
+                return digests
             seed = partial(seed_collate, self.key)
             collated = describe_collate(samples.collate, list(kept.values()), copies_of, seed)
-            return replace(found, collated=collated)
+            return replace(digests, collated=collated)
 
     def read_with(self, read: Callable[[int], Any]) -> SampleDigests:
         """Read samples with `read`; an exception is left to the training, which may not need the
         sample.
         """
         began = time.monotonic()
-        found: dict[int, list[Digest]] = {}
+        digests_by_sample: dict[int, list[Digest]] = {}
         each_s: list[float] = []
         for index, times in zip(self.indices, self.times, strict=True):
             digests: list[Digest] = []
             for number in range(times):
-                if (found or number) and time.monotonic() - began > self.budget_s:
+                if (digests_by_sample or number) and time.monotonic() - began > self.budget_s:
                     break
                 start = time.monotonic()
                 try:
@@ -108,11 +108,13 @@ class DigestRequest:
                     break
                 finally:
                     each_s.append(time.monotonic() - start)
-            found[index] = digests
+            digests_by_sample[index] = digests
             if time.monotonic() - began > self.budget_s:
                 break
         return SampleDigests(
-            found, time.monotonic() - began, statistics.median(each_s) if each_s else math.inf
+            digests_by_sample,
+            time.monotonic() - began,
+            statistics.median(each_s) if each_s else math.inf,
         )
 
 
@@ -121,7 +123,7 @@ def preserve_own_generators(dataset: Any) -> Iterator[None]:
     """Restore the random generators that a data set has as attributes, or its parts have, after a
     `with` block.
     """
-    restore = [each() for each in _savers(dataset)]
+    restore = [save() for save in _savers(dataset)]
     try:
         yield
     finally:

@@ -210,8 +210,8 @@ class Stream(Dataset[Any]):
         except Exception as error:
             first = int(file.sizes[:number].sum())
             last = first + int(file.sizes[number]) - 1
-            what = f"{file.path}: block {number} (records {first} to {last}): {_text(error)}"
-            raise DataError(what) from error if environment.debugging() else None
+            problem = f"{file.path}: block {number} (records {first} to {last}): {_text(error)}"
+            raise DataError(problem) from error if environment.debugging() else None
 
     def take(self, samples: Sequence[Any], block: int, offset: int) -> Any:
         """Return a sample of a block that was read.
@@ -240,15 +240,15 @@ class Stream(Dataset[Any]):
         except LockstepError:
             raise
         except Exception as error:
-            what = describe_exception(error)
-            raise self._sample_error(block, offset, what) from (
+            problem = describe_exception(error)
+            raise self._sample_error(block, offset, problem) from (
                 error if environment.debugging() else None
             )
 
-    def _sample_error(self, block: int, offset: int, what: str) -> DataError:
+    def _sample_error(self, block: int, offset: int, problem: str) -> DataError:
         sample = int(self._ends[block] - self.block_sizes[block]) + offset
         path, record = self.locate(sample)
-        return DataError(f"{path}: record {record} (sample {sample} of the stream): {what}")
+        return DataError(f"{path}: record {record} (sample {sample} of the stream): {problem}")
 
     def _file_of(self, block: int) -> tuple[_File, int]:
         """Return the file of a block, and the number of the block in it."""
@@ -318,20 +318,20 @@ class _Index(msgspec.Struct, frozen=True):
 
 def _find_files(files: str | Path | Sequence[str | Path]) -> list[Path]:
     """Return the paths of files given as paths and patterns."""
-    given = [files] if isinstance(files, (str, os.PathLike)) else list(files)
-    if not given:
-        raise ConfigError("files", "at least one file", got=given)
-    found: list[Path] = []
-    for each in given:
-        name = str(arguments.path("files", each, "paths or patterns of files").expanduser())
+    names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+    if not names:
+        raise ConfigError("files", "at least one file", got=names)
+    paths: list[Path] = []
+    for given_name in names:
+        name = str(arguments.path("files", given_name, "paths or patterns of files").expanduser())
         if not has_magic(name) or Path(name).exists():
-            found.append(_existing(Path(name)))
+            paths.append(_existing(Path(name)))
             continue
         matches = sorted(glob(name, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute patterns
         if not matches:
-            raise ConfigError("files", "a pattern that matches files", got=str(each))
-        found += map(_existing, map(Path, matches))
-    return found
+            raise ConfigError("files", "a pattern that matches files", got=str(given_name))
+        paths += map(_existing, map(Path, matches))
+    return paths
 
 
 def _existing(path: Path) -> Path:
@@ -381,10 +381,10 @@ def _open_files(
                 activity.text = (
                     f"lockstep: counting the samples of {len(numbers)} files in {folder}"
                 )
-                found = _open_folder(
+                opened = _open_folder(
                     folder, index, [paths[number] for number in numbers], chosen[numbers[0]]
                 )
-                for number, file in zip(numbers, found, strict=True):
+                for number, file in zip(numbers, opened, strict=True):
                     files[number] = file
         for number, path in enumerate(paths):
             if files[number] is None:
@@ -474,8 +474,8 @@ def _blocks(path: Path, reader: ShardReader, state: tuple[int, int]) -> Any:
     with _locked(path):
         index = _load_index(path, name, state)
         if index is None:
-            found = _checked(path, state, reader, *reader.blocks(path))
-            index = _Index(name, state, found.sizes.tolist(), found.places.tolist())
+            blocks = _checked(path, state, reader, *reader.blocks(path))
+            index = _Index(name, state, blocks.sizes.tolist(), blocks.places.tolist())
             if _state_of(path) == state:
                 _save_index(path, index)
     return index.sizes, index.places

@@ -111,15 +111,15 @@ class StreamOrder:
         of `step`.
         """
         size = self.batch_size(step)
-        found = []
+        blocks = []
         for lane in self._lanes_of(size, low, high):
             start, stop = self._window_range(lane, self.window(step))
             if not self._settings.shuffle:
                 stop = start + high
                 start += low
             first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
-            found.append(self._blocks[first : last + 1])
-        return np.unique(np.concatenate(found)) if found else self._blocks[:0]
+            blocks.append(self._blocks[first : last + 1])
+        return np.unique(np.concatenate(blocks)) if blocks else self._blocks[:0]
 
     def cuts(self, step: int, low: int, high: int, parts: int) -> list[tuple[int, int]]:
         """Divide [low, high) of a batch into contiguous `parts`, between lanes if there are enough

@@ -316,10 +316,10 @@ def _valid_count(tokens: Path, record: Path, key: str, dtype: str) -> int | None
     record.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(record.read_text(encoding="utf-8"))
-        count = int(found["tokens"])
-        fits = found["key"] == key and tokens.stat().st_size == count * np.dtype(dtype).itemsize
-        if fits and found["sha256"] == _digest(tokens):
+        recorded = json.loads(record.read_text(encoding="utf-8"))
+        count = int(recorded["tokens"])
+        fits = recorded["key"] == key and tokens.stat().st_size == count * np.dtype(dtype).itemsize
+        if fits and recorded["sha256"] == _digest(tokens):
             return count
     return None
 

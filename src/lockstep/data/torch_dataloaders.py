@@ -42,8 +42,8 @@ def dataloader_settings(
     batches = loader.batch_sampler
     # Of a loader that was given a BatchSampler, the sampler and drop_last are the defaults, which
     # are not used.
-    own = batches if type(batches) is BatchSampler else loader
-    sampler = own.sampler
+    settings_of = batches if type(batches) is BatchSampler else loader
+    sampler = settings_of.sampler
     expected = "a data set, or a DataLoader with shuffle=True or shuffle=False"
     if batches is None:
         hint = "Pass the data set itself: Lockstep forms the batches."
@@ -69,7 +69,7 @@ def dataloader_settings(
         "dataset": loader.dataset,
         "collate_fn": loader.collate_fn if own_collate else None,
         "shuffle": shuffled,
-        "drop_last": own.drop_last,
+        "drop_last": settings_of.drop_last,
         "num_workers": loader.num_workers,
         "prefetch": loader.num_workers * (loader.prefetch_factor or 2)
         if loader.num_workers
@@ -114,8 +114,8 @@ def _warn_of_unused(loader: DataLoader[Any], argument: str, global_batch_size: i
     roles = {"train": " of the training data", "validate": " of validate="}
     name = f"the DataLoader{roles.get(argument, '')}"
     if (size := dataloader_batch_size(loader)) != global_batch_size:
-        what = "a step" if argument == "train" else "a batch of an evaluation"
-        used = f"{what} has the {global_batch_size} samples of global_batch_size, over all workers"
+        noun = "a step" if argument == "train" else "a batch of an evaluation"
+        used = f"{noun} has the {global_batch_size} samples of global_batch_size, over all workers"
         _log.warning("batch_size=%s of %s is not used: %s", size, name, used)
     if loader.worker_init_fn is not None:
         _log.warning(

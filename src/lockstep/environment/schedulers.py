@@ -60,10 +60,10 @@ class _Variables:
         return bool(self._env.get(name, "").strip())
 
     def text(self, name: str, expected: str) -> str:
-        found = self._env.get(name, "").strip()
-        if not found:
+        value = self._env.get(name, "").strip()
+        if not value:
             raise self.error(name, expected, "nothing")
-        return found
+        return value
 
     def number(self, name: str, least: int, most: int | None = None, expected: str = "") -> int:
         upper = f" to {most}" if most is not None else " or more"
@@ -117,10 +117,10 @@ def _sagemaker(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(name, str) for name in hosts):
         raise env.error("SM_HOSTS", 'a list such as ["algo-1", "algo-2"]', text)
-    own = env.text("SM_CURRENT_HOST", "one of SM_HOSTS")
-    if own not in hosts:
-        raise env.error("SM_CURRENT_HOST", f"one of {', '.join(hosts)}", own)
-    return hosts.index(own), len(hosts), hosts[0], None
+    this_host = env.text("SM_CURRENT_HOST", "one of SM_HOSTS")
+    if this_host not in hosts:
+        raise env.error("SM_CURRENT_HOST", f"one of {', '.join(hosts)}", this_host)
+    return hosts.index(this_host), len(hosts), hosts[0], None
 
 
 def _kubernetes(env: _Variables, host: str) -> tuple[int, int, str, int | None]:

@@ -118,9 +118,9 @@ def address_in_a_network(interfaces: str = "") -> str:
         with suppress(OSError):
             return address_towards("192.0.2.1")  # an address of no host (RFC 5737)
     for name, addresses in psutil.net_if_addrs().items():
-        for found in addresses if not interfaces or name in interfaces.split(",") else ():
-            if found.family is socket.AF_INET and not found.address.startswith("127."):
-                return str(found.address)
+        for address in addresses if not interfaces or name in interfaces.split(",") else ():
+            if address.family is socket.AF_INET and not address.address.startswith("127."):
+                return str(address.address)
     among = f" among {interfaces}" if interfaces else ""
     raise OSError(f"no network interface with an address{among}")
 

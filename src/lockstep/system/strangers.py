@@ -70,12 +70,12 @@ class Strangers(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(list(self._held))
 
-    def accept(self, listener: socket.socket, made: Callable[[socket.socket], T]) -> None:
+    def accept(self, listener: socket.socket, on_accept: Callable[[socket.socket], T]) -> None:
         """Accept some of the connections that wait at a non-blocking `listener`.
 
         Args:
             listener: of which connections are accepted.
-            made: called with each new socket; returns its connection.
+            on_accept: called with each new socket; returns its connection.
         """
         for _ in range(_AT_ONCE):
             try:
@@ -86,7 +86,7 @@ class Strangers(Generic[T]):
                 return
             try:
                 end.setblocking(False)
-                connection = made(end)
+                connection = on_accept(end)
             except OSError:  # it has been closed by now
                 end.close()
                 continue
@@ -107,7 +107,7 @@ class Strangers(Generic[T]):
         """Close the connections that have taken too long."""
         now = self._clock()
         for connection in [
-            each for each, (since, _) in self._held.items() if now - since > self._limit_s
+            stranger for stranger, (since, _) in self._held.items() if now - since > self._limit_s
         ]:
             self.drop(connection)
 
@@ -128,7 +128,9 @@ class Strangers(Generic[T]):
         """Return the oldest connection of the address that has the most of them."""
         counts = Counter(address for _, address in self._held.values())
         most = max(counts.values())
-        return next(each for each, (_, address) in self._held.items() if counts[address] == most)
+        return next(
+            connection for connection, (_, address) in self._held.items() if counts[address] == most
+        )
 
     def _turn_away(self, listener: socket.socket) -> None:
         """Make room for the next connection, or refuse it: it would be told of again and again, and

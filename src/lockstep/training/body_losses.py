@@ -90,8 +90,8 @@ class BodyLosses:
             with suppress(RuntimeError):
                 shard.divisors += [divisor(root) for root in roots if root.grad_fn is not None]
         same_on_all = shard.whole_batch or self._parts.exact
-        found = [refusal_of(root, self._calls, self._latest_look, same_on_all) for root in roots]
-        return [refusal for refusal in found if refusal is not None]
+        refusals = [refusal_of(root, self._calls, self._latest_look, same_on_all) for root in roots]
+        return [refusal for refusal in refusals if refusal is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """Return how often losses have been looked at, on which it depends when they are looked at

@@ -293,14 +293,14 @@ class CheckpointManager:
     def _candidates(self, which: str | Path | None, restarted: bool) -> list[Path]:
         """Return the checkpoints that `which` may mean, in order of preference."""
         run = self._run_of_this_job(which) if restarted else None
-        if run is not None and (own := self._store_in(run).paths()):
-            return own[::-1]
+        if run is not None and (own_paths := self._store_in(run).paths()):
+            return own_paths[::-1]
         if which is None:
             return []
         if which == "latest":
             runs = [] if self.run_dir is None else numbered(self.run_dir)
-            found = [paths[::-1] for run in runs if (paths := self._store_in(run).paths())]
-            return found[0] if found else self._store().paths()
+            paths_by_run = [paths[::-1] for run in runs if (paths := self._store_in(run).paths())]
+            return paths_by_run[0] if paths_by_run else self._store().paths()
         folder = Path(which) / "checkpoints"
         return (
             (CheckpointStore(folder).paths()[::-1] or [folder])
@@ -320,7 +320,9 @@ class CheckpointManager:
             return None
         run = Path(which).parent.parent
         return (
-            run if any(run.resolve() == each.resolve() for each in numbered(self.run_dir)) else None
+            run
+            if any(run.resolve() == run_of_job.resolve() for run_of_job in numbered(self.run_dir))
+            else None
         )
 
     def _check(self, checkpoint: Checkpoint) -> None:

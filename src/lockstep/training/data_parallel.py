@@ -143,8 +143,10 @@ class DataParallel(nn.Module):
 def _accept_plain_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Give names that are the inner module's the prefix under which torch looks for them."""
     inner: Any = module.module
-    own = {f"{prefix}{name}" for name in inner.state_dict(keep_vars=True)}
-    renamed = {name: f"{prefix}module.{name[len(prefix) :]}" for name in state if name in own}
+    prefixed_names = {f"{prefix}{name}" for name in inner.state_dict(keep_vars=True)}
+    renamed = {
+        name: f"{prefix}module.{name[len(prefix) :]}" for name in state if name in prefixed_names
+    }
     for name, new in renamed.items():
         state[new] = state.pop(name)
 

@@ -63,7 +63,7 @@ def describe_division(
     ]
     if not divided:
         return ""
-    found = [
+    descriptions = [
         *_of_layers("dropout draws other masks", model, _draws),
         *_of_layers(
             "batch norm has the statistics of a part",
@@ -74,22 +74,24 @@ def describe_division(
         *([] if seen is None else _of_passes(model, seen)),
     ]
     if mixes_samples:
-        found.append(
+        descriptions.append(
             "an output for a sample depends on the others of the same pass, as by statistics of "
             "the batch"
         )
-    if not found:
+    if not descriptions:
         return ""
     return (
         f"{', '.join(divided)}: results may depend on how a global batch is divided, as this "
         "model has what is "
         'listed in docs/training.md, "What is the same at any number of workers": '
-        f"{'; '.join(found)}"
+        f"{'; '.join(descriptions)}"
     )
 
 
-def _of_layers(what: str, model: nn.Module, matches: Callable[[nn.Module], bool]) -> list[str]:
-    return _listed(what, [name for name, layer in model.named_modules() if matches(layer)])
+def _of_layers(
+    description: str, model: nn.Module, matches: Callable[[nn.Module], bool]
+) -> list[str]:
+    return _listed(description, [name for name, layer in model.named_modules() if matches(layer)])
 
 
 def _of_hooks(model: nn.Module, own_hooks: bool) -> list[str]:
@@ -102,19 +104,18 @@ def _of_hooks(model: nn.Module, own_hooks: bool) -> list[str]:
 
 
 def _of_passes(model: nn.Module, seen: PassEffects) -> list[str]:
-    found = _listed("a buffer is changed by a part", seen.changed_buffers())
+    descriptions = _listed("a buffer is changed by a part", seen.changed_buffers())
     if seen.drew() and not any(_draws(layer) for layer in model.modules()):
-        found.append("the passes draw random numbers, others in each part")
-    return found
+        descriptions.append("the passes draw random numbers, others in each part")
+    return descriptions
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
+def _listed(description: str, names: list[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return [
-        f"{what} ({', '.join(name or 'the model itself' for name in names[:_MOST_NAMES])}{more})"
-    ]
+    listed = ", ".join(name or "the model itself" for name in names[:_MOST_NAMES])
+    return [f"{description} ({listed}{more})"]
 
 
 def _draws(layer: nn.Module) -> bool:
@@ -179,7 +180,7 @@ class FirstBatch:
             {"": model} if loss is None else {"": model, "loss": loss}, comm.device
         )
         parts = comm.size * passes * devices
-        self._calls = [FirstCall(each, samples, parts) for each in (called or [model])]
+        self._calls = [FirstCall(module, samples, parts) for module in (called or [model])]
 
     def tell(self) -> None:
         """Say in one line on rank 0 what of the model depends on how a global batch is divided;

@@ -78,11 +78,11 @@ def _check(loader: Any, step: Any, epochs: Any) -> None:
         )
     arguments.instance("step", step, TrainStep, "a lockstep.TrainStep")
     arguments.whole("epochs", epochs, least=1)
-    if loader.virtual_workers != (own := step.strategy.virtual_workers):
-        hint = f"Make it with Loader(..., virtual_workers={own})."
+    if loader.virtual_workers != (virtual_workers := step.strategy.virtual_workers):
+        hint = f"Make it with Loader(..., virtual_workers={virtual_workers})."
         raise ConfigError(
             "virtual_workers",
-            f"{own}, the step's, in the Loader as well",
+            f"{virtual_workers}, the step's, in the Loader as well",
             loader.virtual_workers,
             hint,
         )

@@ -177,9 +177,11 @@ def _padded(part: torch.Tensor, longest: list[int]) -> torch.Tensor:
         return part
     if not len(part):  # of a worker without samples
         return part.new_empty(0, *longest)
-    missing = [(0, size - own) for size, own in zip(longest, part.shape[1:], strict=True)]
+    missing = [
+        (0, size - size_of_part) for size, size_of_part in zip(longest, part.shape[1:], strict=True)
+    ]
     return torch.nn.functional.pad(
-        part, [each for pair in reversed(missing) for each in pair], value=_fill_of(part)
+        part, [length for pair in reversed(missing) for length in pair], value=_fill_of(part)
     )
 
 
@@ -376,14 +378,16 @@ def _opened(loader: Loader | DataLoader[Any]) -> Iterator[Loader]:
         yield loader
         return
     if not isinstance(loader, DataLoader):
-        found = (
+        opened_loader = (
             "a data set" if isinstance(loader, Dataset) else f"one of type {type(loader).__name__}"
         )
         hint = (
             "lockstep.Loader(dataset, global_batch_size=256, shuffle=False) makes one of a data "
             "set."
         )
-        raise ConfigError("loader", "a lockstep.Loader, or a DataLoader", found=found, hint=hint)
+        raise ConfigError(
+            "loader", "a lockstep.Loader, or a DataLoader", found=opened_loader, hint=hint
+        )
     opened = loader_of(loader, init())
     try:
         yield opened
@@ -521,11 +525,11 @@ class Evaluation(Computation):
         totals = torch.zeros(shape, device=device, dtype=accumulation_dtype(device))
         limit = InFlightLimit(device, check_in_flight(max_steps_in_flight))
         self._loss.found = problem = None
-        what = f"an evaluation in batches of {counted(loader.global_batch_size, 'sample')}"
+        purpose = f"an evaluation in batches of {counted(loader.global_batch_size, 'sample')}"
         advice = "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
         with (
             evaluating(self.model, self._loss.modules),
-            explaining_out_of_memory(comm, what, lambda: advice),
+            explaining_out_of_memory(comm, purpose, lambda: advice),
         ):
             for number, batch in enumerate(loader.epoch(0)):
                 self._expect(number, is_last=number + 1 == loader.steps)
@@ -617,7 +621,7 @@ class Evaluation(Computation):
             value = metric.compute()
             several = value.items() if isinstance(value, Mapping) else ()
             results |= (
-                {f"{name}_{key}": float(each) for key, each in several}
+                {f"{name}_{key}": float(number) for key, number in several}
                 if several
                 else {name: float(value)}
             )
@@ -642,10 +646,12 @@ class Evaluation(Computation):
         """Check loss and metrics with a batch; returns the first that is not a mean over
         samples.
         """
-        found = self._loss.check(precision.autocast, compares_model=not strategy.collective_forward)
+        problem = self._loss.check(
+            precision.autocast, compares_model=not strategy.collective_forward
+        )
         for metric in self._metrics.values():
-            found = found or metric.check(precision.autocast, gradients=False)
-        return found
+            problem = problem or metric.check(precision.autocast, gradients=False)
+        return problem
 
     @override
     def on(self, model: nn.Module, data: Any, size: int) -> torch.Tensor:

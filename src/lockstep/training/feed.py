@@ -34,8 +34,8 @@ def copied(loader: Loader, batches: Iterator[Batch]) -> Iterator[Batch]:
                 else f"after step {last.step} of epoch {last.epoch}"
             )
             samples = counted(loader.global_batch_size, "sample")
-            what = f"the copy of a batch {before}, with global batches of {samples}"
-            raise explained(error, loader.comm, what, _ADVICE) from error
+            purpose = f"the copy of a batch {before}, with global batches of {samples}"
+            raise explained(error, loader.comm, purpose, _ADVICE) from error
         if batch is None:
             return
         last = batch

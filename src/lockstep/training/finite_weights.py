@@ -63,13 +63,13 @@ class FiniteWeights:
         """Return the error of this worker, if its parameters have such values; waits for the
         device.
         """
-        if self._before is None or not (found := self._worse(self._before)):
+        if self._before is None or not (worse := self._worse(self._before)):
             return None
-        (name, count, size), *others = found
+        (name, count, size), *others = worse
         more = f" and values of {len(others)} more parameters" if others else ""
-        what = f"{count:,} of {size:,} values of {name}{more}"
+        problem = f"{count:,} of {size:,} values of {name}{more}"
         return DivergedError(
-            f"the trained weights are not finite after step {steps_done}: {what}. {_ADVICE}"
+            f"the trained weights are not finite after step {steps_done}: {problem}. {_ADVICE}"
         )
 
     def _worse(self, before: dict[str, torch.Tensor]) -> list[tuple[str, int, int]]:

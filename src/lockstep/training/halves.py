@@ -274,19 +274,19 @@ class Halves:
             whole.count,
             *(value for part in parts for value in (part.total, part.count)),
         ]
-        found = self._distances(whole, halves, parts)
+        distances = self._distances(whole, halves, parts)
         if self._is_pair and not self._sums_add_up and not self._is_mean_for_sum(whole, parts):
-            found = (0.0, *found[1:])
-        if size < 2 or not all(map(math.isfinite, values)) or not self._exceeding(found):
+            distances = (0.0, *distances[1:])
+        if size < 2 or not all(map(math.isfinite, values)) or not self._exceeding(distances):
             return None
         again = self._evaluate(0, size, gradients)
         repeated = (math.inf,) * 3 if again is None else self._distances(whole, again, [again])
         if self._exceeding(repeated):
             self.is_unsteady = True
             return None
-        if not any(found[place] > 4 * repeated[place] for place in self._exceeding(found)):
+        if not any(distances[place] > 4 * repeated[place] for place in self._exceeding(distances)):
             return None  # gradients that are summed in no fixed order
-        distance = found[2] if 2 in self._exceeding(found) else 0.0
+        distance = distances[2] if 2 in self._exceeding(distances) else 0.0
         return Difference(
             (whole.total, whole.count), (halves.total, halves.count), distance, self._is_pair
         )
@@ -415,7 +415,7 @@ def _distance(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]
         return 0.0
     of_all = max(math.hypot(*(norm[number] for norm in norms)) for number in (1, 2))
     distances = [norm[0] / max(norm[1], norm[2], _LEAST_SHARE * of_all, 1e-300) for norm in norms]
-    return max(each if math.isfinite(each) else 0.0 for each in distances)
+    return max(distance if math.isfinite(distance) else 0.0 for distance in distances)
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -288,8 +288,10 @@ class Loop:
         measured = trainer.evaluate(self._held_out)
         self._callbacks.call("on_validation_end", trainer, measured)
         if not math.isfinite(measured["loss"]):
-            what = f"the validation loss is {measured['loss']} after step {trainer.step.steps_done}"
-            raise DivergedError(f"{what} with learning rate {learning_rate:g}.")
+            problem = (
+                f"the validation loss is {measured['loss']} after step {trainer.step.steps_done}"
+            )
+            raise DivergedError(f"{problem} with learning rate {learning_rate:g}.")
         return {f"val_{name}": value for name, value in measured.items()}
 
     def evaluate(
@@ -468,11 +470,11 @@ class _StateOfRun(StateOfStep):
     @override
     def load_program(self, state: dict[str, Any]) -> None:
         super().load_program(state)
-        own = self._run.state
-        own.position = Position(state["position"])
-        own.totals.load_state_dict(state["totals"])
-        own.history = list(state["history"])
-        own.epoch, self._run.steps_before_epoch, self._loop.epoch_has_begun = state["epoch"]
+        run_state = self._run.state
+        run_state.position = Position(state["position"])
+        run_state.totals.load_state_dict(state["totals"])
+        run_state.history = list(state["history"])
+        run_state.epoch, self._run.steps_before_epoch, self._loop.epoch_has_begun = state["epoch"]
         self._callbacks.load_shared_states(state["callbacks"])
 
     @override

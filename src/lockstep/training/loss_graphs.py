@@ -55,8 +55,8 @@ def refusal_of(
     if root.numel() != 1 or root.grad_fn is None:
         return None
     try:
-        if calls is not None and (what := _undivided_sum(root, calls)) is not None:
-            return Refusal(_sum_error(what), _parameters_reached(root), False)
+        if calls is not None and (sum_found := _undivided_sum(root, calls)) is not None:
+            return Refusal(_sum_error(sum_found), _parameters_reached(root), False)
         if same_on_all:
             return None
         if calls is not None and _compares_samples(root, calls):
@@ -266,7 +266,7 @@ def divisor(root: torch.Tensor) -> torch.Tensor | None:
     Args:
         root: a loss, before its backward pass.
     """
-    found: list[torch.Tensor] = []
+    divisors: list[torch.Tensor] = []
     for node in _terms(root.grad_fn, multiples=True):
         number = getattr(node, "_saved_other", None)
         if (
@@ -277,12 +277,12 @@ def divisor(root: torch.Tensor) -> torch.Tensor | None:
             return None
         numerators = _terms(node.next_functions[0][0], multiples=True)
         if not all(
-            _kind(each) == "SumBackward" or getattr(each, "_saved_reduction", None) == 2
-            for each in numerators
+            _kind(numerator) == "SumBackward" or getattr(numerator, "_saved_reduction", None) == 2
+            for numerator in numerators
         ):
             return None
-        found.append(number.detach())
-    return common_number(found)
+        divisors.append(number.detach())
+    return common_number(divisors)
 
 
 def common_number(numbers: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -300,11 +300,11 @@ def common_number(numbers: Sequence[torch.Tensor | None]) -> torch.Tensor | None
             ours.device.type == "cpu" and bool(ours == theirs)
         )
 
-    known = [each for each in numbers if each is not None]
+    known = [number for number in numbers if number is not None]
     if (
         not known
         or len(known) < len(numbers)
-        or not all(are_same(known[0], each) for each in known[1:])
+        or not all(are_same(known[0], number) for number in known[1:])
     ):
         return None
     return known[0].reshape(())
@@ -318,7 +318,7 @@ def _terms(root: Node | None, multiples: bool = False) -> list[Node]:
         return []
     if _kind(root) not in _TERMS and _kind(root) not in ("SumBackward", "MulBackward"):
         return [root]  # as most losses are
-    found: list[Node] = []
+    terms: list[Node] = []
     seen = set[Node]()
     waiting = [root]
     while waiting and len(seen) < _MOST_NODES:
@@ -330,12 +330,12 @@ def _terms(root: Node | None, multiples: bool = False) -> list[Node]:
         if kind in _TERMS or (multiples and kind == "MulBackward" and len(_next(node)) == 1):
             waiting += _next(node)
             continue
-        found.append(node)
+        terms.append(node)
         if kind == "SumBackward" and any(
             _kind(below) in ("StackBackward", "SumBackward") for below in _next(node)
         ):
             waiting += _next(node)  # a sum of terms, or of a sum over another dimension
-    return found
+    return terms
 
 
 def _sums_samples(node: Node, samples: int) -> bool:
@@ -361,8 +361,8 @@ def _is_unscaled(node: Node, samples: int) -> bool:
     their number.
     """
 
-    def ends(each: Node) -> bool:
-        return _kind(each) not in _ELEMENTWISE and not _is_mask(each, samples)
+    def ends(node_below: Node) -> bool:
+        return _kind(node_below) not in _ELEMENTWISE and not _is_mask(node_below, samples)
 
     return not any(_may_scale(each, samples) for each in _walk(_next(node), stop=ends))
 
@@ -383,7 +383,11 @@ def _is_mask(node: Node, samples: int) -> bool:
         return False
     factors = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
     factor = next(
-        (each for each in factors if isinstance(each, torch.Tensor) and not each.requires_grad),
+        (
+            tensor
+            for tensor in factors
+            if isinstance(tensor, torch.Tensor) and not tensor.requires_grad
+        ),
         None,
     )
     if factor is None:
@@ -412,17 +416,18 @@ def _of_constants(node: Node, calls: ModelCalls) -> bool:
 
 def _entered(node: Node) -> Iterator[torch.Tensor]:
     """Yield what enters layers below `node`: no parameters."""
-    for each in _walk([node]):
-        kind = _kind(each)
-        variable = getattr(each, "variable", None)
+    for node_below in _walk([node]):
+        kind = _kind(node_below)
+        variable = getattr(node_below, "variable", None)
         if variable is not None and not isinstance(variable, torch.nn.Parameter):
             yield variable.detach()  # such as points at which a solution is differentiated
         if kind not in _ENTRANCES:
             continue
         entered = (
-            kind == "EmbeddingBackward" or each.next_functions[_INPUTS.get(kind, 0)][0] is None
+            kind == "EmbeddingBackward"
+            or node_below.next_functions[_INPUTS.get(kind, 0)][0] is None
         )
-        values = getattr(each, _ENTRANCES[kind], None)
+        values = getattr(node_below, _ENTRANCES[kind], None)
         if entered and values is not None and values.numel():
             yield values.detach()
 
@@ -447,16 +452,16 @@ def _compares_samples(root: torch.Tensor, calls: ModelCalls) -> bool:
         calls: the calls of models that it was computed from.
     """
     samples = calls.samples
-    found = {tensor.grad_fn: tensor for tensor in calls.outputs()}
-    if not found or sum(tensor.numel() for tensor in found.values()) > _MOST_ELEMENTS:
+    outputs = {tensor.grad_fn: tensor for tensor in calls.outputs()}
+    if not outputs or sum(tensor.numel() for tensor in outputs.values()) > _MOST_ELEMENTS:
         return False
-    above = list(_walk([root.grad_fn], stop=lambda node: node in found))
-    tensors = [found[node] for node in above if node in found]
-    if not tensors or not all(_can_be_derived(node) for node in above if node not in found):
+    above = list(_walk([root.grad_fn], stop=lambda node: node in outputs))
+    tensors = [outputs[node] for node in above if node in outputs]
+    if not tensors or not all(_can_be_derived(node) for node in above if node not in outputs):
         return False
-    if any(node in found for tensor in tensors for node in _walk(_next(tensor.grad_fn))):
+    if any(node in outputs for tensor in tensors for node in _walk(_next(tensor.grad_fn))):
         return False  # an output is computed from another one, and may be compared within the model
-    if any(_is_distance_of_samples(node, found, samples) for node in above):
+    if any(_is_distance_of_samples(node, outputs, samples) for node in above):
         return True
     with suppress(RuntimeError, NotImplementedError):
         return _depend_on_each_other(root, tensors, samples)
@@ -479,8 +484,8 @@ def _is_distance_of_samples(node: Node, outputs: Collection[Node], samples: int)
 
 
 def _can_be_derived(node: Node) -> bool:
-    own = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return not own and "BatchNorm" not in node.name() and "CppNode" not in node.name()
+    is_of_program = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return not is_of_program and "BatchNorm" not in node.name() and "CppNode" not in node.name()
 
 
 def _depend_on_each_other(root: torch.Tensor, tensors: list[torch.Tensor], samples: int) -> bool:
@@ -545,14 +550,14 @@ def _directions(like: torch.Tensor) -> torch.Tensor:
     return ((places * 0.6180339887) % 1 + 0.5).to(like.dtype).view(like.shape)
 
 
-def _sum_error(what: str) -> ConfigError:
+def _sum_error(description: str) -> ConfigError:
     """Return the error for a loss that is a sum over samples."""
     return ConfigError(
         "loss",
         "a mean over the samples of the body's part of the batch, or over what "
         "optimizer.step(count=...) counts",
-        found=f"a sum: {what}. Gradients of parts are weighted by their samples, so that a sum "
-        "would be weighted twice",
+        found=f"a sum: {description}. Gradients of parts are weighted by their samples, so that a "
+        "sum would be weighted twice",
         hint='Use reduction="mean", or divide the sum by the number of samples in this part, '
         "len(inputs). Divided by "
         "something else, such as its tokens, give that: optimizer.step(count=tokens).",
@@ -566,11 +571,11 @@ def ignored_labels_error() -> ConfigError:
     return _count_error(_NOT_IGNORED)
 
 
-def _count_error(what: str) -> ConfigError:
+def _count_error(description: str) -> ConfigError:
     """Return the error for a mean over something that differs from part to part, in a step without
     a count.
     """
-    over, _, count = what.partition(": ")
+    over, _, count = description.partition(": ")
     return ConfigError(
         "count",
         "the denominator of the loss of this part of the batch",
@@ -579,17 +584,17 @@ def _count_error(what: str) -> ConfigError:
     )
 
 
-def _number_error(found: NotAMean) -> ConfigError:
+def _number_error(problem: NotAMean) -> ConfigError:
     """Return the error for a number of a model that is no mean over samples, and a part of a
     loss.
     """
-    whole, halves = found.means()
+    whole, halves = problem.means()
     return ConfigError(
         "loss",
         "a mean over the samples of the body's part of the batch, in each number that a model "
         "adds to it",
-        found=f"a number of the model that is {whole} for {found.samples} samples, and {halves} as "
-        "the mean of their two halves: it depends on how a batch is divided",
+        found=f"a number of the model that is {whole} for {problem.samples} samples, and {halves} "
+        "as the mean of their two halves: it depends on how a batch is divided",
         hint="A term of the whole batch, such as one that balances experts, is no mean over "
         "samples. Return from the model what it is computed from, one row for each sample, "
         "and compute it from lockstep.whole_batch(rows). Or use virtual_workers=, whose "

@@ -99,7 +99,7 @@ def _cast_parameters(total: torch.Tensor, parameters: Sequence[nn.Parameter]) ->
     numbers = {id(p): number for number, p in enumerate(parameters)}
     stack = [total.grad_fn]
     seen = set()
-    found = set[int]()
+    cast_numbers = set[int]()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -113,5 +113,5 @@ def _cast_parameters(total: torch.Tensor, parameters: Sequence[nn.Parameter]) ->
             if number is None:
                 stack.append(child)
             elif to_half:
-                found.add(number)
-    return found
+                cast_numbers.add(number)
+    return cast_numbers

@@ -32,9 +32,11 @@ def modules_of(fn: Any, model: nn.Module | None) -> tuple[list[nn.Module], list[
     if model is None:
         return [], []
     if isinstance(fn, partial):
-        found = [modules_of(each, model) for each in (fn.func, *fn.args, *fn.keywords.values())]
-        return [m for direct, _ in found for m in direct], [
-            m for _, called in found for m in called
+        modules = [
+            modules_of(argument, model) for argument in (fn.func, *fn.args, *fn.keywords.values())
+        ]
+        return [m for direct, _ in modules for m in direct], [
+            m for _, called in modules for m in called
         ]
     if isinstance(fn, nn.Module):
         return _without(model, [fn]), []
@@ -124,7 +126,7 @@ class LossState(nn.ModuleList):
                 ours[name].copy_(value)
 
     def _named(self, persistent: bool) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        named_tensors: dict[str, torch.Tensor] = {}
         for number, module in enumerate(self):
             every: dict[str, Any] = module.state_dict(keep_vars=True)
             if not persistent:
@@ -133,7 +135,7 @@ class LossState(nn.ModuleList):
             tensors = {
                 name: value for name, value in every.items() if isinstance(value, torch.Tensor)
             }
-            found |= {
+            named_tensors |= {
                 f"{number}.{name}": value for name, value in tensors.items() if name not in kept
             }
-        return found
+        return named_tensors

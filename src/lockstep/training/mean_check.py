@@ -65,14 +65,14 @@ class Problem(Protocol):
         ...
 
 
-def raise_problem(found: Problem | None, comm: Communicator) -> None:
+def raise_problem(problem: Problem | None, comm: Communicator) -> None:
     """Raise an error on every rank if any rank has found a function that is not a mean; called by
     all ranks.
 
     Raises:
         ConfigError: the error of the lowest rank that has found one.
     """
-    raise_on_all(comm, None if found is None else found.error(comm.rank))
+    raise_on_all(comm, None if problem is None else problem.error(comm.rank))
 
 
 @dataclass(frozen=True)
@@ -106,26 +106,29 @@ class NotAMean:
         return ConfigError(self.argument, expected, found=found, hint=self._hint())
 
     def _found(self, rank: int) -> str:
-        found = self.difference
+        difference = self.difference
         samples = f"{self.samples} samples of rank {rank}"
-        if found.is_other_form:
+        if difference.is_other_form:
             return (
                 f"one value for each of {samples}, but another number of values for fewer of them"
             )
-        if math.isnan(found.whole[0]):
+        if math.isnan(difference.whole[0]):
             return (
                 f"nan for {samples}, whose outputs are finite, as if there were nothing in them "
                 "that it counts"
             )
         differ = (
-            f" (their gradients differ by {100 * found.gradients:.2g} %)" if found.gradients else ""
+            f" (their gradients differ by {100 * difference.gradients:.2g} %)"
+            if difference.gradients
+            else ""
         )
-        if found.is_pair and not self.is_model:
-            own, theirs = (
-                f"{_number(a)} and the count {_number(b)}" for a, b in (found.whole, found.halves)
+        if difference.is_pair and not self.is_model:
+            own_means, theirs = (
+                f"{_number(a)} and the count {_number(b)}"
+                for a, b in (difference.whole, difference.halves)
             )
             return (
-                f"the sum {own} for {samples}, and the sum {theirs} for their two halves "
+                f"the sum {own_means} for {samples}, and the sum {theirs} for their two halves "
                 f"together{differ}"
             )
         mean, halves = self.means()
@@ -271,15 +274,15 @@ class MeanCheck:
         gradients = gradients and self._number in WITH_GRADIENTS
         samples = samples.by_target()
         with self._outer.restored():
-            found = compare_or_skip(
+            problem = compare_or_skip(
                 partial(self._compare, samples, passes, gradients), samples.device
             )
-        if found is None:
+        if problem is None:
             return None
         output = samples.output
         target = samples.target
         shapes = describe_shapes(output, target) if _are_broadcast(output, target) else ""
-        return NotAMean(self._argument, self.name, samples.size, found, shapes)
+        return NotAMean(self._argument, self.name, samples.size, problem, shapes)
 
     def _compare(self, samples: Samples, passes: Passes, gradients: bool) -> Difference | None:
         fn = without_traces(self.fn)
@@ -296,10 +299,10 @@ class MeanCheck:
             return self._difference(Halves(fn, samples), gradients)
 
     def _difference(self, halves: Halves, gradients: bool) -> Difference | None:
-        found = halves.difference(gradients)
+        difference = halves.difference(gradients)
         if halves.is_unsteady:
             self._compares = False
-        return found
+        return difference
 
 
 def without_traces(fn: LossLike) -> LossLike:

@@ -177,11 +177,11 @@ class ModelCalls:
             value = mean(output, None)
             return value, value.detach()  # a count that adds up where the sum does
 
-        found = compare(mean, number=look, passes=nullcontext)
+        problem = compare(mean, number=look, passes=nullcontext)
         return (
             None
-            if found is None or compare(total, number=look, passes=nullcontext) is None
-            else found
+            if problem is None or compare(total, number=look, passes=nullcontext) is None
+            else problem
         )
 
     def close(self) -> None:

@@ -110,15 +110,15 @@ def compare_model(
             ]
             wide.eval()
             try:
-                found = halves.difference(number == 0)
+                difference = halves.difference(number == 0)
                 if (
-                    found is None
+                    difference is None
                     and not halves.is_unsteady
                     and number in WITH_GRADIENTS
                     and training
                 ):
-                    found = _in_training(wide, training, halves, number == 0)
-                return found
+                    difference = _in_training(wide, training, halves, number == 0)
+                return difference
             except (RuntimeError, TypeError, ValueError):
                 pass  # a layer that does not compute in float64
         tolerance = partial(_tolerance, model)
@@ -151,8 +151,8 @@ def _in_training(
     for layer in training:
         layer.training = True
     passes = PassEffects({"": model}, device_of(list(model.parameters())))
-    found = halves.difference(gradients)
-    return None if passes.drew() or passes.changed_buffers() else found
+    difference = halves.difference(gradients)
+    return None if passes.drew() or passes.changed_buffers() else difference
 
 
 def _is_affordable(number: int, size: int) -> bool:

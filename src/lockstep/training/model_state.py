@@ -156,9 +156,9 @@ class ModelState(TrainingState):
     def _set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
             for name, value in values.items():
-                own = group.get(name)
-                is_tensor = isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor)
-                group[name] = value.to(own.device) if is_tensor else value  # type: ignore[union-attr]
+                current = group.get(name)
+                is_tensor = isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor)
+                group[name] = value.to(current.device) if is_tensor else value  # type: ignore[union-attr]
 
     def _generator_states(self) -> list[Any]:
         of_torch, of_python, of_numpy, _, of_device = generator_states(self.comm.device)
@@ -253,16 +253,16 @@ class UserState:
         ConfigError: for anything else.
     """
 
-    def __init__(self, given: Any) -> None:
-        if given is not None:
-            arguments.instance("state", given, Mapping, "a dict of objects by name")
-        for name, value in (given or {}).items():
+    def __init__(self, state: Any) -> None:
+        if state is not None:
+            arguments.instance("state", state, Mapping, "a dict of objects by name")
+        for name, value in (state or {}).items():
             if not isinstance(value, dict) and not (
                 hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             ):
                 expected = "an object with state_dict() and load_state_dict(), or a dict"
                 raise ConfigError(f"state[{name!r}]", expected, found=type(value).__name__)
-        self._values: dict[str, Any] = dict(given or {})
+        self._values: dict[str, Any] = dict(state or {})
 
     def of_program(self) -> torch.Tensor:
         """Return the values, see `recovery.TrainingState`."""
@@ -277,12 +277,12 @@ class UserState:
     def load_program(self, state: torch.Tensor, device: torch.device) -> None:
         """Load what `of_program` returned on another worker."""
         for name, saved in from_bytes(state, device).items():
-            own = self._values[name]
-            if isinstance(own, dict):
-                own.clear()
-                own.update(saved)
+            value = self._values[name]
+            if isinstance(value, dict):
+                value.clear()
+                value.update(saved)
             else:
-                own.load_state_dict(saved)
+                value.load_state_dict(saved)
 
 
 def _buffers_beside(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -76,13 +76,13 @@ class OnceABatch:
         """
         kind: Any = type(scheduler)
 
-        def step(given: Any, *args: Any, **kwargs: Any) -> None:
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             if self._acts():
-                kind.step(given, *args, **kwargs)
+                kind.step(scheduler, *args, **kwargs)
 
         # a copy, or what is pickled, is of the class that others know
-        def reduce(given: Any, protocol: Any) -> Any:
-            parts: tuple[Any, ...] = object.__reduce_ex__(given, max(protocol, 2))  # type: ignore[assignment]
+        def reduce(copied: Any, protocol: Any) -> Any:
+            parts: tuple[Any, ...] = object.__reduce_ex__(copied, max(protocol, 2))  # type: ignore[assignment]
             return _new, (kind, *parts[1][1:]), *parts[2:]
 
         step._lockstep_watched = True  # type: ignore[attr-defined]  # the class's own step, which it calls, is watched
@@ -105,7 +105,7 @@ class OnceABatch:
         """
         if id(scheduler.optimizer) not in self._prepared:
             return
-        if not any(given is scheduler for given in self._schedulers):
+        if not any(prepared is scheduler for prepared in self._schedulers):
             if self._in_earlier_shard():
                 raise _not_given("scheduler", "scheduler.step()")
             self._repeats.do_not_repeat(
@@ -134,7 +134,7 @@ class OnceABatch:
         if not any(id(p) in known for p in model.parameters()):
             update()
             return
-        is_given = any(given is average for given in self._averages)
+        is_given = any(prepared is average for prepared in self._averages)
         if not is_given:
             if self._in_earlier_shard():
                 raise _not_given("average", "update_parameters()")
@@ -160,19 +160,19 @@ def _new(kind: Any, *arguments: Any) -> Any:
     return kind.__new__(kind, *arguments)
 
 
-def _not_given(what: str, call: str) -> ConfigError:
+def _not_given(noun: str, call: str) -> ConfigError:
     """Return the error for an object that acts in a shard that is not the last one of a batch.
 
     Args:
-        what: "scheduler" or "average".
+        noun: "scheduler" or "average".
         call: what the loop calls.
     """
-    kind = "a learning-rate scheduler" if what == "scheduler" else "an AveragedModel"
+    kind = "a learning-rate scheduler" if noun == "scheduler" else "an AveragedModel"
     return ConfigError(
-        what,
+        noun,
         f"{call} once a global batch",
         found=f"{kind} that lockstep.prepare() was not given, in each of several shards of a batch",
-        hint=f"Give the {what} to lockstep.prepare() too, or call {call} only if "
+        hint=f"Give the {noun} to lockstep.prepare() too, or call {call} only if "
         "optimizer.stepped.",
     )
 

@@ -198,11 +198,11 @@ def _split(group: dict[str, Any]) -> list[tuple[list[Tensor], bool]]:
     """Return the parameters with gradients that are adapted to, and the others; without empty
     lists.
     """
-    found: dict[bool, list[Tensor]] = {True: [], False: []}
+    tensors_by_kind: dict[bool, list[Tensor]] = {True: [], False: []}
     for p in group["params"]:
         if p.grad is not None:
-            found[p.ndim > 1 or group["adapt_vectors"]].append(p)
-    return [(parameters, adapts) for adapts, parameters in found.items() if parameters]
+            tensors_by_kind[p.ndim > 1 or group["adapt_vectors"]].append(p)
+    return [(parameters, adapts) for adapts, parameters in tensors_by_kind.items() if parameters]
 
 
 def _gradient(p: Tensor) -> Tensor:

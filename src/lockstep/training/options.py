@@ -41,28 +41,28 @@ def _names(known: Registry) -> str:
     return ", ".join(known.names()) + ", or package.module:factory of your own, see below"
 
 
-def _worker_count(name: str, given: object) -> str:
-    if given != "auto":
-        arguments.parse_whole(name, given, least=1, expected="a whole number of at least 1 or auto")
-    return str(given)
+def _worker_count(name: str, value: object) -> str:
+    if value != "auto":
+        arguments.parse_whole(name, value, least=1, expected="a whole number of at least 1 or auto")
+    return str(value)
 
 
-def _param_groups(name: str, given: object) -> str:
-    text = option_table.text(name, given)
+def _param_groups(name: str, value: object) -> str:
+    text = option_table.text(name, value)
     parse_param_groups(text)
     return text
 
 
-def _interval(name: str, given: object) -> str:
+def _interval(name: str, value: object) -> str:
     from .callbacks.checkpoints import parse_interval
 
-    text = option_table.text(name, given)
+    text = option_table.text(name, value)
     parse_interval(text)
     return text
 
 
-def _logs(name: str, given: object) -> str:
-    text = option_table.text(name, given)
+def _logs(name: str, value: object) -> str:
+    text = option_table.text(name, value)
     for log in option_table.names(name, text):
         arguments.choice(name, log, LOGS)
     return text
@@ -426,13 +426,13 @@ class TrainOptions:
     quiet: bool = option(False, group=FILES, opposites=("--no-quiet",), help="print errors only")
 
     @staticmethod
-    def parse(given: Mapping[str, Any]) -> TrainOptions:
-        """Return the options that are `given` by name: texts of flags, or values of a file.
+    def parse(parsed_values: Mapping[str, Any]) -> TrainOptions:
+        """Return the options that are `parsed_values` by name: texts of flags, or values of a file.
 
         Raises:
             ConfigError: an option, which the error names, is invalid or contradicts another.
         """
-        chosen = TrainOptions(**option_table.values_of(TrainOptions, given))
+        chosen = TrainOptions(**option_table.values_of(TrainOptions, parsed_values))
         chosen.check()
         return chosen
 

@@ -21,24 +21,25 @@ class OutOfMemoryError(LockstepError, torch.OutOfMemoryError):
 
 @contextmanager
 def explaining_out_of_memory(
-    comm: Communicator, what: str, advice: Callable[[], str]
+    comm: Communicator, purpose: str, advice: Callable[[], str]
 ) -> Iterator[None]:
     """Raise an `OutOfMemoryError` for torch's within a `with` block.
 
     Args:
         comm: communicator over the workers.
-        what: what is computed, such as "step 3, with 128 of the 256 samples of the global batch".
+        purpose: what is computed, such as "step 3, with 128 of the 256 samples of the global
+            batch".
         advice: returns what to try, full sentences; called when the memory is full.
 
     Raises:
-        OutOfMemoryError: names the rank, the device, `what`, the memory and the advice.
+        OutOfMemoryError: names the rank, the device, `purpose`, the memory and the advice.
     """
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise explained(error, comm, what, advice()) from error
+        raise explained(error, comm, purpose, advice()) from error
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -47,25 +48,27 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return full and not isinstance(error, OutOfMemoryError)
 
 
-def explained(error: RuntimeError, comm: Communicator, what: str, advice: str) -> OutOfMemoryError:
+def explained(
+    error: RuntimeError, comm: Communicator, purpose: str, advice: str
+) -> OutOfMemoryError:
     """Return the error to raise in place of torch's; see `explaining_out_of_memory`."""
     full = comm.device if isinstance(error, torch.OutOfMemoryError) else torch.device("cpu")
-    where = f"rank {comm.rank}: {full} is out of memory in {what}"
+    where = f"rank {comm.rank}: {full} is out of memory in {purpose}"
     return OutOfMemoryError(f"{where} ({_asked(error)}{_taken(full)}). {advice}")
 
 
 def _asked(error: BaseException) -> str:
-    found = re.search(r"[Tt]ried to allocate ([0-9.]+ [A-Za-z]+)", str(error))
-    return f"{found[1]} more were asked for" if found else "no more could be allocated"
+    match = re.search(r"[Tt]ried to allocate ([0-9.]+ [A-Za-z]+)", str(error))
+    return f"{match[1]} more were asked for" if match else "no more could be allocated"
 
 
 def _taken(device: torch.device) -> str:
     memory = devices.memory_of(device)
     if memory is None:
         return ""
-    own, free, total = memory
-    others = max(0, total - free - own)
-    return f"; {_size(own)} of {_size(total)} are this process's, {_size(others)} those of others"
+    taken, free, total = memory
+    others = max(0, total - free - taken)
+    return f"; {_size(taken)} of {_size(total)} are this process's, {_size(others)} those of others"
 
 
 def _size(count: int) -> str:

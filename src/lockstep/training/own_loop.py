@@ -176,12 +176,12 @@ def prepare(
         objects, virtual_workers, max_grad_norm, precision, seed, threads, UserState(state)
     )
     prepared: list[Any] = []
-    for given in objects:
-        if isinstance(given, (Loader, DataLoader)):
-            prepared.append(PreparedLoader(loop, loop.loader(given)))
+    for user_object in objects:
+        if isinstance(user_object, (Loader, DataLoader)):
+            prepared.append(PreparedLoader(loop, loop.loader(user_object)))
         else:
-            loop.change(given)
-            prepared.append(given)
+            loop.change(user_object)
+            prepared.append(user_object)
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
 

@@ -47,13 +47,13 @@ def loss_in(output: Any) -> torch.Tensor:
     Raises:
         ConfigError: there is none.
     """
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(output, torch.Tensor):
-        found = output
-    elif found is None and isinstance(output, (tuple, list)):
-        scalars = [each for each in output if isinstance(each, torch.Tensor) and not each.dim()]
-        found = scalars[0] if len(scalars) == 1 else None
-    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.is_floating_point():
+        loss = output
+    elif loss is None and isinstance(output, (tuple, list)):
+        scalars = [value for value in output if isinstance(value, torch.Tensor) and not value.dim()]
+        loss = scalars[0] if len(scalars) == 1 else None
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         expected = (
             "a model that returns its loss, as there is no loss_fn: a 0-dim tensor, alone or as "
             "`loss`"
@@ -63,7 +63,7 @@ def loss_in(output: Any) -> torch.Tensor:
             "Trainer a loss_fn."
         )
         raise ConfigError("model", expected, found=_describe_output(output), hint=hint)
-    return found.reshape(())
+    return loss.reshape(())
 
 
 def _describe_output(output: Any) -> str:
@@ -160,9 +160,9 @@ class OwnLoss:
         counted = self._counted(labels)
         if not counted.numel():
             return labels
-        one = torch.zeros_like(labels, dtype=torch.bool)
-        one.view(-1)[labels.shape[-1] - counted.shape[-1] if labels.dim() > 1 else 0] = True
-        return torch.where(one & ~counted.any(), 0, labels)
+        is_counted = torch.zeros_like(labels, dtype=torch.bool)
+        is_counted.view(-1)[labels.shape[-1] - counted.shape[-1] if labels.dim() > 1 else 0] = True
+        return torch.where(is_counted & ~counted.any(), 0, labels)
 
     def _find_counting(self, model: nn.Module, data: Any) -> None:
         device = next((tensor.device for tensor in tensors_of(data)), torch.device("cpu"))
@@ -175,13 +175,13 @@ class OwnLoss:
             exact[0],
             exact[1],
         ):
-            found = self._try(model, data)
-        if isinstance(found, Counting):
-            self.counting = found
+            counting = self._try(model, data)
+        if isinstance(counting, Counting):
+            self.counting = counting
         else:
             self.counting = Counting.SAMPLES
             self._model = type(model).__name__
-            self.problem = found
+            self.problem = counting
 
     def error(self, rank: int = 0) -> ConfigError:
         """Return the error to raise where it is not known what the loss counts; `rank` is the one
@@ -209,9 +209,9 @@ class OwnLoss:
                 ways[Counting.NEXT_LABELS] = _counts(masked[..., 1:])
             # it does not know labels that are not counted
             with suppress(IndexError, RuntimeError, ValueError):
-                found = self._matching(model, _with_labels(samples, masked), ways)
-                if isinstance(found, Counting):
-                    return found
+                counting = self._matching(model, _with_labels(samples, masked), ways)
+                if isinstance(counting, Counting):
+                    return counting
         return self._matching(model, samples, {Counting.SAMPLES: (1, 1, 1)})
 
     def _matching(
@@ -338,10 +338,10 @@ def _without_cache(model: nn.Module, data: Mapping[str, Any]) -> Mapping[str, An
 def _labels_of(data: Any) -> torch.Tensor | None:
     """Return the labels in a batch: those of that name, or the last element of a tuple."""
     if isinstance(data, Mapping):
-        found = data.get(_LABELS)
+        labels = data.get(_LABELS)
     else:
-        found = data[-1] if isinstance(data, (tuple, list)) and len(data) > 1 else None
-    return found if isinstance(found, torch.Tensor) and found.dim() else None
+        labels = data[-1] if isinstance(data, (tuple, list)) and len(data) > 1 else None
+    return labels if isinstance(labels, torch.Tensor) and labels.dim() else None
 
 
 def _with_labels(data: Any, labels: torch.Tensor) -> Any:

@@ -42,18 +42,18 @@ class PassEffects:
         return not all(torch.equal(before, now) for before, now in states)
 
     def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        found = {}
+        versions = {}
         for prefix, module in self._modules.items():
             for path, layer in module.named_modules(prefix=prefix):
                 if not isinstance(layer, _BatchNorm):
                     for name, buffer in layer.named_buffers(path, recurse=False):
                         if buffer.is_floating_point():
-                            found[name] = id(buffer), buffer._version
-        return found
+                            versions[name] = id(buffer), buffer._version
+        return versions
 
     def _generator_states(self) -> list[torch.Tensor]:
-        own = devices.generator_of(self._device)
-        return [torch.get_rng_state(), *([] if own is None else [own.get_state()])]
+        generator = devices.generator_of(self._device)
+        return [torch.get_rng_state(), *([] if generator is None else [generator.get_state()])]
 
 
 @contextmanager

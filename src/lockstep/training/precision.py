@@ -242,11 +242,11 @@ def _clip_sparse(parameters: list[nn.Parameter], max_norm: float) -> torch.Tenso
             values.append(p.grad._values())
         elif p.grad is not None:
             values.append(p.grad)
-    norms = [torch.linalg.vector_norm(each).to(values[0].device) for each in values]
+    norms = [torch.linalg.vector_norm(value).to(values[0].device) for value in values]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for each in values:
-        each.mul_(factor.to(each.device))
+    for value in values:
+        value.mul_(factor.to(value.device))
     return norm
 
 

@@ -78,19 +78,26 @@ class PreparedLoop:
         expected = (
             "modules, optimizers, DataLoaders or lockstep.Loaders, and learning-rate schedulers"
         )
-        for given in objects:
+        for user_object in objects:
             arguments.instance(
-                "objects", given, (nn.Module, Optimizer, Loader, DataLoader, LRScheduler), expected
+                "objects",
+                user_object,
+                (nn.Module, Optimizer, Loader, DataLoader, LRScheduler),
+                expected,
             )
-        averages = [given for given in objects if isinstance(given, AveragedModel)]
-        models = [
-            given
-            for given in objects
-            if isinstance(given, nn.Module) and not isinstance(given, AveragedModel)
+        averages = [
+            user_object for user_object in objects if isinstance(user_object, AveragedModel)
         ]
-        schedulers = [given for given in objects if isinstance(given, LRScheduler)]
-        optimizers = [given for given in objects if isinstance(given, Optimizer)]
-        has_loader = any(isinstance(given, (Loader, DataLoader)) for given in objects)
+        models = [
+            user_object
+            for user_object in objects
+            if isinstance(user_object, nn.Module) and not isinstance(user_object, AveragedModel)
+        ]
+        schedulers = [
+            user_object for user_object in objects if isinstance(user_object, LRScheduler)
+        ]
+        optimizers = [user_object for user_object in objects if isinstance(user_object, Optimizer)]
+        has_loader = any(isinstance(user_object, (Loader, DataLoader)) for user_object in objects)
         if not models:
             raise ConfigError(
                 "objects", "at least one module, whose parameters are trained", found="none"
@@ -143,15 +150,17 @@ class PreparedLoop:
         if self._determinism is not None and self.comm.size > 1 and not self.comm.is_joining:
             self._determinism.check_same(self.comm)
 
-    def change(self, given: nn.Module | Optimizer | LRScheduler) -> None:
+    def change(self, replacement: nn.Module | Optimizer | LRScheduler) -> None:
         """Change one of the objects that `prepare` was given in place."""
-        if isinstance(given, nn.Module):
+        if isinstance(replacement, nn.Module):
             if self._precision.name != "fp32":
-                given.forward = partial(_forward_with_autocast, given.forward, self._precision)
-        elif isinstance(given, Optimizer):
-            self.optimizers[id(given)].install()
+                replacement.forward = partial(
+                    _forward_with_autocast, replacement.forward, self._precision
+                )
+        elif isinstance(replacement, Optimizer):
+            self.optimizers[id(replacement)].install()
         else:
-            self.once_a_batch.prepare(given)
+            self.once_a_batch.prepare(replacement)
 
     def loader(self, given: Loader | DataLoader[Any]) -> Loader:
         """Return the loader of global batches for one that `prepare` was given.

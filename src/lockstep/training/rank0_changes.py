@@ -165,7 +165,7 @@ class Rank0Changes:
         if not plain:
             return {}
         sums = [checksum(tensor) for tensor in plain.values()]
-        numbers = torch.stack([each.to(sums[0].device) for each in sums]).tolist()
+        numbers = torch.stack([sum_of_device.to(sums[0].device) for sum_of_device in sums]).tolist()
         return {
             name: Identity("values", number) for name, number in zip(plain, numbers, strict=True)
         }
@@ -227,8 +227,8 @@ class _LookedAt:
     def __init__(self, holders: list[Holder]) -> None:
         self.holders = holders
         entries = [holder.entries for holder in holders]
-        self._dicts = [each for each in entries if each is not None]
-        self._is_dict = [each is not None for each in entries]
+        self._dicts = [entry for entry in entries if entry is not None]
+        self._is_dict = [entry is not None for entry in entries]
         self._others = [holder for holder in holders if holder.entries is None]
 
     def read(self, more: Sequence[Holder]) -> tuple[list[Any], list[Any]]:

@@ -406,8 +406,8 @@ class ElasticRecovery(Recovery):
         return False
 
     def _hold_signals(self) -> None:
-        given = self._given_signals
-        self._signals = self._held.enter_context(StopSignals()) if given is None else given
+        signals = self._given_signals
+        self._signals = self._held.enter_context(StopSignals()) if signals is None else signals
 
     @override
     def suspend(self) -> None:
@@ -750,16 +750,16 @@ def share(
         scratch = torch.empty(0 if wanted else _PIECE, dtype=torch.uint8, device=comm.device)
         received: dict[str, torch.Tensor] = {}
         for name, shape, dtype in layout:
-            own = tensors.get(name)
-            if own is not None:
-                own = own.detach().to(comm.device).contiguous()
+            tensor = tensors.get(name)
+            if tensor is not None:
+                tensor = tensor.detach().to(comm.device).contiguous()
             elif wanted:
-                own = received[name] = torch.empty(shape, dtype=dtype, device=comm.device)
+                tensor = received[name] = torch.empty(shape, dtype=dtype, device=comm.device)
             size = math.prod(shape) * dtype.itemsize
             for start in range(0, size, _PIECE):
                 end = min(size, start + _PIECE)
                 comm.broadcast(
-                    scratch[: end - start] if own is None else _bytes(own)[start:end], source
+                    scratch[: end - start] if tensor is None else _bytes(tensor)[start:end], source
                 )
         if comm.rank == source:
             received = tensors

@@ -287,10 +287,10 @@ class ReplicaCheck:
                     continue
                 group, name = key
                 if self._exact or not _close(first, other):
-                    what = (
+                    problem = (
                         f"{name!r} of parameter group {group} of the optimizer is {first} on rank 0"
                     )
-                    _fail(step, f"{what} and {other} on rank {rank}.")
+                    _fail(step, f"{problem} and {other} on rank {rank}.")
                 self._ignored.add(key)
                 self._warn(
                     f"{name!r} of parameter group {group} is {first!r} on rank 0 and {other!r} on "
@@ -315,13 +315,13 @@ class ReplicaCheck:
                 0,
             )
             relative = _relative_difference(self._comm, tensor)
-            what = (
+            problem = (
                 f"{name} on rank {rank} holds other values than on rank 0, by up to "
                 f"{relative:.2g} of its largest."
             )
             if relative > self._rounding(tensor.dtype):
-                _fail(step, what)
-            self._warn(what)
+                _fail(step, problem)
+            self._warn(problem)
 
     def _rounding(self, dtype: torch.dtype) -> float:
         """Return a bound on relative differences that rounding in the steps so far may cause."""
@@ -330,13 +330,13 @@ class ReplicaCheck:
         eps = torch.finfo(dtype).eps
         return min(eps * (8 + 4 * math.sqrt(self._steps)), max(_MOST_ROUNDING, 8 * eps))
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, problem: str) -> None:
         if not self._warned and self._comm.rank == 0:
             _log.warning(
                 "%s Such small differences are due to other processors or numbers of threads, or "
                 "to an optimizer whose operations have no fixed order. From now on weights are "
                 "compared at checkpoints and at the end of epochs only.",
-                what,
+                problem,
             )
         self._warned = True
 
@@ -400,10 +400,10 @@ def _relative_difference(comm: Communicator, tensor: torch.Tensor) -> float:
     return difference / scale if math.isfinite(difference) else math.inf
 
 
-def _fail(step: int | None, what: str) -> NoReturn:
+def _fail(step: int | None, problem: str) -> NoReturn:
     when = "" if step is None else f" at step {step}"
     raise MismatchError(
-        f"the workers' replicas differ{when}: {what} From then on they are different models. "
+        f"the workers' replicas differ{when}: {problem} From then on they are different models. "
         "Change the optimizer and the model on every rank in the same way: a callback runs on "
         "rank 0 alone unless it has every_rank = True, and schedule= changes the learning rate on "
         "every rank. replica_check=0 switches this check off."

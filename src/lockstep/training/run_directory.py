@@ -44,7 +44,7 @@ def choose(run_dir: Path, checkpoint: Path | None, fresh: bool) -> Path:
     """
     if checkpoint is not None:
         resumed = checkpoint.parent.parent
-        if any(resumed.resolve() == each.resolve() for each in numbered(run_dir)):
+        if any(resumed.resolve() == run.resolve() for run in numbered(run_dir)):
             return resumed
     if not fresh or not _is_used(run_dir):
         return run_dir
@@ -68,10 +68,10 @@ def of_this_job(run_dir: Path) -> Path | None:
         there.
     """
     earlier = environment.earlier_run_dir()
-    found = earlier is not None and any(
-        earlier.resolve() == each.resolve() for each in numbered(run_dir)
+    is_of_job = earlier is not None and any(
+        earlier.resolve() == run.resolve() for run in numbered(run_dir)
     )
-    return earlier if found else None
+    return earlier if is_of_job else None
 
 
 def numbered(run_dir: Path) -> list[Path]:
@@ -80,14 +80,14 @@ def numbered(run_dir: Path) -> list[Path]:
     """
     pattern = re.compile(re.escape(run_dir.name) + r"-([1-9]\d*)")
     try:
-        found = [
+        runs = [
             (int(match[1]), path)
             for path in run_dir.parent.iterdir()
             if (match := pattern.fullmatch(path.name))
         ]
     except OSError:  # it does not exist yet
         return []
-    return [path for _, path in sorted(found, reverse=True)] + [run_dir] * run_dir.exists()
+    return [path for _, path in sorted(runs, reverse=True)] + [run_dir] * run_dir.exists()
 
 
 def prepare(run_dir: Path, checkpoint: Path | None, fresh: bool) -> list[Path]:
@@ -361,13 +361,13 @@ class HeldRunDirectory:
         Raises:
             ConfigError: if it cannot be written, or belongs to another run.
         """
-        given = self.path
-        if given is None:
+        path = self.path
+        if path is None:
             return
 
         def on_rank0() -> tuple[Path, list[Path]]:
-            earlier = of_this_job(given)
-            chosen = earlier or (choose(given, checkpoint, fresh) if self.numbers else given)
+            earlier = of_this_job(path)
+            chosen = earlier or (choose(path, checkpoint, fresh) if self.numbers else path)
             created = prepare(chosen, checkpoint, fresh and earlier is None)
             self._lock = RunLock(chosen, None if earlier is None else _PATIENCE_S)
             return chosen, created

@@ -70,14 +70,14 @@ def check_frozen(model: nn.Module, frozen: Mapping[str, Any], who: str) -> None:
 def checksum_of_parameters(model: nn.Module, names: Collection[str]) -> str:
     """Return a checksum of parameters; "" where some are sharded over the workers."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = [parameters[name] for name in names if name in parameters]
-    if any(isinstance(parameter, DTensor) for parameter in found):
+    present = [parameters[name] for name in names if name in parameters]
+    if any(isinstance(parameter, DTensor) for parameter in present):
         return ""
     by_device = [
-        [p for p in found if p.device == device]
-        for device in dict.fromkeys(p.device for p in found)
+        [p for p in present if p.device == device]
+        for device in dict.fromkeys(p.device for p in present)
     ]
-    return "-".join(f"{int(checksum_of(each)):x}" for each in by_device)
+    return "-".join(f"{int(checksum_of(tensors)):x}" for tensors in by_device)
 
 
 def check_determinism(
@@ -160,7 +160,7 @@ def other_dtypes(
     Raises:
         CheckpointError: for an entry whose values cannot be converted.
     """
-    found = {}
+    dtypes = {}
     for name, value in model.state_dict().items():
         ours = _dtype(value)
         theirs = _dtype(saved.get(name))
@@ -171,8 +171,8 @@ def other_dtypes(
             raise CheckpointError(
                 f"a checkpoint of another model. The first difference is {difference}."
             )
-        found[name] = theirs, ours
-    return found
+        dtypes[name] = theirs, ours
+    return dtypes
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -99,21 +99,21 @@ class _Codes:
 
 def _looked_at(output: Any, target: Any) -> list[tuple[tuple[int, int], torch.Tensor]]:
     """Return the tensors whose values are looked at, with their places."""
-    found = []
+    values = []
     for number, tensor in enumerate(_tensors(output)):
         if (
             not (tensor.is_floating_point() or tensor.is_complex())
             and tensor.is_cpu
             and tensor.numel()
         ):
-            found.append(((0, number), tensor))
+            values.append(((0, number), tensor))
     for number, tensor in enumerate(_tensors(target)):
         is_known = (
             tensor.dtype in _FLOATS if tensor.is_floating_point() else not tensor.is_complex()
         )
         if is_known and tensor.is_cpu and tensor.numel():
-            found.append(((1, number), tensor.detach() if tensor.requires_grad else tensor))
-    return found
+            values.append(((1, number), tensor.detach() if tensor.requires_grad else tensor))
+    return values
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

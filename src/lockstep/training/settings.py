@@ -89,12 +89,12 @@ def holders_of(path: str, root: Any, excluded: tuple[type, ...] = ()) -> list[Ho
         root: any object: a module, a data set, a function.
         excluded: classes of objects that are left out as well.
     """
-    found: list[Holder] = []
+    holders: list[Holder] = []
     in_place: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     queue: list[tuple[str, Any]] = [(path, root)]
-    for path, each in queue:  # which grows
-        value = each.__self__ if inspect.ismethod(each) else each
+    for path, reachable in queue:  # which grows
+        value = reachable.__self__ if inspect.ismethod(reachable) else reachable
         if isinstance(value, torch.Tensor):
             in_place[path] = value
         if id(value) in seen or isinstance(value, excluded) or len(seen) > _MOST_OBJECTS:
@@ -103,7 +103,7 @@ def holders_of(path: str, root: Any, excluded: tuple[type, ...] = ()) -> list[Ho
         if value is not root and not _has_settings(value):
             continue
         for holder in _holders(path, value):
-            found.append(holder)
+            holders.append(holder)
             entries = holder.read()
             pairs = enumerate(entries) if isinstance(entries, list) else entries.items()
             inner = [
@@ -113,7 +113,7 @@ def holders_of(path: str, root: Any, excluded: tuple[type, ...] = ()) -> list[Ho
             ]
             queue += [(holder.name_of(key), part) for key, part in inner]
     return [
-        *found,
+        *holders,
         Holder("", lambda: {name: setting_of(tensor) for name, tensor in in_place.items()}),
     ]
 
@@ -162,8 +162,8 @@ def _has_settings(value: Any) -> bool:
         return True
     methods = [
         name
-        for each in kind.__mro__
-        for name, method in vars(each).items()
+        for base in kind.__mro__
+        for name, method in vars(base).items()
         if inspect.isfunction(method)
     ]
     return not any(not name.startswith("_") for name in methods)
@@ -235,7 +235,7 @@ def setting_of(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return (
             tuple(value)
-            if len(value) <= _MOST and all(isinstance(each, _PLAIN) for each in value)
+            if len(value) <= _MOST and all(isinstance(item, _PLAIN) for item in value)
             else NONE
         )
     return (

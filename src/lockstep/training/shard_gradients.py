@@ -247,14 +247,14 @@ class ShardGradients:
         ]
         if not shard.samples:
             gradients, weight = self.aside()
-        found = any(gradient is not None for gradient in gradients)
-        if found:
+        has_gradients = any(gradient is not None for gradient in gradients)
+        if has_gradients:
             self._own[shard.number] = _Kept(gradients, weight, of_step)
         if shard.one_of_several:
             self.put([None] * len(gradients))
         elif not shard.samples:
             self.put(gradients)
-        return found
+        return has_gradients
 
     def end_batch(self, first: int) -> None:
         """End a batch; the gradients that are kept for shard `first` are in ``.grad`` until the

@@ -66,9 +66,10 @@ class ShardAlone:
         with self.as_in_step():
             total, count = self._loss(self.data, len(self.indices))
             first = torch.full_like(total, 1 / self.global_size, requires_grad=False)
-            found = torch.autograd.grad(total, parameters, first, allow_unused=True)
+            by_parameter = torch.autograd.grad(total, parameters, first, allow_unused=True)
         gradients = [
-            torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)
+            torch.zeros_like(p) if g is None else g
+            for p, g in zip(parameters, by_parameter, strict=True)
         ]
         return float(total.detach()), float(count), gradients
 

@@ -66,8 +66,8 @@ def clear_gradients(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) ->
     """Do ``optimizer.zero_grad()``, where `parameters` are all of its own; torch's takes 15 µs for
     a profiler.
     """
-    own = type(optimizer).zero_grad is not _zero_grad or "zero_grad" in optimizer.__dict__
-    if own or _profiler_runs():
+    is_overridden = type(optimizer).zero_grad is not _zero_grad or "zero_grad" in optimizer.__dict__
+    if is_overridden or _profiler_runs():
         optimizer.zero_grad(set_to_none=True)
         return
     for parameter in parameters:

@@ -152,8 +152,8 @@ def _base_rates(state: Mapping[str, Any]) -> list[float] | None:
     began with.
     """
     parts = [_base_rates(part) for part in state.get("_schedulers", ())]
-    found: list[float] | None = state.get("base_lrs") or next(filter(None, parts), None)
-    return found
+    rates: list[float] | None = state.get("base_lrs") or next(filter(None, parts), None)
+    return rates
 
 
 def _set_base(scheduler: LRScheduler, rates: list[float]) -> None:

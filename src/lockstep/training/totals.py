@@ -82,4 +82,4 @@ class _OnDevice:
             self._totals[2].fill_(requests)
         if not more:
             return self._totals
-        return torch.cat([self._totals, *(self._totals.new_full((1,), each) for each in more)])
+        return torch.cat([self._totals, *(self._totals.new_full((1,), number) for number in more)])

@@ -217,8 +217,10 @@ class Trainer:
             callbacks = defaults(self.run_dir is not None, hasattr(model, "save_pretrained"))
         if self.step.recovery.is_missing and self.comm.rank == 0:
             where = "the beginning" if run_dir is None else "the newest checkpoint"
-            what = "no worker can join or leave, and the loss of a worker starts all workers again"
-            _log.warning("strategy %r in an elastic job: %s, from %s", strategy, what, where)
+            consequence = (
+                "no worker can join or leave, and the loss of a worker starts all workers again"
+            )
+            _log.warning("strategy %r in an elastic job: %s, from %s", strategy, consequence, where)
         self._callbacks = CallbackGroup(callbacks, self.comm.rank, self.step.recovery)
         if self.run_dir is not None:
             self._callbacks.warn_of_missing()
@@ -345,11 +347,11 @@ class Trainer:
         if not self.step.compares_replicas:
             return None
         roots = {"loss_fn": self.loss_fn, "forward": self._forward}
-        for argument, given in (("train", loader), ("validate", held_out)):
-            if given is not None:
+        for argument, held_loader in (("train", loader), ("validate", held_out)):
+            if held_loader is not None:
                 roots |= {
-                    argument: given.dataset,
-                    **{f"{argument}.{name}": part for name, part in given.parts.items()},
+                    argument: held_loader.dataset,
+                    **{f"{argument}.{name}": part for name, part in held_loader.parts.items()},
                 }
         return Rank0Changes(self.model, self.optimizer, self.step.loss.modules, roots)
 
@@ -367,11 +369,14 @@ class Trainer:
                 loader.global_batch_size,
                 hint,
             )
-        if loader.virtual_workers != (own := self.step.strategy.virtual_workers):
-            hint = f"Make it with Loader(..., virtual_workers={own}), or fit the data set itself."
+        if loader.virtual_workers != (virtual_workers := self.step.strategy.virtual_workers):
+            hint = (
+                f"Make it with Loader(..., virtual_workers={virtual_workers}), or fit the data set "
+                "itself."
+            )
             raise ConfigError(
                 "virtual_workers",
-                f"{own}, the trainer's, in the Loader as well",
+                f"{virtual_workers}, the trainer's, in the Loader as well",
                 loader.virtual_workers,
                 hint,
             )
@@ -709,11 +714,13 @@ def _instead(name: str) -> str | None:
     )
 
 
-def _seek(position: Position, loader: Loader, found: Checkpoint | None) -> None:
+def _seek(position: Position, loader: Loader, checkpoint: Checkpoint | None) -> None:
     """Move `loader` to `position`; an error names the checkpoint that the position is from, if
     any.
     """
     try:
         position.seek(loader)
     except CheckpointError as error:
-        raise error if found is None else CheckpointError(f"{found.path}: {error}") from None
+        raise (
+            error if checkpoint is None else CheckpointError(f"{checkpoint.path}: {error}")
+        ) from None

@@ -185,8 +185,8 @@ def _vocabulary(dataset: Any) -> int | None:
     """Return the number of different tokens of a data set of text, which says it; None for other
     data.
     """
-    found = getattr(dataset, "vocabulary", None)
-    return found if isinstance(found, int) else None
+    vocabulary = getattr(dataset, "vocabulary", None)
+    return vocabulary if isinstance(vocabulary, int) else None
 
 
 def _check_kind(options: TrainOptions, vocabulary: int | None) -> None:
@@ -457,10 +457,10 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> Optimizer:
         by_momentum = SGD if options.optimizer == "sgd" else LARS
         return by_momentum(groups, lr, momentum=options.momentum, weight_decay=options.weight_decay)
     kind: Any = {"adam": Adam, "adamw": AdamW, "lamb": LAMB}[options.optimizer]
-    made: Optimizer = kind(
+    optimizer: Optimizer = kind(
         groups, lr, betas=(options.beta1, options.beta2), weight_decay=options.weight_decay
     )
-    return made
+    return optimizer
 
 
 def _param_groups(model: nn.Module, options: TrainOptions) -> list[dict[str, Any]]:

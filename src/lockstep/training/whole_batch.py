@@ -101,9 +101,9 @@ class _GatherRows(torch.autograd.Function):
         ctx.sizes = sizes
         ctx.comm = comm
         ctx.shape = output.shape
-        own = output.detach()[: sizes[comm.rank]]
-        padded = own.new_zeros(max(sizes), *own.shape[1:])
-        padded[: len(own)] = own
+        own_rows = output.detach()[: sizes[comm.rank]]
+        padded = own_rows.new_zeros(max(sizes), *own_rows.shape[1:])
+        padded[: len(own_rows)] = own_rows
         with named("rows of the whole batch"):
             parts = comm.allgather(padded)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
@@ -118,8 +118,8 @@ class _GatherRows(torch.autograd.Function):
         weighted = gradient * (size / total) if size else torch.zeros_like(gradient)
         with named("gradients of the rows of the whole batch"):
             summed = comm.allreduce(weighted.contiguous())
-        own = gradient.new_zeros(ctx.shape)
+        own_gradient = gradient.new_zeros(ctx.shape)
         if size:
             start = sum(sizes[: comm.rank])
-            own[:size] = summed[start : start + size] * (total / size)
-        return own, None, None
+            own_gradient[:size] = summed[start : start + size] * (total / size)
+        return own_gradient, None, None

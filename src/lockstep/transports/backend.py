@@ -65,24 +65,26 @@ def _coalescing(c10d: Any, original: Callable[[Any], Any]) -> Callable[[Any], An
         if coalesces is None or not coalesces(device):
             return original(p2p_op_list)
         with c10d._coalescing_manager(group, device, async_ops=True) as manager:
-            for each in p2p_op_list:
-                peer = {"group_dst" if each.op is c10d.isend else "group_src": each.group_peer}
-                each.op(each.tensor, group=each.group, tag=each.tag, **peer)
+            for operation in p2p_op_list:
+                peer = {
+                    "group_dst" if operation.op is c10d.isend else "group_src": operation.group_peer
+                }
+                operation.op(operation.tensor, group=operation.group, tag=operation.tag, **peer)
         return manager.works
 
     return batch_isend_irecv
 
 
-def _make_shm(given: Any, options: Any) -> Any:
+def _make_shm(group_options: Any, options: Any) -> Any:
     from .creation import make_shm_group
 
-    return make_shm_group(given, options)
+    return make_shm_group(group_options, options)
 
 
-def _make_mpi(given: Any, options: Any) -> Any:
+def _make_mpi(group_options: Any, options: Any) -> Any:
     from .mpi.process_group import make_mpi_group
 
-    return make_mpi_group(given, options)
+    return make_mpi_group(group_options, options)
 
 
 def _mpi_rendezvous(url: str, **options: Any) -> Any:

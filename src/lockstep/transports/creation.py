@@ -44,7 +44,7 @@ class ShmOptions:
 MAX_FULL_MESH = 64
 
 
-def make_shm_group(given: Any, options: Any) -> dist.ProcessGroup:
+def make_shm_group(group_options: Any, options: Any) -> dist.ProcessGroup:
     """Return the process group for what c10d hands to an extended backend, and for the user's
     options.
 
@@ -59,31 +59,41 @@ def make_shm_group(given: Any, options: Any) -> dist.ProcessGroup:
         if shm_options is options
         else device_options(options, "lockstep.transports.ShmOptions")
     )
-    group = _make(given, shm_options.size)
+    group = _make(group_options, shm_options.size)
     group.device_options = options_of_device
     return group
 
 
-def _make(given: Any, size: int | None) -> TransportGroup:
+def _make(group_options: Any, size: int | None) -> TransportGroup:
     if size is None:
         size = environment.shm_size() or None
     else:
         size = arguments.whole("ShmOptions size", size, expected="a number of bytes")
     # a store may outlive the groups that were made with it, and c10d gives a group that is made
     # again the same name
-    given.store = PrefixStore(str(given.store.add(f"round/{given.group_rank}", 1)), given.store)
-    hosts = find_hosts(given.store, given.group_rank, given.group_size, size)
-    own = next(i for i, host in enumerate(hosts) if given.group_rank in host.ranks)
+    group_options.store = PrefixStore(
+        str(group_options.store.add(f"round/{group_options.group_rank}", 1)), group_options.store
+    )
+    hosts = find_hosts(
+        group_options.store, group_options.group_rank, group_options.group_size, size
+    )
+    own_host = next(i for i, host in enumerate(hosts) if group_options.group_rank in host.ranks)
     # of all hosts, so that all ranks refuse what one refuses
     layouts = [_layout_of(host) for host in hosts]
-    ranks = hosts[own].ranks
-    store = PrefixStore(f"on-host/{own}", given.store)
+    ranks = hosts[own_host].ranks
+    store = PrefixStore(f"on-host/{own_host}", group_options.store)
     context = ShmContext(
-        store, ranks.index(given.group_rank), layouts[own], given.timeout.total_seconds(), ranks
+        store,
+        ranks.index(group_options.group_rank),
+        layouts[own_host],
+        group_options.timeout.total_seconds(),
+        ranks,
     )
     if len(hosts) == 1:
-        return ShmGroup(context, given.store)
-    return _make_hierarchical(given, context, [list(host.ranks) for host in hosts], own)
+        return ShmGroup(context, group_options.store)
+    return _make_hierarchical(
+        group_options, context, [list(host.ranks) for host in hosts], own_host
+    )
 
 
 def _layout_of(host: Host) -> Layout:
@@ -92,16 +102,21 @@ def _layout_of(host: Host) -> Layout:
 
 
 def _make_hierarchical(
-    given: Any, context: ShmContext, hosts: list[list[int]], own: int
+    group_options: Any, context: ShmContext, hosts: list[list[int]], own_host: int
 ) -> TransportGroup:
     leaders = None
     if context.rank == 0:
         leaders = Leaders(
-            GlooConnection(PrefixStore("leaders", given.store), own, len(hosts), given.timeout)
+            GlooConnection(
+                PrefixStore("leaders", group_options.store),
+                own_host,
+                len(hosts),
+                group_options.timeout,
+            )
         )
-    rank_and_size = given.group_rank, given.group_size
-    lazy = given.group_size > MAX_FULL_MESH
+    rank_and_size = group_options.group_rank, group_options.group_size
+    lazy = group_options.group_size > MAX_FULL_MESH
     everyone = GlooConnection(
-        PrefixStore("gloo", given.store), *rank_and_size, given.timeout, lazy=lazy
+        PrefixStore("gloo", group_options.store), *rank_and_size, group_options.timeout, lazy=lazy
     )
-    return HierarchicalGroup(context, given.store, leaders, everyone, hosts)
+    return HierarchicalGroup(context, group_options.store, leaders, everyone, hosts)

@@ -64,8 +64,8 @@ def _or_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., A
     def call(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except NotOnCPUError as found:
-            device = found.device
+        except NotOnCPUError as error:
+            device = error.device
         return getattr(_backend(self, device), name)(*args, **kwargs)
 
     return call
@@ -100,8 +100,8 @@ def _known_backend(group: dist.ProcessGroup, device: torch.device) -> dist.Proce
     A call that asks for a type of device, without an index, may be about to destroy the group; none
     is made for that.
     """
-    made: dict[str, dist.ProcessGroup] = group.__dict__.get("_device_backends", {})
-    known = device.type in made or (
+    backends: dict[str, dist.ProcessGroup] = group.__dict__.get("_device_backends", {})
+    known = device.type in backends or (
         device.index is not None and _name_of_backend(group, device) is not None
     )
     return _backend(group, device) if known else None
@@ -136,24 +136,25 @@ def _name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str | No
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    made: dict[str, dist.ProcessGroup] = group.__dict__.setdefault("_device_backends", {})
-    if device.type not in made:
+    backends: dict[str, dist.ProcessGroup] = group.__dict__.setdefault("_device_backends", {})
+    if device.type not in backends:
         name = _name_of_backend(group, device)
-        own = getattr(group, "backend", "shm")
+        cpu_backend = getattr(group, "backend", "shm")
         if name is None:
             raise ConfigError(
                 "tensor",
-                f"one on the CPU, which {own} is for",
+                f"one on the CPU, which {cpu_backend} is for",
                 got=str(device),
-                hint=f'Make the group with "cpu:{own},{device.type}:..." to name a backend for it.',
+                hint=f'Make the group with "cpu:{cpu_backend},{device.type}:..." to name a backend '
+                "for it.",
             )
-        made[device.type] = _make(group, name, device)
-    return made[device.type]
+        backends[device.type] = _make(group, name, device)
+    return backends[device.type]
 
 
-def device_options(options: Any, own: str) -> Any:
+def device_options(options: Any, cpu_backend: str) -> Any:
     """Return a group's `pg_options` if they are those of the backend for another device, and not
-    its `own`.
+    its `cpu_backend`.
 
     Raises:
         ConfigError: they are of no backend that takes options.
@@ -163,7 +164,7 @@ def device_options(options: Any, own: str) -> Any:
         return options
     raise ConfigError(
         "pg_options",
-        f"{own}, or those of NCCL for the GPUs beside it",
+        f"{cpu_backend}, or those of NCCL for the GPUs beside it",
         found=type(options).__name__,
     )
 

@@ -37,7 +37,7 @@ class TransportContext(Protocol):
 
     def run(
         self,
-        what: str,
+        operation: str,
         steps: Steps,
         asynchronous: bool,
         timeout: float | None,
@@ -174,7 +174,7 @@ class TransportGroup(dist.ProcessGroup):
             return self._sparse_allreduce(tensors, opts)
         reductions = [self._reduction(op, tensor.dtype) for tensor in tensors]
         steps = [
-            self._all_reduce_steps(*each) for each in zip(dense(tensors), reductions, strict=True)
+            self._all_reduce_steps(*pair) for pair in zip(dense(tensors), reductions, strict=True)
         ]
         return self._run("all_reduce", steps, opts, tensors)
 
@@ -186,12 +186,12 @@ class TransportGroup(dist.ProcessGroup):
         """
         reductions = [self._reduction(opts.reduceOp, tensor.dtype) for tensor in tensors]
         steps = chain(
-            self._all_reduce_steps(*each) for each in zip(tensors, reductions, strict=True)
+            self._all_reduce_steps(*pair) for pair in zip(tensors, reductions, strict=True)
         )
         return self._context.run("all_reduce", steps, opts.asyncOp, None, list(tensors))
 
     def allreduce_beside(
-        self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]
+        self, tensor: torch.Tensor, opts: Any, on_completion: Callable[[], object]
     ) -> Callable[[Any], Any]:
         """Start an all-reduce before the call that comes next, see
         `GroupProxy.allreduce_beside`.
@@ -510,13 +510,13 @@ class TransportGroup(dist.ProcessGroup):
         waits for.
         """
         if self._batch is not None:
-            self._batch = [each for each in self._batch if each is not inner] + [work]
+            self._batch = [queued for queued in self._batch if queued is not inner] + [work]
 
-    def _run(self, what: str, steps: Iterable[Steps], opts: Any, result: Tensors) -> CPUWork:
+    def _run(self, operation: str, steps: Iterable[Steps], opts: Any, result: Tensors) -> CPUWork:
         asynchronous = True if opts is None else opts.asyncOp
         whole = chain(self._all_steps(steps))
         return self._coalesce(
-            self._context.run(what, whole, asynchronous, timeout_of(opts), list(result))
+            self._context.run(operation, whole, asynchronous, timeout_of(opts), list(result))
         )
 
     def _all_steps(self, steps: Iterable[Steps]) -> Iterable[Steps]:

@@ -118,9 +118,9 @@ def _read_samples(
         raise ValueError(f"{path.stat().st_size} bytes, in the index {shard.size}")
     with path.open("rb") as stored:
         file = stored if not shard.compression else io.BytesIO(_decompress(stored.read(), shard))
-        found = int(np.frombuffer(file.read(4), np.uint32)[0])
-        if found != shard.samples:
-            raise ValueError(f"{found} samples, in the index {shard.samples}")
+        stored_count = int(np.frombuffer(file.read(4), np.uint32)[0])
+        if stored_count != shard.samples:
+            raise ValueError(f"{stored_count} samples, in the index {shard.samples}")
         file.seek(4 + 4 * first)
         offsets = np.frombuffer(file.read(4 * (count + 1)), np.uint32).astype(np.int64)
         if (

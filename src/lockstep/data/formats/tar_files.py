@@ -32,10 +32,10 @@ class Tar:
         end = 0
         with path.open("rb") as file:
             for member in _members(file):
-                found = _split_name(member.name)[0]
-                if key is not None and found != key:
+                key_of_member = _split_name(member.name)[0]
+                if key is not None and key_of_member != key:
                     runs.add(end)
-                key = found
+                key = key_of_member
                 # the data of a file are padded to whole units
                 end = member.offset_data + -(-member.size // _TAR_UNIT) * _TAR_UNIT
             # A damaged header in the middle looks to `tarfile` like the end of the archive.

@@ -14,19 +14,19 @@ _LOWER = ("loss", "error")
 _HIGHER = ("accuracy", "acc", "f1", "auc")
 
 
-def is_higher_better(column: str, given: bool | None) -> bool:
+def is_higher_better(column: str, chosen: bool | None) -> bool:
     """Return whether higher values of a column are better.
 
     Args:
         column: its name. Lower values are better if it ends in "loss" or "error", higher ones if it
             ends in "accuracy", "acc", "f1" or "auc".
-        given: what the user says, which counts more than the name; None if nothing.
+        chosen: what the user says, which counts more than the name; None if nothing.
 
     Raises:
-        ConfigError: if `given` is None, for any other name.
+        ConfigError: if `chosen` is None, for any other name.
     """
-    if given is not None:
-        return given
+    if chosen is not None:
+        return chosen
     if column.endswith(_LOWER + _HIGHER):
         return column.endswith(_HIGHER)
     found = f"neither, and the name of the column {column} does not say which values are better"

@@ -51,11 +51,11 @@ class CallbackGroup:
     def __init__(
         self, callbacks: Iterable[Callback], rank: int, recovery: Recovery | None = None
     ) -> None:
-        given = list(callbacks)
-        for each in given:
+        members = list(callbacks)
+        for each in members:
             arguments.instance("callbacks", each, Callback, "instances of Callback")
             _check_hooks(type(each))
-        ordered = sorted(given, key=lambda callback: isinstance(callback, Checkpoints))
+        ordered = sorted(members, key=lambda callback: isinstance(callback, Checkpoints))
         self._members = [callback for callback in ordered if callback.every_rank or rank == 0]
         self._by_name = _by_name(ordered)
         self._logs = rank == 0
@@ -109,17 +109,17 @@ class CallbackGroup:
         """Log a warning if the callbacks of a run with a run directory replace the default ones,
         and none saves.
         """
-        given = list(self._by_name.values())
+        members = list(self._by_name.values())
         if (
             not self._logs
-            or not given
-            or any(isinstance(callback, Checkpoints) for callback in given)
+            or not members
+            or any(isinstance(callback, Checkpoints) for callback in members)
         ):
             return
         files = [
             file
             for kind, file in _FILES.items()
-            if not any(isinstance(callback, kind) for callback in given)
+            if not any(isinstance(callback, kind) for callback in members)
         ]
         _log.warning(
             "run_dir is set, but callbacks= replaces the default callbacks: the run has %s. To "
@@ -246,9 +246,9 @@ class CallbackGroup:
             self._has_ended = True
             if not self._recovery.has_fixed_workers:
                 self._skipped += [
-                    (each, "on_train_end", (error,))
-                    for each in self._all
-                    if each not in self._members
+                    (callback, "on_train_end", (error,))
+                    for callback in self._all
+                    if callback not in self._members
                 ]
 
     def _end_all(self, trainer: TrainingContext, error: BaseException | None) -> None:
@@ -355,8 +355,8 @@ class CallbackGroup:
             self._start(member, trainer)
             if epoch_has_begun and (member, "on_train_epoch_start", ()) not in missed:
                 self._run(member, "on_train_epoch_start", trainer)
-        for member, hook, given in missed:
-            self._run(member, hook, trainer, *given)
+        for member, hook, hook_arguments in missed:
+            self._run(member, hook, trainer, *hook_arguments)
 
 
 def _overrides(member: Callback, hook: str) -> bool:
@@ -400,9 +400,9 @@ def _load(name: str, callback: Callback, state: Any) -> None:
     try:
         callback.load_state_dict(state)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"the callback {name} cannot load its state from the checkpoint: {what}"
+            f"the callback {name} cannot load its state from the checkpoint: {problem}"
         ) from error
 
 

@@ -163,8 +163,8 @@ def _as_tokens(prompts: Any) -> torch.Tensor:
 
 def _line(prompt: str, text: str) -> str:
     """Return the end of a prompt and the beginning of what follows it, as one line."""
-    given = plain(prompt)[-24:]
-    return f"  {given}▸{plain(text)}"[:_PRINTED]
+    end_of_prompt = plain(prompt)[-24:]
+    return f"  {end_of_prompt}▸{plain(text)}"[:_PRINTED]
 
 
 def _section(epoch: int, step: int, prompts: Sequence[str], texts: Sequence[str]) -> str:

@@ -111,6 +111,6 @@ class Profile(Callback):
 
 def _activities(device: torch.device) -> set[ProfilerActivity]:
     """Return the profiler's name of what the device does, where torch can record that."""
-    found = {getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1)}
+    activities = {getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1)}
     there: set[ProfilerActivity] = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
-    return found & there if device.type != "cpu" else set()
+    return activities & there if device.type != "cpu" else set()

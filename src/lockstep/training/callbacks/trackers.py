@@ -220,11 +220,11 @@ class MLflow(_Tracker):
             self._client.update_run(self._run_id, status="RUNNING")
             self._doubtful = trainer.step.steps_done
             return self._run_id
-        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.get_experiment_by_name(self._experiment)
         number = (
             self._client.create_experiment(self._experiment)
-            if found is None
-            else found.experiment_id
+            if experiment is None
+            else experiment.experiment_id
         )
         run_id = str(self._client.create_run(number, run_name=self._name).info.run_id)
         params = [Param(name, str(value)) for name, value in config.items()]

@@ -74,16 +74,16 @@ class GlooConnection:
             raise TransportError(_CLOSED)
         return self._group
 
-    def start_beside(self, work: dist.Work, found: Callable[[], object]) -> None:
+    def start_beside(self, work: dist.Work, on_completion: Callable[[], object]) -> None:
         """Let `work`, of this group, go on beside the next one, until `wait_beside`.
 
         Args:
             work: of an operation.
-            found: called as soon as it has completed, also during a wait for the other one, which
-                ends if it raises.
+            on_completion: called as soon as it has completed, also during a wait for the other one,
+                which ends if it raises.
         """
         self._beside = work
-        self._found = found
+        self._found = on_completion
 
     def wait_beside(self) -> Steps:
         """Wait until that work has completed.
@@ -179,14 +179,14 @@ class _Message(dist.Work):
 
     def __init__(
         self,
-        what: str,
+        operation: str,
         pair: _Pair,
         peer: int,
         begin: Callable[[dist.ProcessGroup], dist.Work],
         check: Callable[[str], None],
     ) -> None:
         super().__init__()
-        self._what = what
+        self._what = operation
         self._pair = pair
         self._peer = peer
         self._begin = begin
@@ -247,15 +247,15 @@ class _Pair:
         timeout: limit of one operation.
     """
 
-    def __init__(self, store: Store, own: int, timeout: timedelta) -> None:
-        self.other = 1 - own
+    def __init__(self, store: Store, own_index: int, timeout: timedelta) -> None:
+        self.other = 1 - own_index
         self.timeout = timeout
         self.error: Exception | None = None
         self.connection: GlooConnection | None = None
         self._pending: deque[_Message] = deque()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        arguments = (store, own, timeout)
+        arguments = (store, own_index, timeout)
         threading.Thread(
             target=self._connect, args=arguments, name="lockstep-pair", daemon=True
         ).start()
@@ -268,24 +268,24 @@ class _Pair:
             else:
                 message.begin(self.connection)
 
-    def _connect(self, store: Store, own: int, timeout: timedelta) -> None:
+    def _connect(self, store: Store, own_index: int, timeout: timedelta) -> None:
         try:
             # a connection of its own: while one thread waits, no other can use it
             own_store = store.clone()
-            own_store.set(f"here/{own}", "")
+            own_store.set(f"here/{own_index}", "")
             sleep_s = 1e-3
             while not own_store.check([f"here/{self.other}"]):
                 if self._closed.wait(sleep_s):
                     return
                 sleep_s = min(_MAX_SLEEP_S, 1.5 * sleep_s)
-            made = GlooConnection(own_store, own, 2, timeout)
+            connection = GlooConnection(own_store, own_index, 2, timeout)
             with self._lock:
                 for message in self._pending:
-                    message.begin(made)
+                    message.begin(connection)
                 self._pending.clear()
-                self.connection = made
+                self.connection = connection
             if self._closed.is_set():
-                made.close()
+                connection.close()
         except (RuntimeError, TransportError) as error:
             self.error = error
 
@@ -326,23 +326,23 @@ class LazyPairs:
     def _message(
         self, name: str, preposition: str, tensors: list[torch.Tensor], peer: int, tag: int
     ) -> dist.Work:
-        what = f"{name} {preposition} rank {peer}"
+        operation = f"{name} {preposition} rank {peer}"
         pair = self._pair(peer)
-        self._check(what)
+        self._check(operation)
 
         def begin(group: dist.ProcessGroup) -> dist.Work:
             work: dist.Work = getattr(group, name)(tensors, pair.other, tag)
             return work
 
-        message = _Message(what, pair, peer, begin, self._check)
+        message = _Message(operation, pair, peer, begin, self._check)
         pair.add(message)
         return message
 
-    def _check(self, what: str) -> None:
+    def _check(self, operation: str) -> None:
         context = self._context()
         if context is None:
-            raise TransportError(f"shm: {what}: this group has been destroyed")
-        context.check(what)
+            raise TransportError(f"shm: {operation}: this group has been destroyed")
+        context.check(operation)
 
     def _pair(self, peer: int) -> _Pair:
         with self._lock:

@@ -56,13 +56,17 @@ class Leaders:
         yield from self.all_gather(parts)
         reduce_fn(parts, flat)
 
-    def start_beside(self, flat: torch.Tensor, op: Any, found: Callable[[], object]) -> None:
+    def start_beside(
+        self, flat: torch.Tensor, op: Any, on_completion: Callable[[], object]
+    ) -> None:
         """Start to reduce `flat` over the hosts beside the next operation; see
         `GlooConnection.start_beside`.
         """
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        self.connection.start_beside(self.connection.group.allreduce([flat], options), found)
+        self.connection.start_beside(
+            self.connection.group.allreduce([flat], options), on_completion
+        )
 
     def broadcast(self, flat: torch.Tensor, host: int) -> Steps:
         """Copy `flat` of the leader of `host` to the other leaders', in place."""
@@ -107,13 +111,13 @@ class _Beside:
         leaders: Leaders | None,
         tensor: torch.Tensor,
         op: Any,
-        found: Callable[[], object],
+        on_completion: Callable[[], object],
     ) -> None:
         self._context = context
         self._leaders = leaders
         self._tensor = tensor
         self._op = op
-        self._found = found
+        self._found = on_completion
 
     def begin(self) -> Steps:
         """Start it."""
@@ -179,7 +183,11 @@ class HierarchicalGroup(TransportGroup):
         limit = timedelta(seconds=context.timeout)
         self._pairs = LazyPairs(context, store, everyone.rank, limit) if everyone.is_lazy else None
         between_hosts = leaders.connection if leaders is not None else None
-        connections = [each for each in (between_hosts, everyone, self._pairs) if each is not None]
+        connections = [
+            connection
+            for connection in (between_hosts, everyone, self._pairs)
+            if connection is not None
+        ]
         context.on_end = functools.partial(_close_all, connections)
 
     @property
@@ -195,14 +203,14 @@ class HierarchicalGroup(TransportGroup):
         return _BETWEEN_ALL if self._everyone.is_lazy else ()
 
     def allreduce_beside(
-        self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]
+        self, tensor: torch.Tensor, opts: Any, on_completion: Callable[[], object]
     ) -> Callable[[Any], Any]:
         """Start an all-reduce beside the call that comes next, see `GroupProxy.allreduce_beside`.
 
         The two are one operation where that is one of shared memory; its work is then that of the
         call.
         """
-        beside = _Beside(self._context, self._leaders, tensor, opts.reduceOp, found)
+        beside = _Beside(self._context, self._leaders, tensor, opts.reduceOp, on_completion)
         self._next_beside = beside
 
         def end(work: Any) -> Any:

@@ -77,12 +77,12 @@ def scatter(comm: Any, tensor: torch.Tensor, inputs: Tensors, root: int) -> Step
 def all_to_all(comm: Any, outputs: Tensors, inputs: Tensors) -> Steps:
     """Copy rank i's `inputs[j]` into rank j's `outputs[i]`; sizes may differ everywhere."""
     flat = flatten_all(inputs)
-    own = flatten(inputs[comm.rank])
+    own_part = flatten(inputs[comm.rank])
     buffer = buffer_for(outputs, apart_from=flat)
     sent = [mpi_buffer(flat), _without(comm.rank, inputs), load_mpi().BYTE]
     received = [mpi_buffer(buffer), _without(comm.rank, outputs), load_mpi().BYTE]
     yield from request_steps(lambda: comm.Ialltoallv(sent, received), (flat, buffer))
-    _copy_own(buffer, outputs, comm.rank, own)
+    _copy_own(buffer, outputs, comm.rank, own_part)
     _copy_out(buffer, outputs)
 
 
@@ -100,10 +100,10 @@ def _as_bytes(flat: torch.Tensor) -> list[Any]:
 
 def _copy_own(buffer: torch.Tensor, outputs: Tensors, rank: int, tensor: torch.Tensor) -> None:
     begin = sum(output.numel() for output in outputs[:rank])
-    own = buffer[begin : begin + outputs[rank].numel()]
+    own_part = buffer[begin : begin + outputs[rank].numel()]
     flat = flatten(tensor)
-    if own.data_ptr() != flat.data_ptr():
-        own.copy_(flat)
+    if own_part.data_ptr() != flat.data_ptr():
+        own_part.copy_(flat)
 
 
 def _copy_out(buffer: torch.Tensor, outputs: Tensors) -> None:
@@ -210,8 +210,8 @@ def reduce(comm: Any, tensor: torch.Tensor, root: int, reduction: Reduction) -> 
     """
     terms = reduction.terms(flatten(tensor))
     memory = [mpi_buffer(terms), reduction.datatype]
-    given, taken = (load_mpi().IN_PLACE, memory) if comm.rank == root else (memory, None)
-    yield from request_steps(lambda: comm.Ireduce(given, taken, reduction.op, root), terms)
+    sent, received = (load_mpi().IN_PLACE, memory) if comm.rank == root else (memory, None)
+    yield from request_steps(lambda: comm.Ireduce(sent, received, reduction.op, root), terms)
     if comm.rank == root:
         copy_back(reduction.result(terms, comm.size), tensor)
 
@@ -226,10 +226,10 @@ def reduce_scatter(comm: Any, output: torch.Tensor, inputs: Tensors, reduction: 
         buffer = buffer_for([output], apart_from=terms)
     else:
         buffer = terms.new_empty(output.numel())
-    given = [mpi_buffer(terms), reduction.datatype]
+    sent = [mpi_buffer(terms), reduction.datatype]
     taken = [mpi_buffer(buffer), reduction.datatype]
     yield from request_steps(
-        lambda: comm.Ireduce_scatter(given, taken, counts, reduction.op), (terms, buffer)
+        lambda: comm.Ireduce_scatter(sent, taken, counts, reduction.op), (terms, buffer)
     )
     copy_back(reduction.result(buffer, comm.size), output)
 

@@ -119,7 +119,7 @@ class MpiContext:
 
     def run(
         self,
-        what: str,
+        operation: str,
         steps: Steps,
         asynchronous: bool,
         timeout: float | None,
@@ -131,8 +131,8 @@ class MpiContext:
             TransportError: when an earlier one has failed here, or this one does.
         """
         if asynchronous:
-            return self._collectives.enqueue(what, steps, timeout or self.timeout, result)
-        return self._collectives.run(what, lambda: steps, lambda: timeout or self.timeout)
+            return self._collectives.enqueue(operation, steps, timeout or self.timeout, result)
+        return self._collectives.run(operation, lambda: steps, lambda: timeout or self.timeout)
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> CPUWork:
         """Send `tensor` to `target` in the background; completed when `tensor` may be written to
@@ -153,9 +153,9 @@ class MpiContext:
             self._check_tag(tag),
             status,
         )
-        what = "recv from any rank" if source is None else f"recv from rank {source}"
+        operation = "recv from any rank" if source is None else f"recv from rank {source}"
         queue = self._new_queue(self._receives)
-        work = queue.enqueue(what, steps, None, [tensor], self.timeout)
+        work = queue.enqueue(operation, steps, None, [tensor], self.timeout)
         # it must not take a message after its caller has stopped waiting
         work.on_wait_error = None if work.is_completed() else queue.abort
         work.get_source = lambda: status.Get_source() if work.is_success() else None
@@ -205,11 +205,13 @@ class MpiContext:
             )
         return tag
 
-    def _check(self, what: str, awaited: Iterable[int], seconds: float, timeout: float) -> None:
+    def _check(
+        self, operation: str, awaited: Iterable[int], seconds: float, timeout: float
+    ) -> None:
         if seconds >= timeout:
             raise StallError(
-                f"mpi4py: {what} has not ended on rank {self.rank} (of {self.size}) within its "
-                f"time limit of {timeout:g} s: another rank has not called it, or no longer can"
+                f"mpi4py: {operation} has not ended on rank {self.rank} (of {self.size}) within "
+                f"its time limit of {timeout:g} s: another rank has not called it, or no longer can"
             )
 
     def _fail_with(self, error: BaseException) -> None:

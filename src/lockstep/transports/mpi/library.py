@@ -88,9 +88,9 @@ def buffer_for(outputs: Tensors, apart_from: torch.Tensor | None = None) -> torc
     return view
 
 
-def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether both are in one storage."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:

@@ -99,7 +99,7 @@ class _MpiRanks(msgspec.Struct, frozen=True):
     ranks_per_host: dict[str, int]
 
 
-def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
+def make_mpi_group(group_options: Any, options: Any) -> dist.ProcessGroup:
     """Return the process group for what c10d hands to an extended backend: store, rank, size,
     timeout.
 
@@ -111,16 +111,18 @@ def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
     """
     options_of_device = device_options(options, "none, as mpi4py has no options")
     world = load_mpi().COMM_WORLD
-    rank = given.group_rank
-    size = given.group_size
+    rank = group_options.group_rank
+    size = group_options.group_size
     # a store may outlive the groups that were made with it, and c10d gives a group that is made
     # again the same name
-    given.store = PrefixStore(str(given.store.add(f"round/{rank}", 1)), given.store)
+    group_options.store = PrefixStore(
+        str(group_options.store.add(f"round/{rank}", 1)), group_options.store
+    )
     host = socket.gethostname()
-    own = messages.encode(_MpiRank(world.rank, host))
-    combined = exchange(given.store, "mpi4py", rank, own, range(size), _merge)
-    found = read_message(combined, _MpiRanks, "the ranks of all in their MPI job")
-    world_ranks = found.ranks
+    own_rank = messages.encode(_MpiRank(world.rank, host))
+    combined = exchange(group_options.store, "mpi4py", rank, own_rank, range(size), _merge)
+    all_ranks = read_message(combined, _MpiRanks, "the ranks of all in their MPI job")
+    world_ranks = all_ranks.ranks
     if len(set(world_ranks)) != size or not set(world_ranks) <= set(range(world.size)):
         raise ConfigError(
             "mpi4py",
@@ -129,9 +131,11 @@ def make_mpi_group(given: Any, options: Any) -> dist.ProcessGroup:
             f"has {world.size})",
             hint=f"Start the program with mpiexec -n {size}, the one of the MPI that mpi4py uses.",
         )
-    oversubscribed = found.ranks_per_host.get(host, 0) > usable_cores()
-    comm = _communicator(world, world_ranks, str(given.group_id))
-    group = MpiGroup(MpiContext(comm, given.timeout.total_seconds(), oversubscribed), given.store)
+    oversubscribed = all_ranks.ranks_per_host.get(host, 0) > usable_cores()
+    comm = _communicator(world, world_ranks, str(group_options.group_id))
+    group = MpiGroup(
+        MpiContext(comm, group_options.timeout.total_seconds(), oversubscribed), group_options.store
+    )
     group.device_options = options_of_device
     return group
 
@@ -142,7 +146,9 @@ def _merge(texts: Mapping[int, str]) -> str:
         read_message(text, _MpiRank, f"rank {rank} in its MPI job") for rank, text in texts.items()
     ]
     return messages.encode(
-        _MpiRanks([each.rank for each in ranks], Counter(each.host for each in ranks))
+        _MpiRanks(
+            [mpi_rank.rank for mpi_rank in ranks], Counter(mpi_rank.host for mpi_rank in ranks)
+        )
     )
 
 

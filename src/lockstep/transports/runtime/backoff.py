@@ -55,8 +55,8 @@ class Backoff:
             awaited ranks from running.
     """
 
-    def __init__(self, what: str, timeout: float, check: Check, oversubscribed: bool) -> None:
-        self._what = what
+    def __init__(self, operation: str, timeout: float, check: Check, oversubscribed: bool) -> None:
+        self._what = operation
         self._timeout = timeout
         self._check = check
         self._spins = self._max_spins = 0 if oversubscribed else SPINS

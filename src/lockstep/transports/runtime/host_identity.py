@@ -79,8 +79,8 @@ def find_hosts(store: Store, rank: int, ranks: int, size: int | None) -> list[Ho
     """
     mine = messages.encode(_RankHost(host_key(), size))
     combined = exchange(store, "host", rank, mine, range(ranks), _group_by_host)
-    found = read_message(combined, list[_HostRanks], "the ranks of each host")
-    return [Host(tuple(from_ranges(each.ranks, ranks)), each.size) for each in found]
+    hosts = read_message(combined, list[_HostRanks], "the ranks of each host")
+    return [Host(tuple(from_ranges(host.ranks, ranks)), host.size) for host in hosts]
 
 
 def _group_by_host(texts: Mapping[int, str]) -> str:
@@ -88,9 +88,9 @@ def _group_by_host(texts: Mapping[int, str]) -> str:
     members: dict[str, list[int]] = {}
     sizes: dict[int, int | None] = {}
     for rank, text in texts.items():
-        own = read_message(text, _RankHost, f"the host of rank {rank}")
-        sizes[rank] = own.size
-        members.setdefault(own.key, []).append(rank)
+        rank_host = read_message(text, _RankHost, f"the host of rank {rank}")
+        sizes[rank] = rank_host.size
+        members.setdefault(rank_host.key, []).append(rank)
     hosts = [
         _HostRanks(to_ranges(ranks), _least(sizes[rank] for rank in ranks))
         for ranks in members.values()

@@ -183,8 +183,8 @@ class _Operation:
             message may be expected for as long as one likes).
     """
 
-    def __init__(self, what: str, steps: Steps, work: CPUWork, timeout: float | None) -> None:
-        self.what = what
+    def __init__(self, operation: str, steps: Steps, work: CPUWork, timeout: float | None) -> None:
+        self.what = operation
         self.steps = steps
         self.work = work
         self._timeout = timeout
@@ -242,7 +242,7 @@ class OpQueue:
 
     def run(
         self,
-        what: str,
+        operation: str,
         begin: Callable[[], Steps | None],
         get_timeout: Callable[[], float],
         has_spun: bool = False,
@@ -250,37 +250,37 @@ class OpQueue:
         """Run an operation synchronously, after those that are queued.
 
         Args:
-            what: its name, for errors.
+            operation: its name, for errors.
             begin: starts it, and returns the steps that are left, or None.
             get_timeout: seconds that it may take; called when it has to wait.
             has_spun: whether it has spun already when its steps wait.
         """
         if not self._lock.acquire(blocking=False):
-            self._wait_for_lock(what)
+            self._wait_for_lock(operation)
         try:
             if not self._operations:
                 self._owner = threading.get_ident()
-                self._run(what, begin, get_timeout, has_spun)
+                self._run(operation, begin, get_timeout, has_spun)
                 return COMPLETED
         finally:
             self._owner = 0
             self._lock.release()
-        work = self.enqueue(what, _begun(begin), get_timeout(), [])
+        work = self.enqueue(operation, _begun(begin), get_timeout(), [])
         work.wait()
         return work
 
-    def _wait_for_lock(self, what: str) -> None:
+    def _wait_for_lock(self, operation: str) -> None:
         """Let another thread end its step, or its synchronous operation."""
         # in a signal handler, or a finaliser that the collector runs
         if self._owner == threading.get_ident():
             raise TransportError(
-                f"{what} was called while this thread is in a collective of the same group"
+                f"{operation} was called while this thread is in a collective of the same group"
             )
         self._lock.acquire()
 
     def _run(
         self,
-        what: str,
+        operation: str,
         begin: Callable[[], Steps | None],
         get_timeout: Callable[[], float],
         has_spun: bool,
@@ -290,7 +290,7 @@ class OpQueue:
             for awaited in begin() or ():
                 if backoff is None:
                     backoff = Backoff(
-                        what, get_timeout(), self._check, self._oversubscribed or has_spun
+                        operation, get_timeout(), self._check, self._oversubscribed or has_spun
                     )
                 backoff.pause(awaited)
         except BaseException as error:
@@ -300,7 +300,7 @@ class OpQueue:
 
     def enqueue(
         self,
-        what: str,
+        operation: str,
         steps: Steps,
         timeout: float | None,
         result: list[torch.Tensor],
@@ -309,7 +309,7 @@ class OpQueue:
         """Queue `steps`; they proceed as far as they can at once, then in the background.
 
         Args:
-            what: name of the operation, for errors.
+            operation: name of the operation, for errors.
             steps: the operation.
             timeout: seconds that it may take from now; None for no limit but a wait's.
             result: what its future gives.
@@ -318,12 +318,12 @@ class OpQueue:
         limit = wait_s or timeout or 0.0
         steps, time_of_work = virtual_host.current().timed(self, steps)
         work = CPUWork(
-            result, lambda waiting, seconds: self._drive(what, waiting, seconds or limit)
+            result, lambda waiting, seconds: self._drive(operation, waiting, seconds or limit)
         )
         if not self._lock.acquire(blocking=False):
-            self._wait_for_lock(what)
+            self._wait_for_lock(operation)
         try:
-            self._operations.append(_Operation(what, steps, work, timeout))
+            self._operations.append(_Operation(operation, steps, work, timeout))
             # with `spin`, the caller has polled just now
             if len(self._operations) == 1 and self._spin is None:
                 self._step()
@@ -383,8 +383,8 @@ class OpQueue:
                 self._lock.release()
                 self.run_callbacks()
 
-    def _drive(self, what: str, work: CPUWork, timeout: float) -> None:
-        backoff = Backoff(what, timeout, self._check, self._oversubscribed)
+    def _drive(self, operation: str, work: CPUWork, timeout: float) -> None:
+        backoff = Backoff(operation, timeout, self._check, self._oversubscribed)
         awaited: Awaited | None = None
         if self._spin is not None:
             self._spin()

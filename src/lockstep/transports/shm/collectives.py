@@ -286,9 +286,12 @@ def _all_reduce_sliced(
     yield from rank_states.wait_for_all(tick)
     buffers.check_all_signatures(nbytes)
     if begin < end:
-        own = flat[begin:end]
-        reduce_fn([own if i == rank else slots[i][begin:end] for i in range(buffers.size)], own)
-        result[begin:end].copy_(own)
+        own_slice = flat[begin:end]
+        reduce_fn(
+            [own_slice if i == rank else slots[i][begin:end] for i in range(buffers.size)],
+            own_slice,
+        )
+        result[begin:end].copy_(own_slice)
     tick = rank_states.post()
     yield from rank_states.wait_for_all(tick)
     for a, b in ((0, begin), (end, flat.numel())):

@@ -101,7 +101,7 @@ class ShmContext:
 
     def run(
         self,
-        what: str,
+        operation: str,
         steps: Steps,
         asynchronous: bool,
         timeout: float | None,
@@ -114,8 +114,8 @@ class ShmContext:
         """
         queue = self._require_open().collectives
         if asynchronous:
-            return queue.enqueue(what, steps, timeout or self.timeout, result)
-        return queue.run(what, lambda: steps, lambda: timeout or self.timeout)
+            return queue.enqueue(operation, steps, timeout or self.timeout, result)
+        return queue.run(operation, lambda: steps, lambda: timeout or self.timeout)
 
     def run_native(
         self,
@@ -167,7 +167,7 @@ class ShmContext:
     def _enqueue_receive(self, resources: _Resources, receive: PostedReceive) -> CPUWork:
         message_queues = resources.message_queues
         source = receive.source
-        what = (
+        operation = (
             "recv from any rank"
             if source is None
             else f"recv from rank {self._display_ranks[source]}"
@@ -177,7 +177,7 @@ class ShmContext:
         queue = OpQueue(resources.rank_states.check, None, self._oversubscribed, spin)
         resources.receives.add(queue)
         work = queue.enqueue(
-            what, message_queues.receive(receive), None, [receive.tensor], self.timeout
+            operation, message_queues.receive(receive), None, [receive.tensor], self.timeout
         )
 
         def cancel(error: BaseException) -> None:
@@ -188,11 +188,11 @@ class ShmContext:
         work.on_wait_error = None if work.is_completed() else cancel
         return work
 
-    def check(self, what: str) -> None:
+    def check(self, operation: str) -> None:
         """Raise when the group has failed, here or on another rank of this host, so that waiting
-        for `what` is vain.
+        for `operation` is vain.
         """
-        self._require_open().rank_states.check(what, (), 0.0, math.inf)
+        self._require_open().rank_states.check(operation, (), 0.0, math.inf)
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
         """Give up the group: every wait of the others ends with `reason`, and an error of the kind

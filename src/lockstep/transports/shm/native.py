@@ -24,8 +24,8 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 def dtype_code_of(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
     """Return the number of the dtype of a collective's tensors; 0 where it has none."""
-    given = inputs or outputs
-    return dtype_number(given[0].dtype) if given else 0
+    tensors = inputs or outputs
+    return dtype_number(tensors[0].dtype) if tensors else 0
 
 
 def begin(

@@ -183,13 +183,13 @@ class RankStates:
         """Raise TransportError unless `rank`, which has posted, has written to this half for the
         same collective.
         """
-        found = self._words[rank * _WORDS + SIGNATURES + self.state.half]
-        if rank != self.rank and found != expected:
-            raise self.mismatch_error(rank, found, expected)
+        signature = self._words[rank * _WORDS + SIGNATURES + self.state.half]
+        if rank != self.rank and signature != expected:
+            raise self.mismatch_error(rank, signature, expected)
 
-    def mismatch_error(self, rank: int, found: int, expected: int) -> TransportError:
+    def mismatch_error(self, rank: int, signature: int, expected: int) -> TransportError:
         """Return the error when `rank` is in another collective."""
-        return mismatch_error(self.rank, rank, found, expected, self._display_ranks)
+        return mismatch_error(self.rank, rank, signature, expected, self._display_ranks)
 
     def all_reached(self, tick: int) -> bool:
         """Return whether every rank has posted `tick`."""
@@ -231,9 +231,9 @@ class RankStates:
         """Return whether `rank` has left the group in good order."""
         return self._words[rank * _WORDS + _STATE] == _LEFT
 
-    def check(self, what: str, awaited: Iterable[int], waited: float, timeout: float) -> None:
-        """Raise when one of the `awaited` ranks will never arrive at operation `what`, or the time
-        limit is over.
+    def check(self, operation: str, awaited: Iterable[int], waited: float, timeout: float) -> None:
+        """Raise when one of the `awaited` ranks will never arrive at `operation`, or the time limit
+        is over.
 
         Raises:
             RankLostError: it has ended, or has left the group; or another rank has given up because
@@ -253,7 +253,7 @@ class RankStates:
         missing = list(awaited)
         for rank in missing:
             if rank in lost:
-                raise RankLostError(self._display_ranks[rank], f"shm: {what}: {lost[rank]}")
+                raise RankLostError(self._display_ranks[rank], f"shm: {operation}: {lost[rank]}")
         if waited > timeout:
             ranks = tuple(self._display_ranks[rank] for rank in missing)
             names = (
@@ -262,7 +262,7 @@ class RankStates:
                 else "ranks on other hosts"
             )
             raise StallError(
-                f"shm: {what} timed out: {names} did not arrive within {waited:.1f} s", ranks
+                f"shm: {operation} timed out: {names} did not arrive within {waited:.1f} s", ranks
             )
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:

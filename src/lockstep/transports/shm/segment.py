@@ -212,11 +212,11 @@ def _map(path: str, nbytes: int) -> Segment:
         raise ValueError(f"expected /proc/PID/fd/NUMBER, rank 0's memory, got {path!r}")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         if (
-            not stat.S_ISREG(found.st_mode)
-            or found.st_uid != os.geteuid()
-            or found.st_size != nbytes
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.geteuid()
+            or status.st_size != nbytes
         ):
             raise ValueError(f"{path} is not {nbytes} bytes of this user's memory")
         return Segment(descriptor, nbytes)

@@ -77,15 +77,15 @@ def signature_of(kind: int, dtype: int, first_tick: int, nbytes: int) -> int:
 
 
 def mismatch_error(
-    rank: int, other: int, found: int, expected: int, display_ranks: Sequence[int]
+    rank: int, other: int, signature: int, expected: int, display_ranks: Sequence[int]
 ) -> TransportError:
-    """Return the error on `rank` when the signature that it `found` of rank `other` is not the
+    """Return the error on `rank` when the signature that it `signature` of rank `other` is not the
     `expected` one.
     """
     kind = _NAMES[expected >> _KIND_SHIFT]
     nbytes = expected & _BYTES
-    theirs, mine = (word >> _DTYPE_SHIFT & _DTYPE_MASK for word in (found, expected))
-    if (found ^ expected) & ~(_BYTES | _DTYPE_MASK << _DTYPE_SHIFT):
+    theirs, mine = (word >> _DTYPE_SHIFT & _DTYPE_MASK for word in (signature, expected))
+    if (signature ^ expected) & ~(_BYTES | _DTYPE_MASK << _DTYPE_SHIFT):
         has = (
             f"called another collective where rank {display_ranks[rank]} has called {kind} with "
             f"{nbytes} bytes"
@@ -96,7 +96,7 @@ def mismatch_error(
             f"{dtype_name(mine)}"
         )
     else:
-        has = f"{found & _BYTES} bytes in {kind}, where rank {display_ranks[rank]} has {nbytes}"
+        has = f"{signature & _BYTES} bytes in {kind}, where rank {display_ranks[rank]} has {nbytes}"
     return TransportError(
         f"shm: rank {display_ranks[other]} has {has}. All ranks must call the same collectives in "
         "the same order, with one dtype and with sizes that fit."
