@@ -52,13 +52,15 @@ class ShmGroup(TransportGroup):
             dtype_code = dtype_code_of(inputs, outputs)
         elif (dtype_code := native_sum_code(op, outputs[0].dtype)) < 0:
             return None
-        addresses = _plain_addresses(inputs)
-        got = addresses if outputs is inputs else _plain_addresses(outputs)
-        if addresses is None or got is None:
+        input_addresses = _plain_addresses(inputs)
+        output_addresses = input_addresses if outputs is inputs else _plain_addresses(outputs)
+        if input_addresses is None or output_addresses is None:
             return None
         keep_alive = (inputs, outputs)
         return self._coalesce(
-            self._context.run_native(kind, opts, addresses, got, keep_alive, root, dtype_code)
+            self._context.run_native(
+                kind, opts, input_addresses, output_addresses, keep_alive, root, dtype_code
+            )
         )
 
     def _reduction(self, op: Any, dtype: torch.dtype) -> Reduction:

@@ -79,9 +79,7 @@ def signature_of(kind: int, dtype: int, first_tick: int, nbytes: int) -> int:
 def mismatch_error(
     rank: int, other: int, signature: int, expected: int, display_ranks: Sequence[int]
 ) -> TransportError:
-    """Return the error on `rank` when the signature that it `signature` of rank `other` is not the
-    `expected` one.
-    """
+    """Return the error on `rank` when the `signature` of rank `other` is not the `expected` one."""
     kind = _NAMES[expected >> _KIND_SHIFT]
     nbytes = expected & _BYTES
     theirs, mine = (word >> _DTYPE_SHIFT & _DTYPE_MASK for word in (signature, expected))
