@@ -21,7 +21,7 @@ notebook.
 """
 
 _FIRST_S = 1.5  # what takes no longer is not shown
-_LINE_INTERVAL_S = 10.0
+_LINE_INTERVAL_S = 10.0  # of a log: each time is another line that stays
 _REFRESH_INTERVAL_S = 0.5  # of a terminal
 
 

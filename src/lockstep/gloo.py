@@ -129,6 +129,7 @@ class SocketTracker:
     def keep_alive(self, limit_s: float) -> None:
         """Let the kernel close them when the other side has not responded for `limit_s` seconds."""
         for descriptor in self._found:
+            # Of a duplicate, which shares the options: a socket object closes its descriptor.
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6):
                     keep_alive(copy, limit_s)

@@ -85,6 +85,7 @@ def run_command(parsed: argparse.Namespace) -> int:
             _print_steps(read, chosen)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head`
+        # Python flushes stdout again when it ends, and would report that error a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -183,6 +183,7 @@ def _join(
         timeout=timeout,
         device_id=devices.bound_to(device, backend),
     )
+    # Registered last and therefore called first: before torch and the transports clean up.
     atexit.register(_leave)
     _check_own_gpu(device, world)
     return dist.group.WORLD

@@ -58,6 +58,8 @@ Digest = dict[str, Leaf]
 is one leaf.
 """
 
+# A sample may be an object of any size, even one that contains itself: so many values are compared,
+# so many are looked at to count the others, and so deep.
 _MAX_LEAVES = 64
 _MAX_VISITED = 2000
 _MAX_DEPTH = 8
@@ -314,6 +316,8 @@ def _tolerance(flat: torch.Tensor) -> float:
     return 4 * torch.finfo(flat.dtype).eps
 
 
+# A sketch has so many projections onto random signs. The signs of a value are the product of those
+# of its row and of its column in a table of this width: fewer random numbers than values.
 _PROJECTIONS = 8
 _WIDTH = 1024
 

@@ -508,6 +508,8 @@ def _prepare_process(_: int, new_group: bool) -> None:
 
 def _end_with(parent: Any) -> None:
     parent.join()
+    # In this thread `sys.exit` would end the thread alone; the main thread waits for requests that
+    # nobody sends any more.
     os._exit(1)
 
 

@@ -131,6 +131,8 @@ def preserve_own_generators(dataset: Any) -> Iterator[None]:
             call()
 
 
+# A generator is looked for in what a data set refers to: in so many objects, and of a container in
+# so many items, as a list of all samples would take long.
 _MAX_OBJECTS = 2000
 _MAX_ITEMS = 64
 

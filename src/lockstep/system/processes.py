@@ -202,8 +202,8 @@ to finish work.
 # in which children that notice the end of their worker, such as loader processes, exit by
 # themselves
 _EXIT_S = 0.2
-_POLL_S = 0.02
-_MAX_NAMES = 8
+_POLL_S = 0.02  # processes of others cannot be waited for
+_MAX_NAMES = 8  # in the message
 
 
 def end_orphans(

@@ -179,6 +179,8 @@ _REDUCED = (1e-3, 1e-3)
 # Gradients of one tensor are compared relative to at least this share of those of all: theirs may
 # be rounding alone.
 _LEAST_SHARE = 1e-2
+# The first value of a pair is taken for a mean if it differs by less from the mean of the halves: a
+# sum would be twice that.
 _MEAN_FOR_SUM = 0.2
 
 

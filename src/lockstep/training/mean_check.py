@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-_MAX_SAMPLES = 64
+_MAX_SAMPLES = 64  # of a batch, that are compared
 
 
 # Samples with values unlike those before are compared beside the steps that are due: at most these,

@@ -272,6 +272,8 @@ class OwnLoss:
 
 
 _TOLERANCE = 1e-3  # relative; with TF32, matrix products of other sizes differ by that much
+# One way of counting is chosen only if the error of every other is so many times as large, beyond
+# rounding: else the samples do not tell them apart.
 _CLEARLY = 4.0
 _ROUNDING = 1e-6
 

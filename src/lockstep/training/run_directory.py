@@ -173,6 +173,7 @@ class RunLock:
         """Take the lock; returns False if its file has been removed meanwhile by the process that
         held it.
         """
+        # flock and not a file that exists: the kernel gives the lock back however its holder ends.
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -59,6 +59,8 @@ class StopSignals:
         if number == signal.SIGHUP:
             leave_closed_terminal()
         is_new = self._requests.is_new(number)
+        # A second Ctrl-C ends the program at once. Under the launcher a signal to every process of
+        # the job reaches a worker twice, and the launcher kills workers that do not stop.
         if self.received is not None and is_new and not under_launcher():
             self._restore()
             signal.raise_signal(number)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from ..shard_readers import Blocks, Runs, read_range
 
-_TAR_UNIT = 512
+_TAR_UNIT = 512  # bytes; headers and data begin at multiples of it
 
 
 class Tar:

@@ -25,6 +25,7 @@ from ..runtime.backoff import CHECK_S, Steps
 from ..runtime.c10d import PrefixStore, Store, backend_as_group
 from ..shm.context import ShmContext
 
+# Gloo's destructor waits for the other side, which may be gone: a thread is left to it after this.
 _CLOSE_TIMEOUT_S = 0.2
 _CLOSED = "shm: this group has been destroyed, or cannot be used since an earlier error"
 

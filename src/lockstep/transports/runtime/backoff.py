@@ -40,7 +40,7 @@ SPINS = 300
 NATIVE_SPINS = 1500
 UNCHECKED = 256  # beginnings of waits between two looks at the clock
 _YIELD_S = 200e-6  # then the core is yielded, for this long
-_MAX_SLEEP_S = 1e-3
+_MAX_SLEEP_S = 1e-3  # then it sleeps for a sixteenth of what it has waited, up to this
 
 
 class Backoff:

@@ -21,6 +21,8 @@ from . import virtual_host
 from .backoff import CHECK_S, UNCHECKED, Awaited, Backoff, Check, Steps
 from .work import COMPLETED, CPUWork
 
+# Between two rounds of the progress thread in which nothing proceeded: longer each time, so that it
+# takes little time of a core from a long wait and adds little to a short one.
 _MIN_SLEEP_S = 50e-6
 _MAX_SLEEP_S = 1e-3
 _IDLE_POLL_S = 2e-3  # how soon it finds work that it was not woken for
@@ -169,7 +171,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-_LOCK_TIMEOUT_S = 0.1
+_LOCK_TIMEOUT_S = 0.1  # whoever aborts a queue must not hang on a thread that hangs in it
 
 
 class _Operation:

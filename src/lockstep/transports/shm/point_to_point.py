@@ -89,7 +89,7 @@ class Ring:
         ):
             self._words[word] = value
         self._payloads[index][: flat.numel()].copy_(flat)
-        memory_fence()
+        memory_fence()  # the fragment is written before the counter that announces it
         self._done += 1
         self._words[self._written] = self._done
         return True
@@ -98,7 +98,7 @@ class Ring:
         """Return tag, dtype number and size of the whole message, then the next fragment's offset
         in it and data.
         """
-        memory_fence()
+        memory_fence()  # the counter was read before; the fragment is read after it
         index = self._done % RING
         header = self._headers[index]
         tag, dtype, total, offset, length = self._words[header : header + 5]
@@ -106,7 +106,7 @@ class Ring:
 
     def pop(self) -> None:
         """Release the fragment to the writer."""
-        memory_fence()
+        memory_fence()  # the fragment is read before the writer may overwrite it
         self._done += 1
         self._words[self._read] = self._done
 

@@ -114,7 +114,7 @@ def _make_state(segment: Segment, layout: Layout, rank: int) -> Any:
 # the signatures of the two halves.
 _TICK, _STATE, _PID, _LENGTH, _KIND, _COUNT = range(SIGNATURES)
 _RANKS = SIGNATURES + 2
-_MAX_RANKS = 10
+_MAX_RANKS = 10  # of those that an error names; further ones are left out
 _WORDS = BLOCK // 8
 # bytes into a control block; what follows holds a failed rank's error text
 _TEXT = (_RANKS + _MAX_RANKS) * 8
@@ -169,7 +169,7 @@ class RankStates:
         """Post this rank's next tick, and return its number."""
         tick: int = self.state.tick + 1
         self.state.tick = tick
-        memory_fence()
+        memory_fence()  # whoever sees the tick sees what was written before it
         self._words[self._own_block] = tick
         return tick
 
@@ -201,14 +201,14 @@ class RankStates:
             if words[block] < tick:
                 return False
         state.low = min(tick, state.tick)
-        memory_fence()
+        memory_fence()  # what the others have written is read after their ticks
         return True
 
     def reached(self, rank: int, tick: int) -> bool:
         """Return whether `rank` has posted `tick`."""
         if self._words[rank * _WORDS] < tick:
             return False
-        memory_fence()
+        memory_fence()  # what that rank has written is read after its tick
         return True
 
     def wait_for_all(self, tick: int) -> Steps:

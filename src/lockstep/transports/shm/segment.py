@@ -29,9 +29,9 @@ RING = 4  # fragments that a sender may be ahead of its receiver
 HEADER = 64  # bytes before the payload of a fragment, and of a slot in an all-to-all
 # a chunk that stays in a core's own cache between being written and being read
 MAX_CHUNK = 512 << 10
-MAX_FRAGMENT = 256 << 10
+MAX_FRAGMENT = 256 << 10  # of a message; each ring has `RING` of them
 PAGE = 4 << 10
-MIN_FRAGMENT = 512
+MIN_FRAGMENT = 512  # several times its header; less would be mostly headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _map(path: str, nbytes: int) -> Segment:
 def _memfd(nbytes: int) -> int:
     descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC)
     try:
-        os.fchmod(descriptor, 0o600)
+        os.fchmod(descriptor, 0o600)  # by itself a memfd has 0777
         os.ftruncate(descriptor, nbytes)
     except BaseException:
         os.close(descriptor)
@@ -238,6 +238,7 @@ def _memfd(nbytes: int) -> int:
 def _unnamed_file(nbytes: int) -> int:
     """Create a file of mode 0600 without a name."""
     with tempfile.TemporaryFile(buffering=0, dir=SHM if SHM.is_dir() else None) as file:
+        # Taken now: where there is no room, this is an error, and a later write would be a SIGBUS.
         os.posix_fallocate(file.fileno(), 0, nbytes)
         return os.dup(file.fileno())
 
