@@ -194,15 +194,13 @@ def test_bad_models(name: str, said: str) -> None:
     assert caught.value.__cause__ is not None
 
 
-def test_labels_that_are_no_classes() -> None:
-    with pytest.raises(
-        ConfigError, match=r"data: expected class labels of dtype torch.int64, .*float32"
-    ):
-        model_for("net", "floats")
-
-
-def test_classes_that_are_no_number() -> None:
-    with pytest.raises(
-        ConfigError, match="data: expected a data set with known classes and shape, got TypeError"
-    ):
-        model_for("net", "oddly_classed")
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("floats", r"expected class labels of dtype torch.int64, .*float32"),
+        ("oddly_classed", "expected a data set with known classes and shape, got TypeError"),
+    ],
+)
+def test_data_whose_classes_are_not_known(data: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"data: {message}"):
+        model_for("net", data)

@@ -50,20 +50,17 @@ def run(folder: Path, program: str, fails: bool = False) -> None:
     assert done.stdout == ""
 
 
-def test_lockstep_first(tmp_path: Path) -> None:
-    run(
-        tmp_path,
-        "import lockstep\nassert not any(name.startswith('torch') for name in "
-        f"sys.modules)\n{KNOWN}",
-    )
-
-
-def test_torch_first(tmp_path: Path) -> None:
-    run(tmp_path, f"import torch.distributed.distributed_c10d\nimport lockstep\n{KNOWN}")
-
-
-def test_torch_first_but_not_its_distributed_part(tmp_path: Path) -> None:
-    run(tmp_path, f"import torch\nimport lockstep\n{KNOWN}")
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lockstep\nassert not any(name.startswith('torch') for name in sys.modules)",
+        "import torch.distributed.distributed_c10d\nimport lockstep",
+        "import torch\nimport lockstep",
+    ],
+    ids=["lockstep first", "torch first", "torch first but not its distributed part"],
+)
+def test_either_order(tmp_path: Path, imports: str) -> None:
+    run(tmp_path, f"{imports}\n{KNOWN}")
 
 
 @pytest.mark.parametrize("before", ["", "import torch.distributed.distributed_c10d"])
