@@ -88,6 +88,7 @@ class _Tree(pickle.Pickler):
         plain = (
             type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
         )
+        # What more there is to a tensor than its numbers, torch's own pickling keeps.
         if not plain or obj.requires_grad or obj.is_conj() or obj.is_neg() or obj.is_quantized:
             return NotImplemented
         # NumPy does not have all types of torch

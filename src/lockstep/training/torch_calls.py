@@ -46,11 +46,14 @@ def take_step(optimizer: Optimizer) -> None:
     called if there are none.
     """
     update: Any = type(optimizer).step
+    # The wrapper is left out only where it is torch's own and would do nothing: no other `step` on
+    # the object, where schedulers of torch and programs put one, no profiler, and no hook. A list
+    # of hooks that this release of torch does not have may be elsewhere: it counts as one with
+    # hooks.
     if (
         _WRAPPER is not None
         and getattr(update, "__code__", None) is _WRAPPER
-        and "step"
-        not in optimizer.__dict__  # where schedulers of torch, and programs, put another one
+        and "step" not in optimizer.__dict__
         and not _profiler_runs()
         and not getattr(optimizer, "_optimizer_step_pre_hooks", True)
         and not getattr(optimizer, "_optimizer_step_post_hooks", True)

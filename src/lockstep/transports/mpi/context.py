@@ -52,6 +52,7 @@ def request_steps(
         yield None
         quickest = math.inf
         while True:
+            # Time of this thread alone: one that had to wait for its core has transferred nothing.
             before = time.thread_time()
             if request.Test(status):
                 return

@@ -289,7 +289,7 @@ class RankStates:
             self._words[word] = value
         for word, rank in enumerate(ranks, self._own_block + _RANKS):
             self._words[word] = rank
-        memory_fence()
+        memory_fence()  # whoever sees the state sees the error that was written before it
         self._words[self._own_block + _STATE] = _FAILED
 
     def close(self) -> None:
@@ -315,12 +315,12 @@ class RankStates:
                     f"the process of rank {self._display_ranks[rank]} "
                     f"({self._words[block + _PID]}) has ended"
                 )
-        memory_fence()
+        memory_fence()  # whether a rank has arrived is read after whether it has ended
         return lost
 
     def _failure_of(self, rank: int) -> TransportError:
         """Return the error that `rank` has given up with."""
-        memory_fence()
+        memory_fence()  # the state was read before; the error is read after it
         block = rank * _WORDS
         start = rank * BLOCK + _TEXT
         length, kind, count = self._words[block + _LENGTH : block + SIGNATURES]
