@@ -57,6 +57,8 @@ help: ## show this list
 train: $(DEMO)
 	@$(BIN)/lockstep train $(TRAIN_FLAGS)
 
+# Of the simulated schedules of job trees (tests/unit/launcher/test_job_schedules.py) 3,000 are tried, as 5,000 take more than
+# a minute; make chaos tries 20,000.
 test: $(TESTS)
 	@$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 

@@ -600,11 +600,13 @@ class ElasticHost:
         """Let members complete steps for some more seconds, if this host has just heard of the one
         that leads.
 
-        A launcher that does not run holds nobody, and no more does one that follows it.
+        A launcher that does not run holds nobody, and no more does one that follows it. One that
+        runs again asks the others before it leads on: until they have answered, who follows it
+        knows no more than while it did not run.
         """
         leader = self._election.leader
         hears = leader == self._me or self.mesh.silent_s(leader) < _HEARD_S
-        if self._election.is_settled and hears:
+        if self._election.is_settled and hears and not self._election.is_vote_open:
             lease = Lease(time.monotonic() + LEASE_S)
             for number in members:
                 self._workers.send(number, lease)

@@ -368,7 +368,10 @@ class ElasticJob:
         self._view = self.coordinator.view
         for number in self.state.stops[:1]:
             self.coordinator.stop(number)
-        self._change_state(is_ending=self.state.is_ending or has_finished)
+        # who led before may have started workers without this host having heard of it: no two
+        # workers have one number
+        started = max([self.state.started, *(number + 1 for number in self._living)])
+        self._change_state(is_ending=self.state.is_ending or has_finished, started=started)
 
     # --- events
     # ----------------------------------------------------------------------------------------------
@@ -538,8 +541,8 @@ class ElasticJob:
         coordinator.set_fenced(is_fenced)
         if coordinator.failure and not (state.is_ending or state.stops or self._restart_reason):
             self._restart_reason = coordinator.failure
-            self._kill(self._living)
         if self._restart_reason:
+            self._kill(self._living)  # again after `resume`: a connection may have lost it
             if not self._living and not is_fenced:
                 self._start_again()
             return

@@ -241,6 +241,13 @@ class Election:
         return (self.leads or follows) and not self.is_outside
 
     @property
+    def is_vote_open(self) -> bool:
+        """Whether this host has promised to take part in a vote on the next view that is not over:
+        who leads may find that the others have gone on without it.
+        """
+        return self._promised.round > 0
+
+    @property
     def unanswered(self) -> list[int]:
         """The hosts of the view that do not answer, or never have, and have not ended for
         certain.
@@ -467,6 +474,8 @@ class Election:
         ballot = self._promised = Ballot(view.number + 1, self._round, self.me)
         self._attempt = _Attempt(ballot)
         self._wait_ticks = _ANSWER_TICKS
+        # the others wait for the end of this vote, also if the reason for it has gone meanwhile
+        self._must_confirm = self._must_confirm or self.leader == self.me
         for host in view.hosts:
             if host != self.me and self.is_connected(host):
                 self._send(host, Prepare(view, ballot))

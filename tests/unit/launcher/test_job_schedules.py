@@ -7,6 +7,7 @@ A schedule is tried again by its number: ``python tests/support/job_simulation.p
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -14,15 +15,22 @@ from unittest.mock import patch
 
 import pytest
 
+from lockstep.elastic.mesh import Link
 from lockstep.launcher import elastic_host, elastic_job
 from lockstep.launcher.election import Election, _Attempt
-from support.job_simulation import PropertyError, try_schedules
+from support.job_simulation import (
+    CRASHES_IN_A_VOTE,
+    FROZEN_LAUNCHER,
+    FROZEN_LEADER,
+    PropertyError,
+    try_schedules,
+)
 
 SCHEDULES = 750
 _results = Counter[str]()
 
 
-@pytest.mark.timeout(600)  # 12 s alone; the number of schedules is what counts
+@pytest.mark.timeout(600)  # some 15 s alone; the number of schedules is what counts
 @pytest.mark.parametrize("block", range(4))
 def test_what_must_hold_does_in_every_schedule(block: int) -> None:
     """See `World`: one view of each number, one side that trains, no step lost that is left, all
@@ -46,16 +54,56 @@ def half_is_enough(self: Election, hosts: Iterable[int], attempt: _Attempt) -> b
     return 2 * len(set(hosts).intersection(counted)) >= len(counted)
 
 
-# what is seen without it → the guard, and a schedule soon before the first one that shows it
-GUARDS: dict[str, tuple[AbstractContextManager[object], int]] = {
-    "two views": (patch.object(Election, "_is_quorum", half_is_enough), 0),
-    "two hosts have the number": (patch.object(elastic_host, "_NUMBERS_A_VIEW", 0), 0),
-    "goes on with step": (patch.object(elastic_job, "FENCE_S", 0.0), 1500),
+_set_link = Election.set_link
+
+
+def lost_is_ended(self: Election, host: int, link: Link) -> None:
+    _set_link(self, host, Link.ENDED if link is Link.LOST else link)
+
+
+# the guard → what is seen without it, how it is taken out, and the schedules that show it: those
+# whose numbers end like the first one's begin with the faults against which it guards
+GUARDS: dict[str, tuple[str, AbstractContextManager[object], range]] = {
+    "a quorum is more than half": (
+        "two views",
+        patch.object(Election, "_is_quorum", half_is_enough),
+        range(3000),
+    ),
+    "a host that was lost may have accepted more than is known": (
+        "two views",
+        patch.object(Election, "set_link", lost_is_ended),
+        range(CRASHES_IN_A_VOTE, 3000, 10),
+    ),
+    "each leader gives numbers of its own": (
+        "two hosts have the number",
+        patch.object(elastic_host, "_NUMBERS_A_VIEW", 0),
+        range(3000),
+    ),
+    "who begins without the state waits": (
+        "goes on with step",
+        patch.object(elastic_job, "FENCE_S", 0.0),
+        range(FROZEN_LAUNCHER, 3000, 10),
+    ),
+    "a worker completes no step without a lease": (
+        "goes on with step",
+        patch.object(elastic_host, "LEASE_S", math.inf),
+        range(FROZEN_LAUNCHER, 3000, 10),
+    ),
+    "who does not hear the leader renews no lease": (
+        "goes on with step",
+        patch.object(elastic_host, "_HEARD_S", math.inf),
+        range(FROZEN_LEADER, 3000, 10),
+    ),
+    "who leads and did not run for a while asks before its followers renew leases": (
+        "goes on with step",
+        patch.object(Election, "is_vote_open", False),
+        range(1550 + FROZEN_LEADER, 3000, 10),
+    ),
 }
 
 
-@pytest.mark.parametrize("seen", GUARDS)
-def test_without_a_guard_something_does_not_hold(seen: str) -> None:
-    without, first = GUARDS[seen]
+@pytest.mark.parametrize("guard", GUARDS)
+def test_without_a_guard_something_does_not_hold(guard: str) -> None:
+    seen, without, schedules = GUARDS[guard]
     with without, pytest.raises(PropertyError, match=seen):
-        try_schedules(range(first, first + 4 * SCHEDULES))
+        try_schedules(schedules)
