@@ -41,7 +41,7 @@ INSTALL_S, PROGRAM_S = 900, 300  # time limits
 # The compiled part is loaded by itself, as other versions of Python may have no torch: two ranks in
 # one process sum.
 NUMBERS = """
-from lockstep.transports.shm.segment import BLOCK, SIGNATURES, plan
+from lockstep.transports.shm.memory_layout import BLOCK, SIGNATURES, plan
 from lockstep.transports.shm.signatures import KINDS, dtype_number
 import torch
 layout = plan(2, 1 << 20)

@@ -20,8 +20,8 @@ from .process_group import TransportGroup
 from .runtime.c10d import PrefixStore
 from .runtime.host_identity import Host, find_hosts
 from .shm.context import ShmContext
+from .shm.memory_layout import Layout, default_size, plan
 from .shm.process_group import ShmGroup
-from .shm.segment import Layout, default_size, plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.transports.shm import segment as layouts
-from lockstep.transports.shm.segment import BLOCK, HEADER, LINE, RING, Layout, default_size, plan
+from lockstep.transports.shm import memory_layout as layouts
+from lockstep.transports.shm.memory_layout import (
+    BLOCK,
+    HEADER,
+    LINE,
+    RING,
+    Layout,
+    default_size,
+    plan,
+)
 
 MOST_RANKS = 128
 WIDEST = 16  # bytes of a complex128, the widest element

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from lockstep.errors import TransportError
 from lockstep.transports.runtime.backoff import Awaited, Steps
+from lockstep.transports.shm.memory_layout import RING, Layout, plan
 from lockstep.transports.shm.point_to_point import MessageQueues, PostedReceive
 from lockstep.transports.shm.rank_states import RankStates
-from lockstep.transports.shm.segment import RING, Layout, plan, share
+from lockstep.transports.shm.segment import share
 
 FRAGMENT = 512  # bytes; small, so that small messages are long ones
 RANKS = 3

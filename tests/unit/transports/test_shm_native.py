@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.transports.shm import rank_states
-from lockstep.transports.shm.segment import Layout, plan, share
+from lockstep.transports.shm.memory_layout import Layout, plan
+from lockstep.transports.shm.segment import share
 from lockstep.transports.shm.signatures import KINDS, mismatch_error, signature_of
 
 LAYOUT = plan(2, 1 << 20)

@@ -11,8 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError, RankLostError, StallError, TransportError
+from lockstep.transports.shm.memory_layout import plan
 from lockstep.transports.shm.rank_states import RankStates
-from lockstep.transports.shm.segment import plan, share
+from lockstep.transports.shm.segment import share
 
 DISPLAY_RANKS = (10, 11, 12)
 

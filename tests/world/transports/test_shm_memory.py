@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.transports.shm import segment
-from lockstep.transports.shm.segment import default_size
+from lockstep.transports.shm.memory_layout import default_size
 from support.faults import attempt, attempt_to_start
 from support.hosts import pretending
 from support.pool import Pool

@@ -5,7 +5,7 @@
 
 #include <sched.h>
 
-enum { LINE = 128, HEADER = 64, RING = 4 }; /* as in segment.py */
+enum { LINE = 128, HEADER = 64, RING = 4 }; /* as in memory_layout.py */
 
 static int64_t load(const char *at) { return __atomic_load_n((const int64_t *)at, __ATOMIC_ACQUIRE); }
 

@@ -6,8 +6,9 @@ import torch
 
 from ...errors import TransportError
 from ..runtime.backoff import Steps
+from .memory_layout import Layout
 from .rank_states import ExchangeState, RankStates
-from .segment import Layout, Segment
+from .segment import Segment
 from .signatures import KINDS, dtype_number, signature_of
 
 _CACHE = 512  # views kept; making one costs about as much as copying 16 KiB

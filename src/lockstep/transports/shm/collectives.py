@@ -13,8 +13,8 @@ from ..runtime.backoff import Steps
 from ..runtime.reduce_ops import ReduceFn
 from ..runtime.tensor_arguments import Tensors, copy_back, flatten
 from .chunk_buffers import ChunkBuffers
+from .memory_layout import HEADER
 from .native import run_collective
-from .segment import HEADER
 
 
 def barrier(buffers: ChunkBuffers) -> Steps:

@@ -21,10 +21,11 @@ from ..runtime.op_queue import OpQueue, progress_thread
 from ..runtime.tensor_arguments import is_plain
 from ..runtime.work import CPUWork
 from .chunk_buffers import ChunkBuffers
+from .memory_layout import Layout
 from .native import begin
 from .point_to_point import MessageQueues, PostedReceive
 from .rank_states import RankStates
-from .segment import Layout, share
+from .segment import share
 from .signatures import KINDS
 
 

@@ -13,8 +13,9 @@ import torch
 from ...errors import TransportError
 from ..runtime.backoff import Steps
 from ..runtime.tensor_arguments import copy_back, flatten, is_plain
+from .memory_layout import HEADER, LINE, RING, Layout
 from .rank_states import ExchangeState, RankStates, memory_fence
-from .segment import HEADER, LINE, RING, Layout, Segment
+from .segment import Segment
 from .signatures import dtype_name, dtype_number
 
 

@@ -18,7 +18,8 @@ from torch.distributed import ReduceOp
 from ...errors import RankLostError, StallError, TransportError
 from ...system.processes import ProcessLiveness
 from ..runtime.backoff import Steps
-from .segment import BLOCK, SIGNATURES, Layout, Segment
+from .memory_layout import BLOCK, SIGNATURES, Layout
+from .segment import Segment
 from .signatures import dtype_number, mismatch_error
 
 # Data is written, then a counter; a reader sees the counter, then reads the data. Neither pair may
