@@ -221,7 +221,10 @@ class ShardPasses:
         device = strategy.comm.device
         trained = strategy.trained()
         gradients = [p.grad for p in trained]
+        reducer = strategy.reducer
+        last_shard = reducer.shard
         with preserve_generators(device), strategy.buffers.restored():
+            reducer.shard = shard  # which hooks of parameters ask for
             seed_shard(self._seed, step, shard, device)
             for p in trained:
                 p.grad = None
@@ -229,6 +232,7 @@ class ShardPasses:
                 total, _ = precision.run_forward(loss, map_tensors(_aligned, part[0]), part[1])
                 precision.backward(total, precision.pass_scale(global_size))
             finally:
+                reducer.shard = last_shard
                 for p, gradient in zip(trained, gradients, strict=True):
                     p.grad = gradient
 

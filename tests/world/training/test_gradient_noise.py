@@ -103,6 +103,13 @@ def test_it_is_the_same_at_any_number_of_workers(pool: Pool) -> None:
     assert {value for values in found for (value,) in values} == {found[0][0][0]}
 
 
+def test_passes_that_the_cross_check_repeats_do_not_change_it(pool: Pool) -> None:
+    (expected,) = train()
+    for workers in (2, 3):
+        found = pool.run(train, workers=workers, cross_check=1)
+        assert {value for (value,) in found} == {expected}
+
+
 def test_no_gradient_is_told_from_noise() -> None:
     def without_signal(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return output.sum() * 0

@@ -55,8 +55,8 @@ class GradientNoise(Callback):
     def __init__(self, every: int = 10) -> None:
         self._every = arguments.whole("every", every, least=1)
         self._hooks: list[RemovableHandle] = []
-        # of the gradient of each virtual worker, in the attempt of the step
-        self._squares = torch.zeros(0)
+        # of each parameter's gradient in each virtual worker's pass, in this attempt of the step
+        self._squares = torch.zeros(0, 0)
         self._reducer: Any = None  # of that attempt
         self._sums: Any = 0.0  # of the estimates (tr(Σ), |G|²), since the last row
         self._batch: Batch | None = None
@@ -89,30 +89,39 @@ class GradientNoise(Callback):
         strategy = trainer.step.strategy
         assert isinstance(strategy, Invariant)
         self._batch = batch
-        self._squares = torch.zeros(
-            strategy.virtual_workers, dtype=accumulation_dtype(device), device=device
-        )
-        add = partial(self._add, strategy)
         trained = [
             p
             for group in trainer.optimizer.param_groups
             for p in group["params"]
             if p.requires_grad
         ]
-        self._hooks = [p.register_hook(add) for p in trained]
-        self._hooks.append(
-            trainer.optimizer.register_step_pre_hook(partial(self._measure, trainer.step))
+        self._squares = torch.zeros(
+            (len(trained), strategy.virtual_workers),
+            dtype=accumulation_dtype(device),
+            device=device,
         )
+        self._hooks = [
+            p.register_hook(partial(self._note, strategy, number))
+            for number, p in enumerate(trained)
+        ]
+        measure = partial(self._measure, trainer.step, strategy)
+        self._hooks.append(trainer.optimizer.register_step_pre_hook(measure))
 
-    def _add(self, strategy: Invariant, gradient: torch.Tensor) -> None:
-        """Add the square of a parameter's gradient in a backward pass."""
+    def _note(self, strategy: Invariant, number: int, gradient: torch.Tensor) -> None:
+        """Note the square of a parameter's gradient in a backward pass.
+
+        A pass may be repeated, and one of another worker's virtual workers computed here
+        (`TrainStep.repeat_shard`): nothing is added up before the update.
+        """
         # the workers have changed: the passes before were in vain
         if self._reducer is not strategy.reducer:
             self._reducer = strategy.reducer
             self._squares.zero_()
-        self._squares[strategy.reducer.shard] += _square(gradient)
+        self._squares[number, strategy.reducer.shard] = _square(gradient)
 
-    def _measure(self, step: TrainStep, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _measure(
+        self, step: TrainStep, strategy: Invariant, optimizer: torch.optim.Optimizer, *_: Any
+    ) -> None:
         """Sum up over the workers, as a part of the step, which in an elastic job is repeated with
         it.
         """
@@ -123,7 +132,13 @@ class GradientNoise(Callback):
             if p.grad is not None
         ]
         total = torch.stack([_square(gradient) for gradient in trained]).sum()
-        squares = step.comm.allreduce(self._squares)
+        # Sums of one shape at any number of workers, so that they have the same bits.
+        own = self._squares.sum(0)
+        shards = strategy.reducer.local_shards
+        first = shards[0] if shards else 0
+        own[:first] = 0.0
+        own[first + len(shards) :] = 0.0
+        squares = step.comm.allreduce(own)
         step.measured["gradient noise"] = torch.cat([squares, total.to(squares.dtype).reshape(1)])
 
     def _stop_watching(self) -> None:
@@ -140,9 +155,10 @@ class GradientNoise(Callback):
             return
         samples = self._batch.global_size
         # the sizes of `shards.sizes`, made on the device: a copy of them would be waited for
-        least, larger = divmod(samples, len(self._squares))
+        least, larger = divmod(samples, self._squares.shape[1])
         by_shard = (
-            least + (torch.arange(len(self._squares), device=self._squares.device) < larger).long()
+            least
+            + (torch.arange(self._squares.shape[1], device=self._squares.device) < larger).long()
         )
         has_samples = by_shard > 0
         counts = by_shard.clamp(min=1).to(self._squares.dtype)
