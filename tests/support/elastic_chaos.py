@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -37,6 +37,7 @@ from lockstep.environment import ElasticWorker
 from lockstep.job.messages import FromAnyWorker
 from lockstep.launcher.workers import Workers
 from lockstep.parallel import bucket_exchange, one_bucket, reducer
+from lockstep.proof.ledger import values_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -61,6 +62,11 @@ POINTS = (
     ),
     *("save", *REGROUPING),
 )
+PROOF_POINTS = (
+    *("check weights", "checked", "spike", "spike decided", "restore", "restored"),
+    *("open ledger", "opened ledger", "record", "recorded", "fingerprint"),
+)
+POISONED = 9  # a step with a spike, in the second epoch
 LIMIT_S = 40.0
 
 
@@ -84,6 +90,7 @@ class Plan:
         virtual: whether there are virtual workers; without them, losses are equal up to rounding.
         ddp: whether gradients are then averaged by DistributedDataParallel, as those of large
             models.
+        on_spike: "skip" or "rollback" with a spike, the cross-check and a ledger; "" without.
         loaders: the number of loader processes of each worker.
         parts: of an iterable data set with the samples; 0 for one whose samples have indices.
     """
@@ -100,6 +107,7 @@ class Plan:
     loaders: int = 0
     parts: int = 0
     ddp: bool = False
+    on_spike: str = ""
 
     @classmethod
     def of(cls, seed: int, backend: str | None = None) -> Plan:
@@ -132,10 +140,30 @@ class Plan:
             self, model=model, virtual=False, ddp=ddp, backend="shm" if ddp else self.backend
         )
 
+    def proving(self, seed: int) -> Plan:
+        """Return the plan with a ledger, a spike and the cross-check, and faults where these act."""
+        draw = random.Random(f"proof {seed}")
+        workers = draw.randrange(2, 5)
+        count = draw.randrange(1, 4)
+        faults = tuple(self._fault(draw, workers, PROOF_POINTS) for _ in range(count))
+        return replace(
+            self,
+            workers=workers,
+            model="norm",
+            faults=faults,
+            saves=True,
+            virtual=True,
+            ddp=False,
+            loaders=0,
+            parts=0,
+            on_spike=draw.choice(["skip", "rollback"]),
+        )
+
     @staticmethod
-    def _fault(draw: random.Random, workers: int) -> Point:
-        place = draw.choice(POINTS)
-        count = draw.randrange(1, 3 if place in REGROUPING else 16)
+    def _fault(draw: random.Random, workers: int, places: Sequence[str] = POINTS) -> Point:
+        place = draw.choice(places)
+        most = 3 if place in (*REGROUPING, "restore", "restored", "open ledger") else 16
+        count = draw.randrange(1, most)
         return Point(
             draw.randrange(workers + 2),
             place,
@@ -147,13 +175,14 @@ class Plan:
 @dataclass
 class Outcome:
     """How a job has ended: the result of each worker that completed it, what happened, the workers
-    with errors, and how many have joined."""
+    with errors, how many have joined, and what is in the ledger."""
 
     results: list[dict[str, Any]]
     events: list[str]
     failure: str
     errors: list[str] = field(default_factory=list)
     joined: int = 0
+    ledger: dict[str, Any] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return the events in lines."""
@@ -232,6 +261,12 @@ def make_trainer(
     n = BATCH * STEPS_PER_EPOCH - 3
     shape = (1, 28, 28) if plan.model == "lenet" else (6,)
     data: Any = torch.utils.data.TensorDataset(torch.randn(n, *shape), torch.randint(0, 3, (n,)))
+    proof: dict[str, Any] = {}
+    if plan.on_spike:
+        spoil(data)
+        # A copy before each step: it does not depend on when the workers changed.
+        proof["on_spike"] = lockstep.OnSpike(plan.on_spike, copy_every=1)
+        proof |= {"cross_check": 2, "fingerprint_every": 3}
     if plan.parts:
         data = lockstep.data.Substreams(Iterated(data), plan.parts)
     if plan.model == "lenet":
@@ -266,8 +301,17 @@ def make_trainer(
         run_dir=run_dir,
         callbacks=callbacks,
         **options,
+        **proof,
     )
     return trainer, net, data
+
+
+def spoil(data: torch.utils.data.TensorDataset) -> None:
+    """Spoil a sample: it is in the step `POISONED`, and in one of each other epoch."""
+    first = lockstep.Loader(data, BATCH, seed=3, virtual_workers=VIRTUAL_WORKERS)
+    epoch, step = divmod(POISONED, STEPS_PER_EPOCH)
+    index = int(first.order(epoch)[step * BATCH + 4])
+    data.tensors[0][index] = 1e6
 
 
 class Chaos:
@@ -336,6 +380,9 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     from lockstep.checkpoint.folder import CheckpointStore
     from lockstep.communicator.elastic_communicator import ElasticCommunicator
     from lockstep.data.fetching import Fetcher
+    from lockstep.proof.cross_check import CrossCheck
+    from lockstep.proof.ledger import LedgerWriter
+    from lockstep.proof.on_spike import SpikeGuard, StateCopy
     from lockstep.training import recovery
 
     next(net.children()).register_forward_hook(
@@ -360,6 +407,12 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     chaos.around(client_module.MembershipClient, "regroup", "arrive")
     chaos.around(ElasticCommunicator, "_make_group", "form")
     chaos.around(recovery, "share", "share", "shared")
+    chaos.around(CrossCheck, "before_update", "check weights", "checked")
+    chaos.around(SpikeGuard, "before_update", "spike", "spike decided")
+    chaos.around(StateCopy, "restore", "restore", "restored")
+    chaos.around(LedgerWriter, "__init__", "open ledger", "opened ledger")
+    chaos.around(LedgerWriter, "step", "record", "recorded")
+    chaos.around(LedgerWriter, "fingerprint", "fingerprint")
 
 
 class Losses(lockstep.callbacks.Callback):
@@ -450,16 +503,42 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
     draft.rename(result)
 
 
+def ledger_of(run_dir: Path) -> dict[str, Any]:
+    """Return what is in the ledger of a run: the steps, in order, all computations of steps, in any
+    order, and what else happened, as JSON has it.
+    """
+    found = lockstep.ledger(run_dir)
+
+    def rows(steps: Any) -> list[Any]:
+        return [[int(row["step"]), int(row["flags"]), *map(repr, values_of(row))] for row in steps]
+
+    everything = [*rows(found.steps), *rows(found.recomputed)]
+    return {
+        "steps": rows(found.steps),
+        "computed": sorted(map(list, {tuple(row) for row in everything})),
+        "fingerprints": [list(map(int, row)) for row in found.fingerprints.tolist()],
+        "rollbacks": sorted(map(list, set(found.rollbacks))),
+        "faults": found.faults,
+        "damaged": found.damaged,
+    }
+
+
 @cache
-def undisturbed(model: str, virtual: bool, loaders: int, parts: int) -> dict[str, Any]:
+def undisturbed(
+    model: str, virtual: bool, loaders: int, parts: int, on_spike: str = ""
+) -> dict[str, Any]:
     """Return the result of a run without faults on one worker."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result")
         plan = Plan(
             1, model, "shm", (), (), False, False, virtual=virtual, loaders=loaders, parts=parts
         )
-        train(plan, 0, None, path)
+        plan = replace(plan, on_spike=on_spike)
+        run_dir = Path(folder, "run") if on_spike else None
+        train(plan, 0, run_dir, path)
         found: dict[str, Any] = json.loads(path.read_text())
+        if run_dir is not None:
+            found["ledger"] = ledger_of(run_dir)
     return found
 
 
@@ -576,13 +655,18 @@ class _Job:
             for path in self.folder.glob("result-*")
             if path.suffix != ".draft"
         ]
-        if results and (self.folder / "run" / "tensorboard").exists():
+        # steps that are left out are not shown
+        is_whole = results and not self.plan.on_spike
+        if is_whole and (self.folder / "run" / "tensorboard").exists():
             steps = steps_of_events(self.folder / "run" / "tensorboard")
             if steps != list(range(1, 1 + EPOCHS * STEPS_PER_EPOCH)):
                 self.errors.append(f"other steps in TensorBoard: {steps}")
-        return Outcome(
+        outcome = Outcome(
             results, self.events, self.coordinator.failure, self.errors, len(self.joined)
         )
+        if results and self.plan.on_spike:
+            outcome.ledger = ledger_of(self.folder / "run")
+        return outcome
 
     def hold(self) -> None:
         """Let the members wait in a step for those that start to join, if the plan says so."""
@@ -667,6 +751,9 @@ def check(plan: Plan, outcome: Outcome, expected: dict[str, Any]) -> str:
         return "" if everyone_left else "no worker has completed the training"
     if outcome.errors:
         return outcome.errors[0]
+    for name, value in outcome.ledger.items():
+        if value != expected["ledger"][name]:
+            return f"{name} in the ledger: {value}, expected {expected['ledger'][name]}"
     return next(filter(None, (_compare(plan, result, expected) for result in outcome.results)), "")
 
 
@@ -681,7 +768,7 @@ def _compare(plan: Plan, result: dict[str, Any], expected: dict[str, Any]) -> st
     elif result["fingerprint"] != expected["fingerprint"]:
         return "another fingerprint"
     elif result["history"] != expected["history"]:
-        return f"another history: {result['history']}"
+        return f"another history: {result['history']}, expected {expected['history']}"
     seen = result.get("losses", expected.get("losses", []))  # of rank 0 only
     if len(seen) != len(expected.get("losses", [])):
         return f"steps that rank 0's callbacks have seen: {len(seen)}"
@@ -705,6 +792,9 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--averaged", action="store_true", help="no virtual workers, DDP for every second seed"
     )
+    parser.add_argument(
+        "--proof", action="store_true", help="a ledger, a spike, the cross-check, and faults there"
+    )
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -718,11 +808,12 @@ def main(words: list[str]) -> int:
             )
         if options.averaged:
             plan = plan.averaged(plan.model.replace("norm", "plain"), ddp=seed % 2 == 1)
+        if options.proof:
+            plan = plan.proving(seed)
         begun = time.monotonic()
         outcome = run_job(plan)
-        wrong = check(
-            plan, outcome, undisturbed(plan.model, plan.virtual, plan.loaders, plan.parts)
-        )
+        expected = undisturbed(plan.model, plan.virtual, plan.loaders, plan.parts, plan.on_spike)
+        wrong = check(plan, outcome, expected)
         bad, completed, joined = (
             bad + bool(wrong),
             completed + bool(outcome.results),

@@ -222,6 +222,12 @@ class LedgerWriter:
                 self._earlier[int(records["step"][number])] = record
         return len(data) - end
 
+    def has(self, step: int) -> bool:
+        """Return whether the file had a record of a step from `first_step` on when it was opened,
+        and no other has been written since.
+        """
+        return step in self._earlier
+
     def step(
         self, step: int, values: StepValues, flags: int = 0, seconds: float = 0.0
     ) -> Difference | None:
@@ -399,8 +405,8 @@ def ledger(run: str | os.PathLike[str]) -> Ledger:
         steps=rows[last],
         recomputed=np.delete(rows, last),
         fingerprints=prints[_last_of_each(prints["step"])][["step", *(n for n, _ in _CHECKSUMS)]],
-        rollbacks=[(int(e["step"]), int(e["number"])) for e in events[kinds == _ROLLBACK]],
-        faults=[(int(e["step"]), int(e["number"])) for e in events[kinds == _FAULT]],
+        rollbacks=_pairs(events[kinds == _ROLLBACK]),
+        faults=_pairs(events[kinds == _FAULT]),
         starts=starts or [Start()],
         damaged=np.flatnonzero(~sound).tolist(),
         torn=len(data) - whole,
@@ -417,6 +423,13 @@ _ROW = np.dtype(
         ("start", "<i8"),
     ]
 )
+
+
+def _pairs(events: Records) -> list[tuple[int, int]]:
+    """Return (step, number) of each event, once: it is written before the record of its step, and
+    again if the worker that writes was lost in between.
+    """
+    return list(dict.fromkeys((int(event["step"]), int(event["number"])) for event in events))
 
 
 def _last_of_each(steps: NDArray[Any]) -> NDArray[Any]:

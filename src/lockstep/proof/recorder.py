@@ -65,10 +65,10 @@ def _values(numbers: list[float]) -> StepValues:
     return StepValues(loss, count, gradient_norm, learning_rate, digest, buffers_norm)
 
 
-class _Queued(NamedTuple):
-    """A step whose record is not written yet."""
+class _Computed(NamedTuple):
+    """What is to be written of a step."""
 
-    pending_step: int
+    number: int
     flags: int
     seconds: float
     values: StepValues | HostCopy
@@ -77,12 +77,20 @@ class _Queued(NamedTuple):
     faults: tuple[int, ...]
 
 
+# Steps that a worker without the file keeps: when rank 0 is lost, it may have done one step less
+# than the others, and has others in its queue.
+_RECENT = LAG + 2
+
+
 class Recorder(RunGuard):
     """Writes the ledger on rank 0, whichever worker that is.
 
     On an accelerator nothing waits for the numbers of a step: its record is written when some later
     ones are queued. If the files cannot be written, a warning is logged once, and the training goes
     on.
+
+    In an elastic job all workers measure each step, and keep the last ones: whoever has rank 0
+    after the loss of that worker writes what it has not written any more.
 
     Args:
         run_dir: the run directory that the trainer was given.
@@ -103,7 +111,8 @@ class Recorder(RunGuard):
         self._number = number
         self._trainer: Trainer | None = None
         self._writer: LedgerWriter | None = None
-        self._queued: deque[_Queued] = deque()
+        self._queued: deque[_Computed] = deque()
+        self._recent: deque[_Computed] = deque(maxlen=_RECENT)
         self._values: StepValues | HostCopy | None = None
         self._data = Data()
         self._fits = 0
@@ -122,6 +131,7 @@ class Recorder(RunGuard):
             yield
         finally:
             self._close()
+            self._recent.clear()
             self._trainer = None
             self._fits += 1
 
@@ -135,13 +145,16 @@ class Recorder(RunGuard):
         elif self._writer is None and not self._has_failed:
             start = start_of(trainer, self._data, (self._number, self._fits))
             assert self.run_dir is not None
+            first = self._recent[0].number if self._recent else step
             try:
-                writer = LedgerWriter(self.run_dir, start, step, start.virtual_workers is None)
+                writer = LedgerWriter(self.run_dir, start, first, start.virtual_workers is None)
             except OSError as error:
                 self._fail(error)
                 return
             self._writer = writer
             self._began = time.monotonic()
+            self._queued.extend(each for each in self._recent if not writer.has(each.number))
+            self._recent.clear()
             if writer.cut:
                 text = "%s: %d bytes of a torn end were cut off the ledger"
                 _log.warning(text, self.run_dir, writer.cut)
@@ -152,11 +165,17 @@ class Recorder(RunGuard):
         """
         trainer = self._trainer
         if trainer is not None and (
-            self._writer is not None or trainer.step.strategy.sharded_state
-        ):
+            self._writer is not None
+            or self._may_be_rank0(trainer)
             # of sharded parameters all workers measure the norm together
+            or trainer.step.strategy.sharded_state
+        ):
             self._values = values_on_way(pending)
         return Decision.GO
+
+    def _may_be_rank0(self, trainer: Trainer) -> bool:
+        """Return whether this worker may have to write what rank 0 has computed."""
+        return not (self._has_failed or trainer.step.recovery.has_fixed_workers)
 
     def after_step(self, pending: PendingStep) -> None:
         """Queue the record of a step behind what the device computes, and write those that have
@@ -165,24 +184,28 @@ class Recorder(RunGuard):
         values = self._values
         self._values = None
         trainer = self._trainer
-        if self._writer is None or trainer is None:
+        if trainer is None or (self._writer is None and not self._may_be_rank0(trainer)):
             return
         flags = SKIPPED if pending.decision is Decision.SKIP else 0
         flags |= NOT_SUMMED if pending.samples is None else 0
         done = pending.step + 1
         is_due = self._every and done % self._every == 0
-        self._queued.append(
-            _Queued(
-                pending.step,
-                flags,
-                time.monotonic() - self._began,
-                values_on_way(pending) if values is None else values,
-                _checksums(trainer, pending.batch) if is_due else None,
-                pending.notes.get("restored"),
-                tuple(rank for fault in pending.notes.get("faults", ()) for rank in fault.ranks),
-            )
+        computed = _Computed(
+            pending.step,
+            flags,
+            time.monotonic() - self._began,
+            values_on_way(pending) if values is None else values,
+            _checksums(trainer, pending.batch) if is_due else None,
+            pending.notes.get("restored"),
+            tuple(rank for fault in pending.notes.get("faults", ()) for rank in fault.ranks),
         )
-        self._write_queued(0 if pending.gradient_norm.is_cpu else LAG)
+        if self._writer is not None:
+            self._queued.append(computed)
+            self._write_queued(0 if pending.gradient_norm.is_cpu else LAG)
+            return
+        while self._recent and self._recent[-1].number >= computed.number:
+            self._recent.pop()  # of an attempt that was undone
+        self._recent.append(computed)
 
     def on_checkpoint(self) -> None:
         """Flush what a resume is compared with."""
@@ -212,18 +235,20 @@ class Recorder(RunGuard):
         except OSError as error:
             self._fail(error)
 
-    def _write(self, writer: LedgerWriter, queued: _Queued) -> None:
-        step = queued.pending_step
-        difference = writer.step(step, values_from(queued.values), queued.flags, queued.seconds)
+    def _write(self, writer: LedgerWriter, computed: _Computed) -> None:
+        """Write what is known of a step; its record is the last, and says that all is there."""
+        step = computed.number
+        if computed.restored is not None:
+            writer.rollback(step, computed.restored)
+        for rank in computed.faults:
+            writer.fault(step, rank)
+        if computed.checksums is not None:
+            writer.fingerprint(step + 1, computed.checksums.integers())
+        values = values_from(computed.values)
+        difference = writer.step(step, values, computed.flags, computed.seconds)
         if difference is not None and not self._has_differed:
             self._has_differed = True
             self._say(difference)
-        if queued.restored is not None:
-            writer.rollback(step, queued.restored)
-        for rank in queued.faults:
-            writer.fault(step, rank)
-        if queued.checksums is not None:
-            writer.fingerprint(step + 1, queued.checksums.integers())
 
     def _say(self, difference: Difference) -> None:
         _log.warning(

@@ -20,6 +20,8 @@ SUPPORT = Path(__file__).parents[2] / "support"
     [
         ("elastic_chaos.py", [], "shm", 18),
         ("elastic_chaos.py", [], "gloo", 12),
+        ("elastic_chaos.py", ["--proof"], "shm", 10),
+        ("elastic_chaos.py", ["--proof"], "gloo", 6),
         ("own_loop_chaos.py", [], "shm", 16),
         ("own_loop_chaos.py", ["--prepare"], "shm", 12),
     ],
