@@ -165,12 +165,16 @@ def test_the_run_folder(folder: Path) -> None:
     assert re.fullmatch("[0-9a-f]{64}", result["fingerprint"])
 
 
-def test_divergence_at_once_leaves_nothing(
+def test_divergence_at_once_leaves_the_ledger_which_blame_needs(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--model", "mine:broken") == 1
-    assert left(folder) == set()
-    assert "the loss is nan at step 0 with learning rate 0.05" in capsys.readouterr().err
+    assert run("--model", "mine:broken", "--run-dir", "out") == 1
+    names = {path.name for path in (folder / "out").iterdir()}
+    assert names == {"config.json", "ledger.bin", "ledger.jsonl"}
+    assert lockstep.ledger("out").steps["step"].tolist() == [0]
+    error = capsys.readouterr().err
+    assert "the loss is nan at step 0 with learning rate 0.05" in error
+    assert "`lockstep blame out` looks for the samples behind it" in error
 
 
 @pytest.mark.leaks("matplotlib keeps its fonts open")

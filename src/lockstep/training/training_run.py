@@ -23,7 +23,7 @@ from ..activity import Activity
 from ..checkpoint.folder import save_weights
 from ..communicator import init
 from ..data import DATA, TextBlocks, text
-from ..errors import OUTPUT_FAILED, ConfigError, InterruptedRunError, LockstepError
+from ..errors import OUTPUT_FAILED, ConfigError, DivergedError, InterruptedRunError, LockstepError
 from ..models import MODELS, build, next_token_loss
 from ..parallel.replicas.scatter import as_devices
 from ..parallel.shards import steps_per_epoch
@@ -262,10 +262,13 @@ class RunDirectory(Callback):
     @contextmanager
     def removed_on_failure(self, trainer: Trainer) -> Iterator[None]:
         """Remove the directories that were created for a run if it fails without other files than
-        its configuration.
+        its configuration; one that has diverged stays with its ledger, for `lockstep blame`.
         """
         try:
             yield
+        except DivergedError as error:
+            hint = f"`lockstep blame {self._run_dir}` looks for the samples behind it."
+            raise DivergedError(f"{error} {hint}") from None
         except BaseException:
             if trainer.comm.rank == 0 and not self._has_results():
                 if self._run_dir in trainer.directory.created:
