@@ -79,6 +79,9 @@ def run_command(parsed: argparse.Namespace) -> int:
             "as with a learning rate that is too high"
         )
         return 1
+    for reason in dict.fromkeys(each.why_no_picture for each in blamed.culprits):
+        if reason:
+            print(f"no picture: {plain(reason)}")
     forward, backward = blamed.passes
     print(f"{forward} forward and {backward} backward passes of shards and parts of them")
     print(

@@ -44,6 +44,7 @@ class Culprit(msgspec.Struct):
         what: what it is: a path or file, a text, shapes and ranges of values, the label.
         origin: where a value is first not finite; "" where all are.
         picture: the file to which the image was written; "" without one.
+        why_no_picture: why the image was not written, a clause; "" without an image.
     """
 
     index: int
@@ -52,6 +53,7 @@ class Culprit(msgspec.Struct):
     what: str = ""
     origin: str = ""
     picture: str = ""
+    why_no_picture: str = ""
 
 
 class Culprits(msgspec.Struct):
@@ -95,11 +97,12 @@ def find_culprits(
         data = search.data_of(each.index)
         if data is not None:
             each.what = describe(dataset, each.index, data)
-            each.picture = picture(options["folder"], each.index, data)
-    by_rank = trainer.comm.allgather_object([(each.what, each.picture) for each in found.samples])
-    for place, each in enumerate(found.samples):
-        each.what = next((texts[place][0] for texts in by_rank if texts[place][0]), "")
-        each.picture = next((texts[place][1] for texts in by_rank if texts[place][1]), "")
+            each.picture, each.why_no_picture = picture(options["folder"], each.index, data)
+    by_rank = trainer.comm.allgather_object(found.samples)
+    found.samples = [
+        next((each for each in same_sample if each.what), same_sample[0])
+        for same_sample in zip(*by_rank, strict=True)
+    ]
     return found
 
 

@@ -4,9 +4,10 @@ picture of it.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Subset
@@ -14,7 +15,7 @@ from torch.utils.data import Subset
 from ..parallel.nested import tensors_of
 from ..system.terminal_text import plain
 
-__all__ = ["describe", "picture"]
+__all__ = ["Picture", "describe", "picture"]
 
 _MOST_TEXT = 200
 _LEAST_SIDE = 8  # of an image, in pixels
@@ -41,7 +42,10 @@ def describe(dataset: Any, index: int, data: Any) -> str:
             parts.append(f"label {number}" if isinstance(number, int) else f"value {number:.4g}")
         elif value.numel():
             numbers = value.float()
-            parts.append(f"{list(value.shape)} from {numbers.min():.4g} to {numbers.max():.4g}")
+            low, high = _range(numbers)
+            bad = numbers.numel() - int(torch.isfinite(numbers).sum())
+            besides = f" and {bad} not finite" if bad else ""
+            parts.append(f"{list(value.shape)} from {low:.4g} to {high:.4g}{besides}")
     return ", ".join(part for part in parts if part)
 
 
@@ -61,32 +65,57 @@ def _place(dataset: Any, index: int) -> str:
     return ""
 
 
-def picture(folder: str, index: int, data: Any) -> str:
-    """Write the image of a sample to a PNG file, and return its path; "" without an image, or
-    without Pillow.
+class Picture(NamedTuple):
+    """The picture of a sample.
+
+    Attributes:
+        path: of the PNG file; "" where none was written.
+        why_not: why the image of a sample was not written, a clause; "" where it was, and for a
+            sample without an image.
+    """
+
+    path: str = ""
+    why_not: str = ""
+
+
+def picture(folder: str, index: int, data: Any) -> Picture:
+    """Write the image of a sample to a PNG file.
+
+    Values from the smallest to the largest that is finite become black to white; others are black.
 
     Args:
         folder: for the file; it is made if there is an image.
         index: the number of the sample.
-        data: a batch of the sample alone.
+        data: a batch of the sample alone: its image is the first tensor of shape (1, C, H, W) or
+            (1, H, W), with 1, 3 or 4 channels.
     """
     tensor = next((t[0] for t in tensors_of(data) if t.dim() in (3, 4) and t.shape[0] == 1), None)
     if tensor is None or (tensor.dim() == 3 and tensor.shape[0] not in (1, 3, 4)):
-        return ""
+        return Picture()
     if min(tensor.shape[-2:]) < _LEAST_SIDE:
-        return ""
+        return Picture()
     try:
         from PIL import Image
     except ImportError:
-        return ""
-    values = torch.nan_to_num(tensor.detach().cpu().double(), posinf=0.0, neginf=0.0)
-    low, high = float(values.min()), float(values.max())
-    grey = ((values - low) / ((high - low) or 1.0) * 255).round().to(torch.uint8)
+        return Picture(why_not="Pillow is not installed (pip install pillow)")
+    values = tensor.detach().cpu().double()
+    is_finite = torch.isfinite(values)
+    low, high = _range(values)
+    scaled = torch.where(is_finite, (values - low) / ((high - low) or 1.0) * 255, 0.0)
+    grey = scaled.round().to(torch.uint8)
     pixels = grey.permute(1, 2, 0).squeeze(-1) if grey.dim() == 3 else grey
     path = Path(folder, f"sample-{index}.png")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels.numpy()).save(path)
-    except OSError:  # the run directory cannot be written
-        return ""
-    return str(path)
+    except OSError as error:
+        return Picture(why_not=f"{path}: {error.strerror or error}")
+    return Picture(str(path))
+
+
+def _range(values: torch.Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest of the finite values; NaN and NaN where none is."""
+    finite = values[torch.isfinite(values)]
+    if not finite.numel():
+        return math.nan, math.nan
+    return float(finite.min()), float(finite.max())

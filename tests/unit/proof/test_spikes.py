@@ -47,7 +47,18 @@ def test_a_value_that_is_not_finite_is_one_from_the_first_step_on() -> None:
     assert str(spike) == "the loss is inf"
 
 
-def test_the_first_steps_are_only_watched_and_fast_growth_is_none() -> None:
+@pytest.mark.parametrize("column", ["loss", "gradient_norm", "buffers_norm"])
+def test_a_jump_of_one_step_is_found_also_in_the_first_steps(column: str) -> None:
+    columns = healthy(60)
+    columns[column][4] *= 60
+    # its consequences are larger
+    for step in range(5, 12):
+        columns["loss"][step] *= 10.0**step
+    ((step, spike),) = find_spikes(range(60), columns)
+    assert (step, spike.column) == (4, column)
+
+
+def test_fast_growth_of_the_first_steps_is_none() -> None:
     detector = SpikeDetector()
     for step in range(40):
         values = {"loss": 2.0, "gradient_norm": 1.15**step}
