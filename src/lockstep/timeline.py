@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -84,7 +84,9 @@ class _Arrivals:
     of: dict[_Key, tuple[float, int, int]] = field(default_factory=dict)
 
 
-def write_trace(folder: Path, path: Path) -> list[RankTime]:
+def write_trace(
+    folder: Path, path: Path, further: Iterable[Mapping[str, Any]] = ()
+) -> list[RankTime]:
     """Write the trace of the run whose records are in `folder` to `path`, compressed if that ends
     in ".gz".
 
@@ -99,6 +101,7 @@ def write_trace(folder: Path, path: Path) -> list[RankTime]:
         folder: the folder given to ``lockstep run --timeline``, or the folder with the flight
             records of a running job, which hold the last few hundred collectives.
         path: the output file; it is written atomically.
+        further: events of the Trace Event Format to add after those of the ranks.
 
     Returns:
         How each rank spent its time.
@@ -123,6 +126,7 @@ def write_trace(folder: Path, path: Path) -> list[RankTime]:
             with _open(draft, path.suffix == ".gz") as file:
                 file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + json.dumps(_FIRST))
                 times = [_write_rank(file, source, arrivals) for source in sources]
+                file.writelines(f",\n{json.dumps(event)}" for event in further)
                 file.write("\n]}\n")
             draft.replace(path)
         finally:

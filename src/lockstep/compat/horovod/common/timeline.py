@@ -5,10 +5,8 @@ each tensor.
 from __future__ import annotations
 
 import fcntl
-import gzip
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -273,25 +271,10 @@ def _write_if_last(timeline: _Timeline) -> None:
             return
         try:
             if folder / "rank-0.records" in logs:
-                _write_trace_file(folder, timeline.path)
+                write_trace(folder, timeline.path, tensor_events(folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # another rank may have removed it
             Path(lock.name).unlink(missing_ok=True)
-
-
-def _write_trace_file(folder: Path, path: Path) -> None:
-    ranks = folder / "ranks.json"
-    complete = folder / "whole"
-    write_trace(folder, ranks)
-    with (
-        ranks.open(encoding="utf-8") as source,
-        gzip.open(complete, "wt") if path.suffix == ".gz" else complete.open("w") as file,
-    ):
-        for line in source:
-            if line == "]}\n":  # the last line
-                file.writelines(f",{json.dumps(event)}\n" for event in tensor_events(folder))
-            file.write(line)
-    complete.replace(path)
 
 
 def _timeline_id() -> str:
