@@ -188,6 +188,58 @@ def draw_elastic_losses(
     _save(figure, path)
 
 
+def draw_long_run(samples: list[dict[str, Any]], path: Path) -> None:
+    """Memory of the processes of a long run over time, and below it the number of workers.
+
+    Args:
+        samples: as `long_run.LongRun.take_sample` makes them.
+        path: the PNG file.
+    """
+    size: Any = {"figsize": (9.6, 5.0), "height_ratios": (4, 1), "sharex": True}
+    figure, (memory, workers) = plt.subplots(2, 1, **size)
+    lines = {
+        "survivor": ("#D55E00", "the worker that is never killed"),
+        "loader of the survivor": ("#E69F00", "its loader process"),
+        "launcher": ("#0072B2", "launcher"),
+        "fork server": ("#009E73", "fork server"),
+    }
+    for role, (colour, label) in lines.items():
+        points = [
+            (sample["seconds"] / 60, row["private"])
+            for sample in samples
+            for row in sample["held"]
+            if row["role"] == role
+        ]
+        if points:
+            memory.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1.6)
+    others = [
+        (sample["seconds"] / 60, row["private"])
+        for sample in samples
+        for row in sample["held"]
+        if row["role"] == "worker"
+    ]
+    if others:
+        style: Any = {"s": 2.0, "color": "#BBBBBB", "label": "all other workers"}
+        memory.scatter(*zip(*others, strict=True), **style, zorder=0)
+    memory.set_ylabel("MB of its own")
+    memory.set_ylim(bottom=0)
+    memory.set_title("Memory under losses of workers, resizes and load", fontsize=11)
+    memory.legend(loc="lower right", edgecolor="none", framealpha=0.9, fontsize=9)
+    minutes = [sample["seconds"] / 60 for sample in samples]
+    counts = [sample["workers"] for sample in samples]
+    workers.step(minutes, counts, where="post", color="#444444", linewidth=0.8)
+    workers.set_ylabel("workers")
+    workers.set_ylim(0, max(counts) + 0.5)
+    workers.set_xlabel("minutes")
+    for panel in (memory, workers):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.margins(x=0)
+    figure.tight_layout()
+    _save(figure, path)
+
+
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
