@@ -16,8 +16,9 @@ import pytest
 
 from lockstep.cli import main, top
 from lockstep.cli.top import _Display
-from lockstep.flight_recorder import CallSignature, FlightRecorder, jobs, layout
+from lockstep.flight_recorder import CallSignature, FlightRecorder, jobs, layout, live_ranks
 from lockstep.flight_recorder.jobs import JobDescription
+from lockstep.flight_recorder.live_ranks import LiveRanks
 from lockstep.system.job_folders import JobFolderLock
 
 
@@ -118,13 +119,13 @@ def test_one_job_is_shown_rank_by_rank(base: Path, capsys: pytest.CaptureFixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The clock of `lockstep top`: `now`, in seconds."""
     made = SimpleNamespace(now=time.monotonic() + 4)
-    monkeypatch.setattr(top, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(live_ranks, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
 
 
 def test_rates_are_those_of_the_last_seconds(base: Path, clock: SimpleNamespace) -> None:
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 2))
-    rank, slow, watched = make_rank(folder, 0), make_rank(folder, 1), top.Live(folder)
+    rank, slow, watched = make_rank(folder, 0), make_rank(folder, 1), LiveRanks(folder)
     call(rank, 1), call(slow, 1)
     rank.note_samples(100)
     first = watched.poll()[0]
@@ -152,7 +153,7 @@ def test_the_rank_that_enters_last_waits_least_though_no_call_blocks(
     them in C++.
     """
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 2))
-    fast, slow, watched = make_rank(folder, 0), make_rank(folder, 1), top.Live(folder)
+    fast, slow, watched = make_rank(folder, 0), make_rank(folder, 1), LiveRanks(folder)
     begin = clock.now
     for step in range(1, 31):
         at = begin + 0.1 * step
@@ -189,7 +190,7 @@ def test_an_elastic_job_is_shown_with_its_members_and_its_last_events(
     base: Path, process: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 3, control="/somewhere"))
-    watched = top.Live(folder, is_elastic=True)
+    watched = LiveRanks(folder, is_elastic=True)
     make_rank(folder, 0, pid=2**22 + 1)  # ends
     make_rank(folder, 1, pid=process)
     call(make_rank(folder, 2), 1, "before()")
@@ -210,7 +211,7 @@ def test_records_that_are_overwritten_do_not_count_as_waits(
     base: Path, clock: SimpleNamespace
 ) -> None:
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 2))
-    fast, slow, watched = make_rank(folder, 0), make_rank(folder, 1), top.Live(folder)
+    fast, slow, watched = make_rank(folder, 0), make_rank(folder, 1), LiveRanks(folder)
     begin, steps = clock.now, layout.RING + 100
     for step in range(1, steps + 1):
         call(fast, step, now=begin + 1e-3 * step)
@@ -222,7 +223,7 @@ def test_records_that_are_overwritten_do_not_count_as_waits(
 
 def test_waits_in_messages_count(base: Path, clock: SimpleNamespace) -> None:
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 2))
-    rank, other, watched = make_rank(folder, 0), make_rank(folder, 1), top.Live(folder)
+    rank, other, watched = make_rank(folder, 0), make_rank(folder, 1), LiveRanks(folder)
     watched.poll()
     rank.add_message_wait(1.0)
     signature = CallSignature(1, "recv", 0)
@@ -245,7 +246,7 @@ def test_waiting_is_unknown_of_the_only_rank_on_a_host(
 
 def test_a_process_that_has_ended_or_is_stopped(base: Path, process: int) -> None:
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 2))
-    watched = top.Live(folder)
+    watched = LiveRanks(folder)
     make_rank(folder, 0, pid=process)
     make_rank(folder, 1, pid=2**22 + 1)  # beyond the greatest number of a process
     os.kill(process, signal.SIGSTOP)
@@ -332,7 +333,7 @@ def test_what_the_dead_have_left_is_removed(base: Path) -> None:
 
 def test_a_step_that_takes_long_has_a_rate(base: Path, clock: SimpleNamespace) -> None:
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 1))
-    rank, watched = make_rank(folder, 0), top.Live(folder)
+    rank, watched = make_rank(folder, 0), LiveRanks(folder)
     assert watched.poll()[0].samples_s is None  # before the first step
     rank.note_samples(8)
     for _ in range(8):  # in the second step

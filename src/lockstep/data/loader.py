@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from typing_extensions import Never, Self
 from .. import arguments, communicator, observers
 from ..checkpoint.numerics import NUMERICS, changes_since
 from ..errors import CheckpointError, ConfigError, unexpected_argument
-from ..flight_recorder import note_batch
+from ..flight_recorder import note_batch, note_data_wait
 from ..other_names import in_loader
 from ..parallel.shards import check_virtual_workers
 from .batch_plan import BatchPlan
@@ -297,8 +298,14 @@ class Loader:
         self._epoch = epoch
         self._step = first
         loop, before = self._source.loop(epoch, first)
+        parts = self._source.batches(epoch, first)
         try:
-            for part in self._source.batches(epoch, first):
+            while True:
+                asked = time.monotonic()
+                part = next(parts, None)
+                if part is None:
+                    break
+                note_data_wait(asked, time.monotonic())
                 if self._settings_now is None:
                     self._settings_now = self.settings()
                 # Before the yield, so that a state saved while the batch is used is the position

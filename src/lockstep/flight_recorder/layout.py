@@ -39,7 +39,7 @@ __all__ = [
 # ------------------------------------
 
 MAGIC = b"LOCKSTEP"
-VERSION = 4
+VERSION = 5
 
 # magic, version, rank, world size, process id, start time, Unix time minus the monotonic clock,
 # host, program
@@ -101,6 +101,11 @@ class StateWords:
     # parts of messages that have moved; those of a large one may move though no receive is posted
     moved: int = 84
     lost_channels: int = 85  # channels for which the table of channels had no room
+    steps: int = 86  # training steps that this rank has completed since the record was made
+    step: int = 87  # steps of the training so far, those before a resume included
+    data_wait: int = 88  # seconds of waiting for batches
+    productive: int = 89  # seconds from the beginning of loading a batch to the end of its step
+    tokens_per_sample: int = 90  # 0 where it is not known
 
 
 TRACEBACK = (

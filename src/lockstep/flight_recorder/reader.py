@@ -138,6 +138,11 @@ class RankState:
         traceback: of the exception that ended it; "" for none.
         activity: what its program is doing, such as "the callback Curve.on_train_end"; "" if that
             is not known.
+        steps: number of training steps that it has completed.
+        step: number of steps of its training so far, those before a resume included.
+        data_wait_s: total seconds of waiting for batches.
+        productive_s: total seconds in completed steps, waits for their batches included.
+        tokens_per_sample: 0 if it is not known.
     """
 
     rank: int
@@ -159,6 +164,11 @@ class RankState:
     unix_offset: float
     traceback: str
     activity: str = ""
+    steps: int = 0
+    step: int = 0
+    data_wait_s: float = 0.0
+    productive_s: float = 0.0
+    tokens_per_sample: float = 0.0
 
 
 class RecorderReader:
@@ -257,6 +267,11 @@ class RecorderReader:
             self.unix_offset,
             self.traceback_text(),
             self.activity,
+            uints[_AT.steps],
+            uints[_AT.step],
+            floats[_AT.data_wait],
+            floats[_AT.productive],
+            floats[_AT.tokens_per_sample],
         )
 
     def records(self, last: int | None = None) -> list[Record]:

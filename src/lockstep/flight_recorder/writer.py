@@ -41,7 +41,9 @@ __all__ = [
     "in_method",
     "named",
     "note_batch",
+    "note_data_wait",
     "note_samples",
+    "note_step",
     "recorded_collectives",
     "solo_section",
 ]
@@ -62,6 +64,12 @@ _AT_WAITED = _AT.waited
 _AT_ACTIVITY = _AT.activity
 _AT_IS_OWN = _AT.activity_is_own
 _AT_SOLO = _AT.solo
+# those that each step writes
+_AT_DATA_WAIT = _AT.data_wait
+_AT_STEPS = _AT.steps
+_AT_STEP = _AT.step
+_AT_PRODUCTIVE = _AT.productive
+_AT_TOKENS = _AT.tokens_per_sample
 _SPARE_SLOTS = 8  # free ones; the slots of groups that are destroyed are reused in turn
 _LEFT_AT = RECORD.size - 8 - 4 - 5 * 4 - 8  # offset of the field `left` in a record
 
@@ -112,6 +120,7 @@ class FlightRecorder:
         self.count = 0  # of records
         self.batch = -1
         self.loop = 0
+        self._loading_since = 0.0  # of the last batch; 0.0 if it was loaded elsewhere
         self._slots: list[int] = [
             0
         ] * GROUP_SLOTS  # when each slot was used last; the oldest closed one is reused
@@ -322,6 +331,25 @@ class FlightRecorder:
         """Count `samples` more samples."""
         self._signed[_AT.samples] = max(0, self._signed[_AT.samples]) + samples
 
+    def note_data_wait(self, began: float, ended: float) -> None:
+        """Count the time in which the program has waited for a batch, by the monotonic clock."""
+        self._loading_since = began
+        self.floats[_AT_DATA_WAIT] += ended - began
+
+    def note_step(self, step: int | None = None) -> None:
+        """Count a step that is complete, with the time since its batch was asked for.
+
+        Args:
+            step: the number of steps of the training so far; None for those that were counted here.
+        """
+        count = self.uints[_AT_STEPS] + 1
+        self.uints[_AT_STEPS] = count
+        self.uints[_AT_STEP] = count if step is None else step
+        if self._loading_since:
+            self.floats[_AT_PRODUCTIVE] += time.monotonic() - self._loading_since
+            self._loading_since = 0.0
+        self.floats[_AT_TOKENS] = current.tokens_per_sample
+
     def set_word(self, word: int, value: int) -> None:
         """Set one of the state words; see `layout.StateWords`."""
         self.uints[word] = value
@@ -415,10 +443,12 @@ class _Current:
         recorder: None if nothing is recorded.
         thread: thread-local; its `name` is that of the thread's collectives, "" for none, and its
             `method` the method of Lockstep that calls them, see `in_method`.
+        tokens_per_sample: of the training; 0 if it is not known.
     """
 
     def __init__(self) -> None:
         self.recorder: FlightRecorder | None = None
+        self.tokens_per_sample = 0.0
         self.thread = _Thread()
 
 
@@ -448,6 +478,18 @@ def note_samples(number: int) -> None:
     """Count `number` more samples that this rank has processed."""
     if current.recorder is not None:
         current.recorder.note_samples(number)
+
+
+def note_data_wait(began: float, ended: float) -> None:
+    """Count a wait for a batch, from `began` to `ended` by the monotonic clock, in seconds."""
+    if current.recorder is not None:
+        current.recorder.note_data_wait(began, ended)
+
+
+def note_step(step: int | None = None) -> None:
+    """Count a step that this rank has completed; `step` is their number in the training so far."""
+    if current.recorder is not None:
+        current.recorder.note_step(step)
 
 
 def recorded_collectives() -> int | None:

@@ -102,6 +102,8 @@ class JobState(Tagged, frozen=True):
         stops: the signals with which the job was asked to end.
         is_ending: whether the job ends.
         leaving: the hosts that leave.
+        lost: how many workers were lost, or have left.
+        joined: how many joined the training later.
     """
 
     target: Integer
@@ -116,6 +118,8 @@ class JobState(Tagged, frozen=True):
     stops: List[Integer] = ()
     is_ending: bool = False
     leaving: List[Integer] = ()
+    lost: Integer = 0
+    joined: Integer = 0
 
 
 class Start(Tagged, frozen=True):
@@ -390,9 +394,8 @@ class ElasticJob:
         lost = {worker for worker, at in self._living.items() if at == number}
         if host is not None and number not in self.state.leaving:
             left = [worker for worker in self.coordinator.members if worker not in lost]
-            self._tell_loss(
-                f"{host.name} was lost with {describe_workers(len(lost), '', '')}", len(left)
-            )
+            what = f"{host.name} was lost with {describe_workers(len(lost), '', '')}"
+            self._tell_loss(what, len(lost), len(left))
         self._living = {worker: at for worker, at in self._living.items() if worker not in lost}
         for key, hosts in list(self._keeping.items()):
             hosts.discard(number)
@@ -477,7 +480,7 @@ class ElasticJob:
             self._note_failed_start(host, end)
         elif was_member:
             lost = f"rank {rank}{self._on_host(host)} was lost ({_how(code)})"
-            self._tell_loss(lost, len(coordinator.members))
+            self._tell_loss(lost, 1, len(coordinator.members))
 
     def _has_crashed_after_the_training(self, end: Ended) -> bool:
         """Return whether a worker has crashed, as native libraries may at exit, when all had
@@ -679,7 +682,7 @@ class ElasticJob:
         elif not was_candidate:
             if number not in self._dismissed:
                 self._change_state(target=max(self.limits.minimum, self.state.target - 1))
-            self._tell_loss(f"rank {rank} has left", len(self.coordinator.members))
+            self._tell_loss(f"rank {rank} has left", 1, len(self.coordinator.members))
 
     def _note_end(self, host: int, end: Ended) -> None:
         rank = self.rank_of(end.number)
@@ -847,6 +850,7 @@ class ElasticJob:
         ]
         if joined:
             self._failed_starts = 0
+            self._change_state(joined=self.state.joined + len(joined))
             self.tell(
                 f"rank{'s'[: len(joined) != 1]} {', '.join(joined)} joined; "
                 f"{describe_workers(len(view))} on"
@@ -857,8 +861,15 @@ class ElasticJob:
             self._ranks |= {member: rank for rank, member in enumerate(view)}
         self._view = view
 
-    def _tell_loss(self, what: str, left: int) -> None:
-        """Say who was lost or has left, and what the workers that are left do."""
+    def _tell_loss(self, what: str, lost: int, left: int) -> None:
+        """Say who was lost or has left, and what the workers that are left do.
+
+        Args:
+            what: in words.
+            lost: the number of workers that were lost or have left.
+            left: the number of those that go on.
+        """
+        self._change_state(lost=self.state.lost + lost)
         self._losses.append(f"{what} at {time.strftime('%H:%M:%S')}")
         least = self.limits.minimum
         is_enough = left >= least or self.coordinator.complete

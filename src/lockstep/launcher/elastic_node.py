@@ -567,8 +567,11 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
     config = JobOptions.parse(given)
     environment.set_variables(config.variables())
     config = replace(
-        config, start_timeout=min(config.start_timeout, ALONE_S)
-    )  # the job runs already, or is over
+        config,
+        start_timeout=min(config.start_timeout, ALONE_S),  # the job runs already, or is over
+        metrics_port=None,  # the first host serves them
+        metrics_file=None,
+    )
     with Activity("lockstep join: loading PyTorch", shown=True):
         count = workers or default_workers()
         prepare_workers(config, count)

@@ -181,6 +181,7 @@ class HostWorkers:
         they report that the training was stopped by a message.
         """
         self._supervisor.informed |= set(in_training)
+        self._watchdog.note_members(state.lost, state.joined)
         self._watchdog.relay_messages()
         while len(self._signals) < len(state.stops):
             self._signals.append(state.stops[len(self._signals)])

@@ -20,7 +20,7 @@ from ..errors import ConfigError, counted
 from ..hosts import Host, parse_hosts, read_hostfile
 from ..network import VirtualNetwork, parse_network
 from ..option_table import Typed, choice, integer, names, number, option, options_of, values_of
-from .worker_options import SAVE_GRACE
+from .worker_options import METRICS_HOST, SAVE_GRACE
 
 __all__ = ["AUTO", "JobOptions", "check_debug_rank", "check_network"]
 
@@ -97,6 +97,7 @@ def _range_text(limits: tuple[int, int]) -> str:
 WORKERS = "workers"
 HOSTS = "multiple hosts"
 WATCHDOG = "watchdog"
+METRICS = "metrics"
 OUTPUT = "output and debugging"
 
 
@@ -417,6 +418,40 @@ class JobOptions:
         help="record all collectives in DIR, for `lockstep timeline DIR`",
     )
 
+    # --- metrics
+    metrics_port: int | None = option(
+        None,
+        "--metrics-port",
+        group=METRICS,
+        metavar="PORT",
+        parse=integer(0, 65535),
+        to_hosts=True,
+        help="serve the job's metrics to Prometheus, from the first host: steps, samples and "
+        "tokens, waits for data and for other ranks, the slowest rank, losses, goodput; 0 for any "
+        "free port",
+        horovodrun=Typed(("--metrics-port",)),
+    )
+    metrics_host: str = option(
+        METRICS_HOST,
+        "--metrics-host",
+        group=METRICS,
+        metavar="ADDR",
+        to_hosts=True,
+        help="with --metrics-port: the address at which they are served; 0.0.0.0 for all of this "
+        "host, to anybody who reaches it",
+        horovodrun=Typed(("--metrics-host",)),
+    )
+    metrics_file: str | None = option(
+        None,
+        "--metrics-file",
+        group=METRICS,
+        metavar="FILE",
+        to_hosts=True,
+        help="write the metrics into this file, for the textfile collector of a node exporter; it "
+        "ends in .prom",
+        horovodrun=Typed(("--metrics-file",)),
+    )
+
     # --- output and debugging
     output_dir: str | None = option(
         None,
@@ -527,6 +562,8 @@ class JobOptions:
                 "strict": self.strict,
                 "timeline": self.timeline is not None,
                 "stall_timeout": self.stall_timeout is not None,
+                "metrics_port": self.metrics_port is not None,
+                "metrics_file": self.metrics_file is not None,
             }
             _refuse(needs_it, "not to be given with --no-watchdog, which disables it")
         if self.elastic is not None:
@@ -538,6 +575,9 @@ class JobOptions:
                 "elastic": self.elastic is not None,
             }
             _refuse(several, "not to be given with --network, which emulates hosts on this one")
+        if self.metrics_file is not None and not self.metrics_file.endswith(".prom"):
+            expected = "a file whose name ends in .prom, as node exporters read no others"
+            raise ConfigError("metrics_file", expected, self.metrics_file)
         if self.tee and self.output_dir is None:
             raise ConfigError("tee", "--output-dir as well, for the log files", found="no folder")
 

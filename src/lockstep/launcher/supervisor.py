@@ -24,6 +24,8 @@ from ..system.job_folders import JobFolderLock
 from ..system.processes import TERM_GRACE_S, is_stopped
 from ..watchdog import report as reports
 from ..watchdog.diagnosis import ObservationClock
+from .job_totals import TotalsOfJob, write_totals
+from .metrics import MetricsExport
 from .remote_command import redact_variables
 from .worker_options import FAILURE_GRACE, WatchdogOptions
 from .workers import WorkerProcess, Workers
@@ -182,6 +184,10 @@ class StoppedWorkers:
 # --- The watchdog's files and messages
 # --------------------------------------------------------------------------------
 
+# Reading the records of eight ranks takes some milliseconds.
+_TOTALS_PERIOD_S = 5.0
+_METRICS_PERIOD_S = 1.0
+
 _UNLIMITED_S = 7 * 24 * 3600.0  # seconds that ranks wait for one in a debugger
 
 _FAILURES = {"exit": ("lost", "died", "died"), "SystemExit": ("left", "ended", "ended")}
@@ -217,6 +223,9 @@ class WatchdogFiles:
     _notes: MessageReader | None = field(default=None, repr=False)
     _has_folder: bool = field(default=True, repr=False)
     _lock: JobFolderLock | None = field(default=None, repr=False)
+    _totals: TotalsOfJob | None = field(default=None, repr=False)
+    _export: MetricsExport | None = field(default=None, repr=False)
+    _next_update: float = field(default=0.0, repr=False)
 
     @property
     def is_enabled(self) -> bool:
@@ -249,12 +258,16 @@ class WatchdogFiles:
         if not self.is_enabled:
             return
         before = self.folder
+        self._update_totals()  # what the workers that have ended have done last
         self.folder = None
         try:
             self._base = self._base or jobs.make_base()
             self.folder = self._base / self.name / f"attempt-{attempt}"
             self._create_folder(self.folder, first_rank, workers)
             self._has_folder = True
+            self._totals = self._totals or TotalsOfJob(is_elastic=bool(self.control))
+            self._totals.start_attempt(attempt, self.folder)
+            self._next_update = 0.0
         except OSError as error:
             self.log(
                 f"lockstep: the watchdog is off: {self._base or layout.parent()}: {error.strerror}"
@@ -285,9 +298,35 @@ class WatchdogFiles:
         jobs.write_description(folder, job)
 
     def relay_messages(self) -> None:
-        """Print the watchdog's messages since the last call."""
+        """Print the watchdog's messages since the last call; now and then also add up what the
+        ranks have done.
+        """
         for text in self._notes.read() if self._notes is not None else ():
             self.log(f"lockstep: {text}")
+        if time.monotonic() >= self._next_update:
+            self._update_totals()
+
+    def note_members(self, lost: int, joined: int) -> None:
+        """Note how many workers of an elastic job were lost, and how many have joined."""
+        if self._totals is not None:
+            self._totals.lost = lost
+            self._totals.joined = joined
+
+    def _update_totals(self) -> None:
+        metrics = self.options.metrics
+        period_s = _TOTALS_PERIOD_S if metrics is None else _METRICS_PERIOD_S
+        self._next_update = time.monotonic() + period_s
+        if self._totals is None or self.folder is None:
+            return
+        try:
+            totals = self._totals.update()
+            write_totals(self.folder, totals)
+            if metrics is not None:
+                self._export = self._export or MetricsExport(metrics, self.log)
+                self._export.publish(totals)
+        except Exception as error:  # no job ends because it cannot be measured
+            self._totals = None
+            self.log(f"lockstep: no metrics any more: {type(error).__name__}: {error}")
 
     def note(self, text: str) -> None:
         """Note what has happened in an elastic job, for `lockstep top`."""
@@ -332,6 +371,10 @@ class WatchdogFiles:
     def close(self) -> None:
         """Print the remaining messages and remove the run's records."""
         self.relay_messages()
+        if self._export is not None:
+            self._export.close()
+        if self._totals is not None:
+            self._totals.close()
         if self.folder is not None:
             self._remove(self.folder.parent)
 

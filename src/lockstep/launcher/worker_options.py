@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import arguments
 from ..network import VirtualNetwork
 
-__all__ = ["EXIT_GRACE", "FAILURE_GRACE", "SAVE_GRACE", "WatchdogOptions", "WorkerOptions"]
+__all__ = [
+    "EXIT_GRACE",
+    "FAILURE_GRACE",
+    "METRICS_HOST",
+    "SAVE_GRACE",
+    "MetricsOptions",
+    "WatchdogOptions",
+    "WorkerOptions",
+]
 
 SAVE_GRACE = 120.0
 """Seconds to finish a step and save. At the 100 MB/s of a slow disk that is a checkpoint of 12 GB;
@@ -20,6 +29,33 @@ FAILURE_GRACE = 5.0
 up.
 """
 
+METRICS_HOST = "127.0.0.1"
+"""Where metrics are served unless the user says otherwise: to programs of this host only."""
+
+
+@dataclass(frozen=True)
+class MetricsOptions:
+    """Where a job's metrics go.
+
+    Attributes:
+        port: where they are served over HTTP; 0 for any that is free, None for none.
+        host: the address of this host at which they are served.
+        file: that is written for node exporters; "" for none.
+    """
+
+    port: int | None = None
+    host: str = METRICS_HOST
+    file: str = ""
+
+    def check(self) -> None:
+        """Check that what is needed is installed.
+
+        Raises:
+            MissingPackageError: it is not.
+        """
+        name = "--metrics-file" if self.port is None else "--metrics-port"
+        arguments.require_package("prometheus-client", name, "metrics", "prometheus_client")
+
 
 @dataclass(frozen=True)
 class WatchdogOptions:
@@ -30,12 +66,14 @@ class WatchdogOptions:
         stall_timeout: seconds of waiting for a rank after which it is an error.
         timeline: a folder for the records of all collectives.
         folder: the folder for the workers' output, by which `lockstep top` can find the job.
+        metrics: where the job's metrics go; None if nowhere.
     """
 
     mode: str | None = None
     stall_timeout: float | None = None
     timeline: str | None = None
     folder: str = ""
+    metrics: MetricsOptions | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from .. import arguments
 from ..communicator import init
 from ..data.loader import Loader
 from ..errors import ConfigError
-from ..flight_recorder import note_samples, recorded_collectives
+from ..flight_recorder import note_samples, note_step, recorded_collectives
 from ..parallel.determinism import DeterminismSettings
 from ..parallel.module_sync import move_module, sync_module
 from ..parallel.nested import map_tensors
@@ -264,6 +264,7 @@ class PreparedLoop:
         for optimizer in self.optimizers.values():
             optimizer.end_batch()
         note_samples(sum(samples for *_, samples in parts))
+        note_step()
         return True
 
     def _begin_body(self, shard: Shard, data: Any, first: bool) -> None:

@@ -20,7 +20,7 @@ from .. import arguments, other_names
 from ..communicator import Communicator
 from ..data.loader import Batch
 from ..errors import ConfigError, LockstepError, TransportError, counted, unexpected_argument
-from ..flight_recorder import named, note_samples
+from ..flight_recorder import named, note_samples, note_step
 from ..parallel.distributed import Distributed
 from ..parallel.fingerprints import mix_bits
 from ..parallel.invariant import Invariant
@@ -685,6 +685,7 @@ class TrainStep:
         if self.scheduler is not None:
             self.scheduler.end_step()
         note_samples(batch.size)
+        note_step(self.steps_done)
         if self.measured:
             result = result.replaced(measured=self.measured)
             self.measured = {}

@@ -21,6 +21,7 @@ from .. import messages
 from ..errors import ranks_in_words
 from ..flight_recorder import Record, decode_batch, describe
 from ..flight_recorder.layout import StateWords
+from ..flight_recorder.progress import OtherHosts, SlowestRank, SlowRank, write_other_hosts
 from ..gloo import SocketTracker
 from . import report as reports
 from .deadlock import CycleSearch, deadlock_finding
@@ -69,6 +70,7 @@ __all__ = [
 # -----------------------------------------------------------------------------
 
 PERIOD_S = 0.5
+_PROGRESS_PERIOD_S = 1.0
 _REPORT = "report"
 
 
@@ -350,6 +352,9 @@ class CrossHost:
         self._cycles = CycleSearch()
         self._clock = ObservationClock()  # for how long processes have been in a state
         self._warned_groups: set[int] = set()  # in which ranks are on different batches
+        self._slowest = SlowestRank()
+        self._slowest_now: SlowRank | None = None
+        self._next_progress = 0.0
         self._host = 0
         self._is_final = False  # whether this rank is about to exit
         self._heartbeat = self._job.heartbeat
@@ -395,6 +400,9 @@ class CrossHost:
             report, self._states = exchange.poll()
             solo = any(state.solo for state in self._states.values())
             self._state.recorder.set_word(StateWords().solo_elsewhere, solo)
+            if now >= self._next_progress:
+                self._next_progress = now + _PROGRESS_PERIOD_S
+                self._note_progress(own, now)
             if report:
                 self._adopt_report(report)
                 return
@@ -509,9 +517,25 @@ class CrossHost:
         found = collect_state(state.readers, state.health.gone, stopped, local)
         if self._host == 0:  # the other hosts poll this one only
             found.solo = found.solo or any(each.solo for each in self._states.values())
+            found.slowest = self._slowest_now
         found.final = self._is_final
         found.held_up = held_up
         return found
+
+    def _note_progress(self, own: HostState, now: float) -> None:
+        """Write how far the ranks of other hosts are, for the launcher and `lockstep top`."""
+        others = [state for host, state in self._states.items() if host != self._host]
+        ranks = [progress for state in others for progress in state.progress]
+        if self._host == 0:
+            self._slowest_now = self._slowest.find([*own.progress, *ranks], now)
+            first = own
+        else:
+            first = self._states[0]
+            self._slowest_now = first.slowest
+        name = first.progress[0].host if first.progress else ""
+        found = OtherHosts(time.time(), ranks, name, self._slowest_now)
+        with suppress(OSError):  # the disk is full, or the job has just ended
+            write_other_hosts(self._state.folder, found)
 
     def _has_long_wait(self) -> bool:
         """Return whether ranks of this host have long waited for others; if not, nobody need be

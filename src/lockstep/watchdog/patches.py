@@ -7,6 +7,7 @@ from __future__ import annotations
 import dis
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from .. import environment
 from ..errors import LockstepError, MembershipChangedError, TransportError
 from ..flight_recorder import FlightRecorder, RecordLog, current, jobs
+from ..flight_recorder.layout import StateWords
 from ..gloo import SocketTracker
 from ..system.patching import Replaced
 from . import last_rank
@@ -257,6 +259,7 @@ class _Watchdog:
         self._host_key = host_key
         self._lasting = lasting
         self.session: Session | None = None
+        self._alone: FlightRecorder | None = None  # the record of the only rank
         self._undo: list[Replaced] = []
         self._sockets = SocketTracker()
         self._limits = Limits.read()
@@ -306,6 +309,7 @@ class _Watchdog:
 
     def _begin(self, size: int, rank: int, store: Any) -> None:
         if size < 2:
+            self._record_alone(rank)
             return
         try:
             found = rendezvous(store, rank, size, self._host_key(), self._limits.heartbeat_s)
@@ -328,6 +332,18 @@ class _Watchdog:
         ]
         session.start(self.end, _open_log(session.state))
         last_rank.watch(_last_rank_watch(session.state))
+
+    def _record_alone(self, rank: int) -> None:
+        """Keep the flight record of the only rank, for its launcher: there is nobody to watch, but
+        steps are counted.
+        """
+        folder = environment.records_dir()
+        if folder is None:
+            return
+        with suppress(OSError):  # there is no space, or no folder: nothing is counted
+            self._alone = FlightRecorder(folder, rank, 1, socket.gethostname(), jobs.command_line())
+            self._alone.floats[StateWords().heartbeat] = math.inf  # there is no thread that beats
+            current.recorder = self._alone
 
     def _wrap(self, session: Session | None, group: Any, ranks: list[int], limit_s: float) -> Any:
         if (
@@ -400,6 +416,11 @@ class _Watchdog:
         """End the session."""
         session = self.session
         self.session = None
+        alone = self._alone
+        self._alone = None
+        if alone is not None and alone.pid == os.getpid():
+            current.recorder = None
+            alone.close()
         if session is None or session.state.recorder.pid != os.getpid():
             return
         current.recorder = None

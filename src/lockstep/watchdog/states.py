@@ -17,6 +17,7 @@ from msgspec import structs
 from .. import messages
 from ..flight_recorder import RankState, RawRecord, Record, RecorderReader, jobs
 from ..flight_recorder.layout import GROUP_SLOTS, StateWords
+from ..flight_recorder.progress import RankProgress, SlowRank
 from .call_sites import digest
 from .report import Call, CollectiveCalls, Finding, RankCalls, RankStatus, Report
 
@@ -339,6 +340,8 @@ class HostState(msgspec.Struct, omit_defaults=True):
         own_work: ranks of which that is work of Lockstep's own that may take seconds.
         held_up: why ranks do not run, where their processes show it, see `diagnosis.why_held_up`.
         final: whether a rank is about to exit.
+        progress: the counters of each rank.
+        slowest: of the first host, the slowest rank of the job if one is much slower.
         count: differs from one publication to the next.
     """
 
@@ -352,6 +355,8 @@ class HostState(msgspec.Struct, omit_defaults=True):
     own_work: list[int] = []
     held_up: dict[int, str] = {}
     final: bool = False
+    progress: list[RankProgress] = []
+    slowest: SlowRank | None = None
     count: int = 0
 
 
@@ -403,6 +408,7 @@ def collect_state(
         rank: reader.activity for rank, reader in readers.items() if reader.activity
     }
     found.own_work = [rank for rank, reader in readers.items() if reader.activity_is_own]
+    found.progress = [RankProgress.of(reader) for reader in readers.values()]
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ... import arguments
+from ... import arguments, flight_recorder
 from ...errors import ConfigError
 from ...models import continue_text
 from ...parallel.shards import mix
@@ -40,6 +40,10 @@ class TokenColumns(Callback):
 
     def __init__(self, tokens: int) -> None:
         self._tokens = arguments.number("tokens", tokens, above=0)
+
+    def on_train_start(self, trainer: TrainingContext) -> None:
+        """Let the launcher count tokens as well."""
+        flight_recorder.current.tokens_per_sample = float(self._tokens)
 
     def on_validation_end(self, trainer: TrainingContext, results: dict[str, float]) -> None:
         """Add the perplexity to the results of a validation."""
