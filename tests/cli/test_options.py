@@ -57,7 +57,7 @@ train.py --lr 0.1 -- -np 3
 -H a:2,b -p 2222 -i key --dry-run train.py
 -H a:2,b:3 -x MINE -x OTHER=1=2 --env THIRD= --resume runs/one train.py
 -H a:2,b -m -np 3 --threads 2 --restarts 1 --start-method spawn --preload x,y --as-horovod --grace 3 pack.train a
--H a:2,b --network-interface ib0 --stall-timeout 7 --strict --timeline records train.py 'a b'
+-H a:2,b --network-interface ib0 --metrics-port 9400 --metrics-host 0.0.0.0 --metrics-file job.prom --stall-timeout 7 --strict --timeline records train.py 'a b'
 -H a:2,b --no-watchdog --output-dir out --tee --no-prefix --quiet train.py
 -H a:2,b:3 --elastic 2:8 -np 4 --threads 2 --timeline records --stall-timeout 60 train.py --lr 1
 -H a:2,b:3 --elastic 2:4 -m pack.train
@@ -141,7 +141,7 @@ HOROVODRUN = """
 --min-num-proc 2 --max-num-proc 8 python train.py
 -np 4 --min-np 2 -H a:2,b:2 python train.py
 -np 2 --min-np 1 --output-filename out python train.py
--np 2 --timeline-filename t.json --timeline-mark-cycles python train.py
+-np 2 --metrics-port 0 --metrics-host ::1 --metrics-file job.prom --timeline-filename t.json --timeline-mark-cycles python train.py
 -np 2 --timeline-filename t.json --no-timeline-mark-cycles python train.py
 -np 2 --no-stall-check python train.py
 -np 2 --stall-check python train.py
@@ -178,7 +178,7 @@ SUBMIT = """
 --to slurm --threads 3 --restarts 2 --start-method spawn --preload numpy --as-horovod --grace 90 train.py
 --to slurm --elastic 4:8 --nodes 4 -np 2 --resume runs/one train.py
 --to slurm -x A=b -x HOME --env C=d --network-interface ib0 --start-timeout 30 train.py
---to slurm --stall-timeout 60 --strict --timeline records train.py
+--to slurm --metrics-port 9400 --metrics-host 0.0.0.0 --metrics-file job.prom --stall-timeout 60 --strict --timeline records train.py
 --to slurm --heartbeat-timeout 9 --launcher-timeout 60 train.py
 --to slurm --no-watchdog --output-dir out --tee --no-prefix -q train.py
 --to slurm --gpu-type H100 --gpus 2 --cpus 6 --memory 64G --retries 0 train.py

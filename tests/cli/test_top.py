@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,9 +17,19 @@ import pytest
 
 from lockstep.cli import main, top
 from lockstep.cli.top import _Display
-from lockstep.flight_recorder import CallSignature, FlightRecorder, jobs, layout, live_ranks
+from lockstep.flight_recorder import (
+    CallSignature,
+    FlightRecorder,
+    jobs,
+    layout,
+    live_ranks,
+    rank_progress,
+)
 from lockstep.flight_recorder.jobs import JobDescription
 from lockstep.flight_recorder.live_ranks import LiveRanks
+from lockstep.flight_recorder.rank_progress import OtherHosts, RankProgress, SlowRank
+from lockstep.launcher import job_totals
+from lockstep.launcher.job_totals import JobTotals
 from lockstep.system.job_folders import JobFolderLock
 
 
@@ -46,11 +57,11 @@ def make_job(base: Path, name: str, about: JobDescription) -> Path:
     return folder
 
 
-def make_rank(folder: Path, rank: int, pid: int | None = None) -> FlightRecorder:
+def make_rank(folder: Path, rank: int, pid: int | None = None, size: int = 3) -> FlightRecorder:
     with pytest.MonkeyPatch.context() as patch:
         if pid is not None:
             patch.setattr(os, "getpid", lambda: pid)
-        return FlightRecorder(folder, rank, 3, "here", "train.py")
+        return FlightRecorder(folder, rank, size, "here", "train.py")
 
 
 def call(
@@ -93,7 +104,8 @@ def test_one_job_is_shown_rank_by_rank(base: Path, capsys: pytest.CaptureFixture
         "train.py:3 in main\ndist.all_reduce(x)\x1b[31m",
     )
     ranks[0].begin_wait(number, time.monotonic())
-    lines = shown(capsys)
+    # for how long a rank waits or computes is shown from one second on
+    lines = [re.sub(r"(waits|computes) \d+ s", r"\1", line) for line in shown(capsys)]
     assert lines[0].startswith(f"run -np 2 train.py   PID {os.getpid()}, ")
     assert lines[0].endswith("2 of 3 ranks are on this host")
     assert lines[2].split() == [
@@ -125,7 +137,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_rates_are_those_of_the_last_seconds(base: Path, clock: SimpleNamespace) -> None:
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 2))
-    rank, slow, watched = make_rank(folder, 0), make_rank(folder, 1), LiveRanks(folder)
+    rank, slow = (make_rank(folder, number, size=2) for number in range(2))
+    watched = LiveRanks(folder)
     call(rank, 1), call(slow, 1)
     rank.note_samples(100)
     first = watched.poll()[0]
@@ -235,13 +248,54 @@ def test_waits_in_messages_count(base: Path, clock: SimpleNamespace) -> None:
     watched.close()
 
 
-def test_waiting_is_unknown_of_the_only_rank_on_a_host(
+def test_the_only_rank_of_a_job_waits_for_nobody(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_rank(make_job(base, "run", JobDescription("x", os.getpid(), 1)), 0)
-    assert (
-        shown(capsys)[3].split()[3] == "?"
-    )  # rank, PID and state come before, and it has no batch
+    folder = make_job(base, "run", JobDescription("x", os.getpid(), 1))
+    make_rank(folder, 0, size=1)
+    # rank, PID and state come before, and it has no batch
+    assert shown(capsys)[3].split()[3] == "?"
+
+
+def test_the_only_rank_on_a_host_waits_for_others_while_its_calls_block(
+    base: Path, clock: SimpleNamespace
+) -> None:
+    folder = make_job(base, "run", JobDescription("x", os.getpid(), 1))
+    rank, watched = make_rank(folder, 0), LiveRanks(folder)
+    watched.poll()
+    rank.begin_wait(call(rank, 1, now=clock.now + 1), clock.now + 1)
+    clock.now += 4
+    assert watched.poll()[0].waiting == pytest.approx(0.75)
+    watched.close()
+
+
+def test_totals_and_the_slowest_rank_of_any_host_are_shown(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_job(base, "run", JobDescription("x", os.getpid(), 1))
+    make_rank(folder, 0)
+    far = RankProgress(1, "b\x1b[2J", 7, 1.0, "runs", 9, 109, 72, 0.0, 0.0, 0.0, 0.0)
+    slow = SlowRank(1, "b", 0.02, 0.6)
+    rank_progress.write_other_hosts(folder, OtherHosts(time.time(), [far], "a", slow))
+    totals = JobTotals(
+        *(1.0, 11.0, 2, {"a": 1, "b": 1}, 109, 9, 4, 720, 1440.0, 2.0, 3.0, 4.0, 1, 2, 1),
+        slowest=slow,
+    )
+    job_totals.write_totals(folder, totals)
+    lines = shown(capsys)
+    assert lines[1:4] == [
+        "step 109, 0.9 steps/s, 72 samples/s, 144 tokens/s, waits 20% for data, 30% for other "
+        "ranks",
+        "goodput 40% since the start, 2 workers lost, 1 joined, 1 restart, 4 steps repeated",
+        "slowest: rank 1 on b, which waits 2% of its time; another one waits 60%",
+    ]
+    assert lines[-1].split()[:2] == ["1", "b"] and lines[-1].endswith("computes   109")
+    assert all(line.isprintable() for line in lines)
+    job_totals.write_totals(folder, JobTotals(1.0, 11.0, 3, {"a": 1, "b": 1}, 109, 9))
+    lines = shown(capsys)
+    assert lines[1] == "`lockstep top` on a, the first host, shows the totals"
+    jobs.write_description(folder, JobDescription("x", os.getpid(), 1, host="a"))
+    assert shown(capsys)[1].startswith("step 109, ")
 
 
 def test_a_process_that_has_ended_or_is_stopped(base: Path, process: int) -> None:

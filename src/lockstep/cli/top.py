@@ -17,7 +17,7 @@ from .. import arguments, environment
 from ..errors import ConfigError, counted
 from ..flight_recorder import open_job
 from ..flight_recorder.live_ranks import LiveRanks, RankStatus
-from ..flight_recorder.progress import WINDOW_S, OtherHosts, SlowRank, read_other_hosts
+from ..flight_recorder.rank_progress import WINDOW_S, OtherHosts, SlowRank, read_other_hosts
 from ..launcher.job_totals import JobTotals, read_totals
 from ..system.terminal_text import plain
 from .parser import Help
@@ -267,11 +267,12 @@ def _one_job(
     lines: list[RenderableType] = [head]
     if ranks and len(ranks) < ranks[0].world_size:
         head.append(f", {len(ranks)} of {ranks[0].world_size} ranks are on this host", "dim")
-    if totals and totals[-1].is_whole:
+    first_host = "" if others is None else plain(others.first_host)
+    if totals and (totals[-1].is_whole or first_host in ("", job.host)):
         lines += [Text(line) for line in _lines_of_totals(totals)]
-    elif others is not None and others.first_host:
-        first = plain(others.first_host)
-        lines.append(Text(f"`lockstep top` on {first}, the first host, shows the totals", "dim"))
+    elif first_host:
+        text = f"`lockstep top` on {first_host}, the first host, shows the totals"
+        lines.append(Text(text, "dim"))
     slow = others.slowest if others is not None else _slowest(totals)
     if slow is not None:
         lines.append(

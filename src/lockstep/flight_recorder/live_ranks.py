@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..system.processes import read_status, resident_bytes
 from ..system.terminal_text import plain
-from .progress import WINDOW_S, RankProgress
+from .rank_progress import WINDOW_S, RankProgress
 from .reader import RankState, RawRecord, RecorderReader, open_job
 
 __all__ = ["LiveRanks", "RankStatus"]
@@ -37,9 +37,9 @@ class RankStatus:
         batch: its current batch, counted over all epochs.
         collective: the collective in which it waits, or its last one.
         call_site: the call site of the collective, with the source line.
-        waiting: the share of its time in which it was in a collective that another rank of this
-            host had not entered, or blocked in a message, 0 to 1; None if it is the only rank of
-            the job on this host.
+        waiting: the share of its time in which it waited for other ranks: in a collective that
+            another rank of this host had not entered, or blocked in a message, or, if there are
+            ranks on other hosts, in any call; 0 to 1. None if it is the only rank of the job.
         waited_s: seconds in which it was so since the poll before; since the start of all ranks at
             the first poll.
         samples_s: samples per second; None if none has been counted.
@@ -98,9 +98,9 @@ class LiveRanks:
         self._collective_waits.append(waits)
         while now - self._collective_waits[0].end >= WINDOW_S:
             self._collective_waits.popleft()
-        has_others = len(readers) > 1
+        is_whole = all(len(readers) == reader.world_size for reader in readers.values())
         return [
-            self._status(rank, readers[rank], waits.pending.get(rank), has_others, now)
+            self._status(rank, readers[rank], waits.pending.get(rank), is_whole, now)
             for rank in sorted(readers)
         ]
 
@@ -129,7 +129,7 @@ class LiveRanks:
         rank: int,
         reader: RecorderReader,
         pending: RawRecord | None,
-        has_others: bool,
+        is_whole: bool,
         now: float,
     ) -> RankStatus:
         """Return the status of a rank.
@@ -138,7 +138,7 @@ class LiveRanks:
             rank: its number.
             reader: of its record.
             pending: its first collective that another rank of this host has not entered, if any.
-            has_others: whether there are other ranks on this host.
+            is_whole: whether all ranks of the job are on this host.
             now: the time.
         """
         state = reader.state()
@@ -146,7 +146,7 @@ class LiveRanks:
         history.append((now, state))
         while len(history) > 2 and now - history[1][0] >= WINDOW_S:
             history.popleft()
-        waiting = self._share_of_waits(rank, now) if has_others else None
+        waiting = None if state.world_size < 2 else self._share_of_waits(rank, is_whole, now)
         name = _name_of_state(state, now)
         call = state.call
         since = state.since
@@ -174,7 +174,7 @@ class LiveRanks:
             collective,
             call_site,
             waiting,
-            self._seconds_of_waits(rank, now) if has_others else 0.0,
+            self._seconds_of_waits(rank, now),
             self._samples_per_second(rank, waiting, now),
             resident_bytes(state.pid),
             RankProgress.of(reader),
@@ -188,19 +188,23 @@ class LiveRanks:
             in_messages_s -= _seconds_in_messages(history[-2][1], history[-2][0])
         return self._collective_waits[-1].seconds.get(rank, 0.0) + max(0.0, in_messages_s)
 
-    def _share_of_waits(self, rank: int, now: float) -> float:
+    def _share_of_waits(self, rank: int, is_whole: bool, now: float) -> float:
         """Return the share of its time in which a rank has waited for others, 0 to 1."""
         observed_s = sum(waits.end - waits.begin for waits in self._collective_waits)
         in_collectives_s = sum(waits.seconds.get(rank, 0.0) for waits in self._collective_waits)
         since, earlier = self._histories[rank][0]
         _, state = self._histories[rank][-1]
         in_messages_s = _seconds_in_messages(state, now)
+        in_calls_s = _seconds_in_calls(state, now)
         if len(self._histories[rank]) > 1:
             in_messages_s -= _seconds_in_messages(earlier, since)
+            in_calls_s -= _seconds_in_calls(earlier, since)
         else:
             since = state.started
-        share = in_collectives_s / max(observed_s, _NO_TIME_S)
-        share += in_messages_s / max(now - since, _NO_TIME_S)
+        passed_s = max(now - since, _NO_TIME_S)
+        share = in_collectives_s / max(observed_s, _NO_TIME_S) + in_messages_s / passed_s
+        if not is_whole:
+            share = max(share, in_calls_s / passed_s)
         return min(1.0, max(0.0, share))
 
     def _samples_per_second(self, rank: int, waiting: float | None, now: float) -> float | None:
@@ -322,6 +326,11 @@ def _entered_by_all(readers: Iterable[RecorderReader], key: int) -> int:
     """
     slots = ((reader, reader.group_slot(key)) for reader in readers)
     return min((reader.last_sequence(slot) for reader, slot in slots if slot >= 0), default=0)
+
+
+def _seconds_in_calls(state: RankState, now: float) -> float:
+    """Return for how long a rank has been blocked in collectives and messages, until `now`."""
+    return state.waited_s + (max(0.0, now - state.since) if state.phase == "waits" else 0.0)
 
 
 def _seconds_in_messages(state: RankState, now: float) -> float:

@@ -14,7 +14,7 @@ import msgspec
 
 from .. import messages
 from ..flight_recorder.live_ranks import LiveRanks, RankStatus
-from ..flight_recorder.progress import (
+from ..flight_recorder.rank_progress import (
     RankProgress,
     SlowRank,
     read_other_hosts,

@@ -1,5 +1,5 @@
-"""The totals of a job as Prometheus reads them: over HTTP, or from a file for the textfile
-collector of a node exporter. Nothing that happens here ends a job.
+"""The totals of a job as Prometheus reads them, over HTTP or from a file for the textfile collector
+of a node exporter; nothing that happens here ends a job.
 """
 
 from __future__ import annotations

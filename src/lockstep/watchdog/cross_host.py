@@ -21,7 +21,7 @@ from .. import messages
 from ..errors import ranks_in_words
 from ..flight_recorder import Record, decode_batch, describe
 from ..flight_recorder.layout import StateWords
-from ..flight_recorder.progress import OtherHosts, SlowestRank, SlowRank, write_other_hosts
+from ..flight_recorder.rank_progress import OtherHosts, SlowestRank, SlowRank, write_other_hosts
 from ..gloo import SocketTracker
 from . import report as reports
 from .deadlock import CycleSearch, deadlock_finding

@@ -17,7 +17,7 @@ from msgspec import structs
 from .. import messages
 from ..flight_recorder import RankState, RawRecord, Record, RecorderReader, jobs
 from ..flight_recorder.layout import GROUP_SLOTS, StateWords
-from ..flight_recorder.progress import RankProgress, SlowRank
+from ..flight_recorder.rank_progress import RankProgress, SlowRank
 from .call_sites import digest
 from .report import Call, CollectiveCalls, Finding, RankCalls, RankStatus, Report
 

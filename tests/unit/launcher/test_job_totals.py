@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.flight_recorder import FlightRecorder, writer
-from lockstep.flight_recorder.progress import (
+from lockstep.flight_recorder.rank_progress import (
     OtherHosts,
     RankProgress,
     SlowestRank,

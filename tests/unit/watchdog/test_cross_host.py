@@ -55,6 +55,7 @@ class Host:
         self.found: list[Finding] = []
         self.monitors: list[Any] = []
         self.state: Any = SimpleNamespace(
+            folder=Path("/nowhere"),
             rank=rank,
             uneven_batches=0,
             peers=peers or {},
