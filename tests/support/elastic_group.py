@@ -61,7 +61,13 @@ class Group:
     def joins_before_result(self) -> bool:
         return True
 
-    def note_result(self, result: object) -> None:
+    def note_result(self, training: int, result: object) -> None:
+        """Do nothing."""
+
+    def forget_results(self, training: int) -> None:
+        """Do nothing."""
+
+    def publish_results(self) -> None:
         """Do nothing."""
 
     def barrier(self) -> None:

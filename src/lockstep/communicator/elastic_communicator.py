@@ -99,6 +99,7 @@ class ElasticCommunicator(Communicator):
         self.is_joining = worker.joins
         self.keeps_values = True
         self._replayed = 0
+        self._results: list[tuple[int, bytes]] = []  # of trainings, which may not be published yet
         self._store: GenerationStore | None = None
         self._hooks = sys.excepthook, sys.excepthook
         connection = job_client.current()
@@ -256,10 +257,33 @@ class ElasticCommunicator(Communicator):
         if not self.is_joining:
             super().barrier()
 
-    def note_result(self, result: object) -> None:
-        """Keep the result of a training, for workers that join in a later one."""
-        if self.rank == 0:
-            self._keep(result)
+    def note_result(self, training: int, result: object) -> None:
+        """Note the result of a training, on all workers: one of them will be rank 0 when it is
+        published.
+
+        Args:
+            training: its number.
+            result: what workers get that join in a later training.
+        """
+        self._results.append((training, pickle.dumps(result)))
+
+    def forget_results(self, training: int) -> None:
+        """Forget the results of the trainings before this one: all workers have begun it, so that
+        rank 0 has published them.
+        """
+        self._results = [result for result in self._results if result[0] >= training]
+
+    def publish_results(self) -> None:
+        """Let rank 0 publish the results that it may not have published yet; what fails, as the
+        workers change, is published after that.
+        """
+        if self.rank != 0:
+            return
+        with suppress(MembershipChangedError):
+            while self._results:
+                training, result = self._results[0]
+                self.client.publish(result, training)
+                self._results.pop(0)
 
     @property
     def has_earlier_result(self) -> bool:
@@ -278,6 +302,7 @@ class ElasticCommunicator(Communicator):
 
     def _keep(self, value: object) -> None:
         if self.keeps_values:
+            self.publish_results()  # in the order of the program
             self.client.publish(pickle.dumps(value))
 
     def _next_value(self) -> Any:

@@ -61,6 +61,7 @@ class MembershipClient:
         self.generation = 0
         self.leaving = False
         self.published: list[bytes] = []
+        self._last_result = -1  # the number of the training whose result has come last
         self.on_change = on_change
         self._changed = threading.Condition()
         self._due = self._next = (
@@ -114,7 +115,10 @@ class MembershipClient:
             case Answer():
                 self._answers[message.request] = message
             case Publish():
-                self.published.append(message.value)
+                # the next rank 0 sends a result again, if it does not know that it was sent
+                if not 0 <= message.training <= self._last_result:
+                    self.published.append(message.value)
+                    self._last_result = max(self._last_result, message.training)
             case Finish(how="stop"):
                 self._signal = message.number
             case Finish(how="leave"):
@@ -180,11 +184,18 @@ class MembershipClient:
         self.leaving = True
         self._tell()
 
-    def publish(self, value: bytes) -> None:
+    def publish(self, value: bytes, training: int = -1) -> None:
         """Keep a value that rank 0 sends to all, for workers that join later; waits until all hosts
         have it.
+
+        Args:
+            value: pickled.
+            training: the number of the training whose result it is; -1 for another value.
+
+        Raises:
+            MembershipChangedError: the generation is over; the value may have been kept.
         """
-        self.request(self.generation, lambda number: Publish(value, number))
+        self.request(self.generation, lambda number: Publish(value, number, training))
 
     def published_value(self, number: int) -> bytes:
         """Return the value that rank 0 sent as number `number`, from 0; waits for it."""

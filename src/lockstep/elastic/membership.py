@@ -106,13 +106,19 @@ class Events(Tagged, frozen=True):
 
 
 class Publish(Tagged, frozen=True):
-    """A value that rank 0 has sent to all before the training, for workers that join later.
+    """A value that rank 0 has sent to all before the training, or the result of a training, for
+    workers that join later.
 
-    A `request` of 0 or more is answered when all hosts have kept it.
+    Attributes:
+        value: pickled.
+        request: a number of 0 or more is answered when all hosts have kept the value.
+        training: the number of the training whose result it is, which the next rank 0 sends again
+            if it does not know that it was sent; -1 for another value.
     """
 
     value: bytes
     request: Integer = -1
+    training: Integer = -1
 
 
 class Wish(Tagged, frozen=True):

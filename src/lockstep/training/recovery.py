@@ -318,6 +318,7 @@ class ElasticRecovery(Recovery):
         self._has_state = False
         self._is_within = False  # an operation
         self._has_joined = False  # a training in which others have done the first steps
+        self._was_left = False  # before its end
         self._is_beginning = False
         self._kept_results: list[Any] = []  # of the operations before the first step
         self._first_results: Iterator[Any] = iter(())
@@ -372,6 +373,9 @@ class ElasticRecovery(Recovery):
         self._is_suspended = True
         self._has_joined = comm.is_joining
         self._kept_results = []
+        self._was_left = False
+        if not comm.is_joining:
+            comm.publish_results()
         comm.keeps_values = False
         try:
             with self._held:
@@ -384,7 +388,11 @@ class ElasticRecovery(Recovery):
             self._state = None
             comm.keeps_values = True
         if takes_part:
-            comm.note_result(state.result)
+            if self._done:
+                comm.forget_results(self._training)
+            comm.note_result(self._training, state.result)
+            if not self._was_left:
+                comm.publish_results()
 
     def _join(self, state: TrainingState, is_one_of_many: bool) -> bool:
         """Become a member at the next boundary; False if the others have completed this training
@@ -434,8 +442,10 @@ class ElasticRecovery(Recovery):
         except InterruptedRunError:  # on all workers
             self._complete()
             raise
-        # the program has left its loop, or an error has ended that: nobody is waited for
+        # The program has left its loop, or an error has ended that: nobody is waited for. The
+        # result counts only if the program goes on.
         except GeneratorExit:
+            self._was_left = True
             leave_later(self._signals, self._client)
             self.suspend()
             raise
@@ -605,6 +615,7 @@ class ElasticRecovery(Recovery):
         self._state.regroup(view.states, all_seen=tuple(view.events) >= tuple(self._commit()))
         if NO_STATE in view.commits:
             self._meet()  # before anybody's program goes on, all that join have its state
+        self._comm.publish_results()
 
     def _share(self, state: TrainingState, view: View, best: Commit) -> None:
         """Give the state of the most advanced worker to those behind it."""

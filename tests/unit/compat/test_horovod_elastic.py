@@ -211,8 +211,14 @@ class Job:
         self.commits: list[Any] = []
         self.is_joining, self.keeps_values = False, True
 
-    def note_result(self, result: object) -> None:
+    def note_result(self, training: int, result: object) -> None:
         assert self.keeps_values
+
+    def forget_results(self, training: int) -> None:
+        """None is kept."""
+
+    def publish_results(self) -> None:
+        """None is kept."""
 
     def regroup_until(
         self,

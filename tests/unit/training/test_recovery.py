@@ -5,6 +5,8 @@ callbacks are given.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +85,7 @@ class Group:
         )
         self.reasons: list[tuple[str, bool]] = []
         self.noted: list[Any] = []
+        self.results: list[Any] = []
         self.endings = [True]
 
     def note(self, *what: Any) -> None:
@@ -96,8 +99,15 @@ class Group:
     def joins_before_result(self) -> bool:
         return True
 
-    def note_result(self, result: object) -> None:
-        self.noted.append(result)
+    def note_result(self, training: int, result: object) -> None:
+        self.results.append(result)
+
+    def forget_results(self, training: int) -> None:
+        """All are published at once."""
+
+    def publish_results(self) -> None:
+        self.noted.extend(self.results)
+        self.results.clear()
 
     def barrier(self) -> None:
         self.noted.append("barrier")
@@ -160,6 +170,27 @@ def test_an_operation_is_repeated_where_it_was_called() -> None:
         recovery.boundary(2.0)
     assert comm.reasons == [("gone", False)] * 3 + [("", True)]
     assert comm.noted == [(0, 3, "folder"), "barrier", "the result"] and comm.keeps_values
+
+
+def test_the_result_of_a_loop_that_was_left_counts_when_the_program_goes_on() -> None:
+    """An error may have left it, also that of a worker that leaves the job."""
+    comm: Any = Group()
+    recovery, state = ElasticRecovery(comm), State()
+
+    def loop() -> Iterator[None]:
+        with (
+            recovery.training(state, 3),
+            suppress(GeneratorExit),
+            recovery.until_all_have_ended(),
+        ):
+            yield
+
+    batches = loop()
+    next(batches)
+    batches.close()
+    assert "the result" not in comm.noted
+    next(loop())
+    assert comm.noted.count("the result") == 1
 
 
 def test_what_rank_0_has_seen_is_noted_before_others_join() -> None:
