@@ -80,6 +80,7 @@ class ElasticCommunicator(Communicator):
     # as in communicators made from this one, which are no members of the job
     keeps_values: bool = False
     trainings: int = 0
+    _results: list[tuple[int, bytes]]  # of trainings, which may not be published yet
 
     @classmethod
     def join(
@@ -99,7 +100,7 @@ class ElasticCommunicator(Communicator):
         self.is_joining = worker.joins
         self.keeps_values = True
         self._replayed = 0
-        self._results: list[tuple[int, bytes]] = []  # of trainings, which may not be published yet
+        self._results = []
         self._store: GenerationStore | None = None
         self._hooks = sys.excepthook, sys.excepthook
         connection = job_client.current()
