@@ -102,6 +102,14 @@ def _base_is_what_parts_are_of() -> bool:
     )
 
 
+def _owners_of_memory_are_counted() -> bool:
+    tensor = torch.zeros(2)
+    storage = tensor.untyped_storage()
+    before = torch._C._storage_Use_Count(storage._cdata)
+    views = [tensor.view(2, 1), tensor[:1]]
+    return bool(torch._C._storage_Use_Count(storage._cdata) == before + len(views))
+
+
 def _version_counts_changes() -> bool:
     tensor = torch.zeros(2)
     before = tensor._version
@@ -458,6 +466,8 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_base": _base_is_what_parts_are_of,
     "_version": _version_counts_changes,
     **{name: _of_sparse(name) for name in ("_nnz", "_indices", "_values")},
+    "_cdata": _owners_of_memory_are_counted,
+    "_storage_Use_Count": _owners_of_memory_are_counted,
     "_foreach_add": _foreach("_foreach_add", 2.0, expected=6),
     "_foreach_add_": _foreach("_foreach_add_", 2.0, expected=6),
     "_foreach_addcmul_": _foreach("_foreach_addcmul_", 2.0, 3.0, expected=10),
