@@ -68,6 +68,7 @@ train.py --lr 0.1 -- -np 3
 --as-host --nnodes 2 --node-rank 1 -np 2 --elastic 2:8 --elastic-start 4 train.py
 -np 4 --heartbeat-timeout 9 --launcher-timeout 60 train.py
 -H a:2,b:3 --elastic 2:8 --heartbeat-timeout 9 --launcher-timeout 60 train.py
+-H a:2,b:3 --elastic 2:8 --pause-timeout inf --launcher-timeout inf train.py
 -np 4 --network '2 hosts, 25Gbit' train.py
 -np 4 --output-dir out train.py
 -np 4 -q --debug --debug-rank 1 train.py
@@ -87,6 +88,8 @@ train.py --lr 0.1 -- -np 3
 --start-timeout nan train.py
 --heartbeat-timeout 0 train.py
 --launcher-timeout never train.py
+--pause-timeout 60 train.py
+--elastic 2:8 --pause-timeout 0 train.py
 --start-method fork train.py
 --elastic 4:2 train.py
 --elastic 0:2 train.py
@@ -180,6 +183,7 @@ SUBMIT = """
 --to slurm -x A=b -x HOME --env C=d --network-interface ib0 --start-timeout 30 train.py
 --to slurm --metrics-port 9400 --metrics-host 0.0.0.0 --metrics-file job.prom --stall-timeout 60 --strict --timeline records train.py
 --to slurm --heartbeat-timeout 9 --launcher-timeout 60 train.py
+--to slurm --elastic 2:8 --pause-timeout 60 train.py
 --to slurm --no-watchdog --output-dir out --tee --no-prefix -q train.py
 --to slurm --gpu-type H100 --gpus 2 --cpus 6 --memory 64G --retries 0 train.py
 --to slurm --name big --folder . --python /far/python --setup 'module load cuda' --setup ls train.py

@@ -526,7 +526,7 @@ class ElasticHost:
             others = names or "the other hosts"
             self._over = Over(
                 f"the training was paused on {self._name} for {limit_s:g} s, because {others} may "
-                "go on (--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT)"
+                "go on (--pause-timeout)"
             )
             self._job = None
 

@@ -902,8 +902,7 @@ class ElasticJob:
         limit_s = self.limits.pause_s
         if time.monotonic() - self._waits_since < limit_s or self.state.stops:
             return
-        option = "--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT"
-        self.failure = f"fewer than {counted(least, 'worker')} for {limit_s:g} s ({option})"
+        self.failure = f"fewer than {counted(least, 'worker')} for {limit_s:g} s (--pause-timeout)"
         self.tell(f"{self.failure}; the job saves and ends")
         self._change_state(stops=(signal.SIGTERM,))
         self.coordinator.stop(signal.SIGTERM)

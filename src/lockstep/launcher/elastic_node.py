@@ -499,10 +499,9 @@ def _knock_until(
                     listener.socket.close()
                     raise LockstepError(describe_ended(own.name))
                 if deadline == math.inf and now - began >= pause_s:
-                    option = "--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT"
                     raise LockstepError(
                         f"no host of the job has let {own.name} in again for {pause_s:g} s "
-                        f"({option})"
+                        "(--pause-timeout)"
                     )
                 if now > deadline:
                     expected = f"a launcher of the job that answers within {seconds:g} s"

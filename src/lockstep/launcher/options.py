@@ -33,6 +33,7 @@ AUTO = 0
 
 _SECONDS = number("a number of seconds, 0 or more", least=0, below=1e9)
 _POSITIVE_SECONDS = number("a number of seconds, above 0", above=0, below=1e9)
+_SECONDS_OR_FOR_EVER = number("a number of seconds, above 0, or inf", above=0)
 
 
 def _node_count(name: str, text: object) -> int:
@@ -163,6 +164,18 @@ class JobOptions:
         help="replace workers that are lost, while the others go on from memory without losing a "
         "step; the training waits below MIN workers, and `lockstep resize` changes their "
         "number up to MAX",
+    )
+    pause_timeout: float | None = option(
+        None,
+        "--pause-timeout",
+        group=WORKERS,
+        metavar="S",
+        parse=_SECONDS_OR_FOR_EVER,
+        to_hosts=True,
+        variable="LOCKSTEP_PAUSE_TIMEOUT",
+        help="seconds for which an elastic job waits below MIN workers, or a host of it for hosts "
+        "that do not answer, until it ends; inf: for ever (default: LOCKSTEP_PAUSE_TIMEOUT, or "
+        "as --stall-timeout)",
     )
     start_method: str = option(
         "forkserver",
@@ -354,12 +367,12 @@ class JobOptions:
         "--launcher-timeout",
         group=HOSTS,
         metavar="S",
-        parse=_POSITIVE_SECONDS,
+        parse=_SECONDS_OR_FOR_EVER,
         to_hosts=True,
         variable="LOCKSTEP_LAUNCHER_TIMEOUT",
         help="seconds after which a launcher is lost that hangs, or is stopped, though its host "
-        "answers (default: LOCKSTEP_LAUNCHER_TIMEOUT, or 120, with --elastic 10; on one host "
-        "none)",
+        "answers; inf: never (default: LOCKSTEP_LAUNCHER_TIMEOUT, or 120, with --elastic 10; on "
+        "one host none)",
     )
     network: VirtualNetwork | None = option(  # noqa: RUF009 - as the others
         None,
@@ -568,6 +581,9 @@ class JobOptions:
             _refuse(needs_it, "not to be given with --no-watchdog, which disables it")
         if self.elastic is not None:
             self._check_elastic(*self.elastic)
+        elif self.pause_timeout is not None:
+            expected = "--elastic as well: other jobs do not wait for workers or hosts"
+            raise ConfigError("pause_timeout", expected, found="no --elastic")
         if self.network is not None:
             several = {
                 "hosts": bool(self.hosts),

@@ -576,7 +576,7 @@ def test_who_waits_for_workers_for_too_long_saves_and_ends(monkeypatch: pytest.M
     assert not world.job.state.stops
     now[0] += 2
     world.job.supervise()
-    reason = "fewer than 2 workers for 600 s (--stall-timeout, or LOCKSTEP_PAUSE_TIMEOUT)"
+    reason = "fewer than 2 workers for 600 s (--pause-timeout)"
     assert (
         world.job.failure == reason
         and world.said[-1] == f"lockstep: {reason}; the job saves and ends"
