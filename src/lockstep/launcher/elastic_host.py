@@ -835,7 +835,7 @@ class ElasticHost:
     def _obey(self, message: HostMessages) -> None:
         match message:
             case JobState():
-                self._state = message
+                self._take_job_state(message)
             case Start():
                 self._memory.started(message.number, message.joins)
                 self._workers.start(message)
@@ -859,6 +859,16 @@ class ElasticHost:
                 reply = self._replies.pop(number, None)
                 if reply is not None:
                     reply(text, accepted)
+
+    def _take_job_state(self, state: JobState) -> None:
+        """Take a newer state of the job. When all workers are started again, all that this host
+        remembers is of earlier ones: if it leads later, workers that join may not be given it.
+        """
+        if state.restarts > self._state.restarts:
+            self._memory = HostMemory(self._me)
+            self._kept.clear()
+            self._events = None
+        self._state = state
 
     def _deliver(self, number: int, message: Any) -> None:
         self._memory.note_down(number, message)
