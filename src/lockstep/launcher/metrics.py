@@ -155,7 +155,7 @@ def metrics_of(totals: JobTotals) -> Iterator[Metric]:
             "Seconds in steps that were not made again, waits for their batches included.",
         ),
         "restarts": (totals.restarts, "How often all workers were started again."),
-        "workers_lost": (totals.lost, "Workers that were lost, have left, or failed."),
+        "workers_lost": (totals.lost, "Workers of an elastic job that were lost or have left."),
         "workers_joined": (totals.joined, "Workers that joined the training later."),
     }
     for name, (value, text) in counters.items():
