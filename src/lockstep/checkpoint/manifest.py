@@ -252,9 +252,8 @@ def _mismatch(folder: Path, name: str, expected: str, got: str) -> CheckpointErr
 
 def _kind(path: Path) -> str:
     try:
-        mode = (
-            path.stat().st_mode
-        )  # not path.exists(), which in Python 3.14 says no where it may not look
+        # not path.exists(), which in Python 3.14 says no where it may not look
+        mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return "nothing of that name"
     return (

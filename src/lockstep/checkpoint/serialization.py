@@ -429,9 +429,8 @@ class TensorFile:
         if self._descriptor is None:
             descriptor = self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             self._close = weakref.finalize(self, os.close, descriptor)
-            self._open_files.append(
-                weakref.ref(self)
-            )  # a reference cycle would keep files open until it is collected
+            # a reference cycle would keep files open until it is collected
+            self._open_files.append(weakref.ref(self))
             if (
                 len(self._open_files) > _MAX_OPEN
                 and (oldest := self._open_files.popleft()()) is not None

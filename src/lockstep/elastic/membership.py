@@ -491,9 +491,8 @@ class Coordinator:
             return
         training = self._training_of(worker)
         trainings = {self._training_of(self._workers[number]) for number in self.members}
-        if (
-            trainings - {training} or training < 0
-        ):  # or it has not told yet what it had to tell at the end of its training
+        # or it has not told yet what it had to tell at the end of its training
+        if trainings - {training} or training < 0:
             self.failure = self.failure or _OUTSIDE
             return
         self._broken = NO_STATE, 0

@@ -187,9 +187,8 @@ def _wait_until_refused(address: str, port: int) -> None:
             suppress(TimeoutError, ConnectionResetError),
         ):
             end.settimeout(max(0.001, deadline - time.monotonic()))
-            end.recv(
-                1
-            )  # a launcher that runs says nothing to a stranger, and one that ends closes this
+            # a launcher that runs says nothing to a stranger, and one that ends closes this
+            end.recv(1)
 
 
 class Mesh:
@@ -521,9 +520,8 @@ class Mesh:
         if knock.host.number >= 0 and knock.to != self.own.number:
             if knock.to in self._former or self.own.number >= 0:
                 self._send(peer, Refused(f"host {knock.to} has joined again, or wants to"))
-            self._close(
-                peer
-            )  # a host that is let in just now, and does not know its number yet, is dialled again
+            # a host that is let in just now, and does not know its number yet, is dialled again
+            self._close(peer)
             return
         if knock.host.number >= 0:
             self._send(peer, Welcome(self._answers))

@@ -250,9 +250,8 @@ class GroupClock:
         at = self._slot(number)
         if self._shared.numbers[at] < number:
             return None
-        with (
-            self._shared.locked() as numbers
-        ):  # so that what was written before is seen, on every processor
+        # so that what was written before is seen, on every processor
+        with self._shared.locked() as numbers:
             return float(numbers[at + 1 + self._rank * _FIELDS + _DONE])
 
     def _slot(self, number: int) -> int:

@@ -98,9 +98,8 @@ class AwakeCore:
                 target=self._spin, name="lockstep awake core", daemon=True
             )
             self._thread.start()
-            time.sleep(
-                _SPINS_BY_S
-            )  # who is idle must not hold Python's lock, which it has given back by then
+            # who is idle must not hold Python's lock, which it has given back by then
+            time.sleep(_SPINS_BY_S)
             self._schedule(os.SCHED_IDLE)
 
     def _spin(self) -> None:

@@ -234,7 +234,8 @@ def _read(path: Path) -> JobDescription | None:
         OSError,
         ValueError,
         RecursionError,
-    ):  # removed by now, or not written by `write_description`
+    ):
+        # removed by now, or not written by `write_description`
         return None
 
 
@@ -259,6 +260,7 @@ def _is_alive(pid: int) -> bool:
     except (
         OSError,
         OverflowError,
-    ):  # it does not exist, or belongs to another user, as the process id was reused
+    ):
+        # it does not exist, or belongs to another user, as the process id was reused
         return False
     return True

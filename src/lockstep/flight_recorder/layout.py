@@ -65,9 +65,8 @@ CHANNEL_WORDS = 2 + CHANNEL_SIZES
 # left, ids of four texts (what, call site, group, name), peer of a message or -1, earlier calls of
 # the group that the backend rejected, tag of a message
 RECORD = struct.Struct("<QQQQQqQddIIIIiIq")
-COMPARED = struct.Struct(
-    "<QQQQQqQ"
-)  # its first fields; all but the first are compared between ranks
+# its first fields; all but the first are compared between ranks
+COMPARED = struct.Struct("<QQQQQqQ")
 
 
 @dataclass(frozen=True, slots=True)

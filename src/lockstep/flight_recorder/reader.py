@@ -182,9 +182,8 @@ class RecorderReader:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            self._map = mmap.mmap(
-                file.fileno(), 0, access=mmap.ACCESS_READ
-            )  # ValueError if the file is empty
+            # ValueError if the file is empty
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.memory = memoryview(self._map)
         try:
             self._open(path)

@@ -142,9 +142,8 @@ class Connection(Generic[In, Out]):
             OSError: the other side is gone.
         """
         with self._lock:
-            if (
-                not self._unsent
-            ):  # who does not read what it was sent does not learn anything from more
+            # who does not read what it was sent does not learn anything from more
+            if not self._unsent:
                 self._unsent += _PING
                 self._flush()
 
@@ -317,9 +316,8 @@ def take_turn(
     on_wake()
     for key in keys:
         current = selector.get_map().get(key.fd)
-        if (
-            current is not None and current.fileobj is key.fileobj
-        ):  # it may have been closed by an earlier one
+        # it may have been closed by an earlier one
+        if current is not None and current.fileobj is key.fileobj:
             key.data()
 
 

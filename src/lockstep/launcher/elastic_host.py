@@ -519,9 +519,8 @@ class ElasticHost:
         if text and text != self._said:
             self._log(f"lockstep: {text}")
         self._said = text
-        self._paused_ticks = (
-            self._paused_ticks + 1 if is_paused else 0
-        )  # in which this launcher has run
+        # in which this launcher has run
+        self._paused_ticks = self._paused_ticks + 1 if is_paused else 0
         if self._paused_ticks * _TICK_S >= limit_s and self._over is None:
             others = names or "the other hosts"
             self._over = Over(
@@ -546,9 +545,8 @@ class ElasticHost:
             for host in self._hosts_in_view()
             if host != self._me and election.is_connected(host)
         ]
-        may_hang = any(
-            self.mesh.silent_s(host) > _HUNG_S for host in connected
-        )  # which holds up the election
+        # which holds up the election
+        may_hang = any(self.mesh.silent_s(host) > _HUNG_S for host in connected)
         if not waits or may_hang or not self.mesh.have_ended(election.unanswered):
             self._alone_since = math.inf
             return

@@ -325,9 +325,8 @@ class ElasticJob:
     _keeping: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     _plan: list[int] = field(default_factory=list)  # hosts for the first workers
     _ranks: dict[int, int] = field(default_factory=dict)  # in the newest view that has the worker
-    _losses: list[str] = field(
-        default_factory=list
-    )  # since the last view of as many workers as the training needs
+    # since the last view of as many workers as the training needs
+    _losses: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.coordinator = self._new_coordinator()
@@ -429,16 +428,14 @@ class ElasticJob:
     def receive(self, number: int, message: Up) -> None:
         """A worker has sent a message."""
         if isinstance(message, Publish) and (number, message.request) in self._published:
-            self.coordinator.to_keep.append(
-                (number, message)
-            )  # asked again, as the launcher that led is gone
+            # asked again, as the launcher that led is gone
+            self.coordinator.to_keep.append((number, message))
             return
         self.coordinator.receive(number, message)
         if self.coordinator.folder != self.state.folder:
             self._change_state(folder=self.coordinator.folder)
-        if (
-            self.state.target > self.coordinator.most
-        ):  # a host has joined before the training had begun
+        # a host has joined before the training had begun
+        if self.state.target > self.coordinator.most:
             self._change_state(target=self.coordinator.most)
 
     def ended(self, host: int, end: Ended) -> None:

@@ -131,9 +131,8 @@ class Listener:
         except OutsideError as error:
             setup.multiplexer.write_message(f"lockstep: {error}")
             found = {(each.address, each.port) for each in host.other_hosts}
-            return sorted(
-                found - {(self.address, self.port)}
-            )  # this host may have taken part under another number
+            # this host may have taken part under another number
+            return sorted(found - {(self.address, self.port)})
         except BaseException:
             self.socket.close()
             raise

@@ -407,9 +407,8 @@ class Election:
             if self._must_confirm or self._wants_another_view:
                 self._begin(self.view)
             return
-        has_lost_leader = (
-            self._links.get(self.leader, Link.CONNECTED) is not Link.CONNECTED
-        )  # it has been connected
+        # it has been connected
+        has_lost_leader = self._links.get(self.leader, Link.CONNECTED) is not Link.CONNECTED
         most_senior = next(host for host in self._hosts if self.is_connected(host))
         if has_lost_leader and most_senior == self.me:
             self._begin(self.view)
@@ -447,9 +446,8 @@ class Election:
         if self.view is None or self.is_outside:
             return
         if vote.view.number != self.view.number + 1:
-            self._send(
-                host, Decided(self.view)
-            )  # one of the two is behind, and the other one answers
+            # one of the two is behind, and the other one answers
+            self._send(host, Decided(self.view))
         elif vote.ballot < self._promised:
             self._send(host, Reject(self._promised))
         else:

@@ -225,9 +225,8 @@ class FixedHosts(OneHost):
         self._silence = SilenceWatch(Patience.of(several_hosts=True))
         self._links: dict[int, _Link] = {}
         self._names: dict[int, str] = {}
-        self._strangers: Strangers[_Link] = Strangers(
-            self._close
-        )  # who have not shown that they know the key
+        # who have not shown that they know the key
+        self._strangers: Strangers[_Link] = Strangers(self._close)
         self._listener: socket.socket | None = None
         self._coordinator: Coordinator | None = None
         self._ended_at: dict[int, float] = {}
@@ -656,9 +655,8 @@ def interface_with_address(address: str) -> str | None:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
-                found = fcntl.ioctl(
-                    probe, 0x8915, struct.pack("256s", name.encode())
-                )  # SIOCGIFADDR
+                # SIOCGIFADDR
+                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     return None

@@ -297,9 +297,8 @@ def _raise_failure(results: WorkerResults, reason: str) -> None:
     """Raise the error of this host's workers, or else `reason`, for which another host ended them,
     if there is one.
     """
-    if (
-        not reason or results.watchdog_report is not None
-    ):  # only this host may have the watchdog's report
+    # only this host may have the watchdog's report
+    if not reason or results.watchdog_report is not None:
         raise_failure(results)
     if reason:
         raise LockstepError(f"the run was ended: {reason}")

@@ -119,6 +119,7 @@ class LineSplitter:
 # --- The terminal that all ranks share
 # --------------------------------------------------------------------------------
 
+# of the terminal: cyan, yellow, magenta, green, blue, and lighter
 _COLOURS = (
     36,
     33,
@@ -130,7 +131,7 @@ _COLOURS = (
     95,
     92,
     94,
-)  # of the terminal: cyan, yellow, magenta, green, blue, and lighter
+)
 _CLEAR = b"\r\x1b[K"
 _LOST = (
     b"lockstep: standard output: no space left on its device; the output of the ranks is lost "
@@ -533,8 +534,7 @@ class RankLogFiles:
         if (rank, stream) not in self._files:
             path = self._folder / f"rank.{rank}"
             path.mkdir(exist_ok=True)
-            for number, name in enumerate(
-                ("stdout", "stderr")
-            ):  # both, even if the rank never writes to one of them
+            # both, even if the rank never writes to one of them
+            for number, name in enumerate(("stdout", "stderr")):
                 self._files[rank, number] = self._stack.enter_context((path / name).open("wb"))
         return self._files[rank, stream]

@@ -40,9 +40,8 @@ def run_quietly(
         KeyboardInterrupt: after Ctrl-C.
     """
     fork_server.check_memory(workers)
-    with environment.with_variables(
-        {"OMP_NUM_THREADS": str(threads)}
-    ):  # a later run may have more workers
+    # a later run may have more workers
+    with environment.with_variables({"OMP_NUM_THREADS": str(threads)}):
         fork_server.start_fork_server()
     options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE, network=network)
     (folder / OUTPUT).mkdir()

@@ -100,7 +100,6 @@ def _finish() -> None:
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
     if sys.exc_info()[1] is not None:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the program is ending, and its failure must still be reported
+        # the program is ending, and its failure must still be reported
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit._run_exitfuncs()

@@ -140,9 +140,8 @@ class _HostLauncher:
         code = self.process.poll()
         if code is not None:
             for thread in self.readers:
-                thread.join(
-                    _READ_S
-                )  # a process that it has started may hold its pipes open forever
+                # a process that it has started may hold its pipes open forever
+                thread.join(_READ_S)
             self.readers.clear()
         return code
 

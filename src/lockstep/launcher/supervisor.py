@@ -358,9 +358,8 @@ class WatchdogFiles:
         already.
         """
         if self.folder is not None:
-            with suppress(
-                OSError, ValueError
-            ):  # the disk is full, or that host runs another version
+            # the disk is full, or that host runs another version
+            with suppress(OSError, ValueError):
                 report = (
                     reports.from_json(failure.report)
                     if failure.report

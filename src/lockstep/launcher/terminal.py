@@ -63,9 +63,8 @@ def lend_terminal(rank: int, others: OutputTarget) -> Iterator[TerminalOutput]:
         raise ConfigError(
             "debug_rank", "a terminal for that rank", found="a process without one"
         ) from None
-    before = signal.signal(
-        signal.SIGTTOU, signal.SIG_IGN
-    )  # a background process takes the terminal back
+    # a background process takes the terminal back
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         yield TerminalOutput(rank, others)
     finally:

@@ -169,9 +169,8 @@ def _set_title(name: str, program: str) -> None:
         import setproctitle
 
         setproctitle.setproctitle(f"{name}: {program}")
-        setproctitle.setthreadtitle(
-            name
-        )  # where the place of the command line is not known: not forked, but spawned
+        # where the place of the command line is not known: not forked, but spawned
+        setproctitle.setthreadtitle(name)
 
 
 def refuse_bad_fork() -> None:
@@ -213,15 +212,13 @@ class _Launcher:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self.client: JobClient | None = None
-        parent = (
-            multiprocessing.parent_process()
-        )  # in an actor of Ray, which ends with its job, there is none
+        # in an actor of Ray, which ends with its job, there is none
+        parent = multiprocessing.parent_process()
         self._pid = 0 if parent is None else parent.pid or 0
         self._liveness = ProcessLiveness({0: self._pid})
         self._silence: SilenceWatch | None = None
-        if (
-            setup.patience is not None
-        ):  # the others know first why this worker ends, and do not take it for dead
+        # the others know first why this worker ends, and do not take it for dead
+        if setup.patience is not None:
             limit_s = setup.patience.limit_s + _OTHERS_FIRST_S
             self._silence = SilenceWatch(replace(setup.patience, limit_s=limit_s))
 
@@ -385,9 +382,8 @@ def _exit_with_report(report: Failure, client: JobClient) -> None:
     _flush()
     client.fail(report)
     may_be_alike = report.pickled and not report.repeats_watchdog
-    if (
-        may_be_alike and environment.elastic_worker() is None
-    ):  # the launcher knows which reports are still to come
+    # the launcher knows which reports are still to come
+    if may_be_alike and environment.elastic_worker() is None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         client.wait_for_release(SAME_ERROR_WAIT_SECONDS)
     raise SystemExit(report.exit_code) from None

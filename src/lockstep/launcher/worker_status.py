@@ -300,9 +300,8 @@ def _error_of_silent_rank(rank: int, results: WorkerResults) -> WorkerError:
     ends = results.ends or {}
     if rank in ends and rank not in codes:
         return WorkerError(results.first_rank + rank, "exit", ends[rank])
-    if (
-        results.signals and rank not in codes
-    ):  # it ended with code 0, or so early that nobody has its code
+    # it ended with code 0, or so early that nobody has its code
+    if results.signals and rank not in codes:
         number = results.signals[0]
         return WorkerError(
             results.first_rank + rank,
@@ -324,9 +323,8 @@ def _ranks_without_report(results: WorkerResults) -> list[int]:
         }
     seen = [rank for rank in results.codes or {} if rank not in reported]
     dead_ranks = [rank for rank in results.dead_ranks if rank not in reported]
-    if (
-        results.watchdog_report is not None
-    ):  # the others were alive when it was made, and were ended afterwards
+    # the others were alive when it was made, and were ended afterwards
+    if results.watchdog_report is not None:
         dead = [
             row.rank - results.first_rank
             for row in results.watchdog_report.ranks
@@ -349,9 +347,8 @@ def _culprit_error(
     """
     own_ranks = range(results.first_rank, results.first_rank + results.workers)
     for row in report.ranks:
-        if (
-            row.rank in report.culprits and row.rank in own_ranks and row.state == "raised"
-        ):  # and joins its threads
+        # and joins its threads
+        if row.rank in report.culprits and row.rank in own_ranks and row.state == "raised":
             kind, _, reason = row.note.partition(": ")
             return WorkerError(
                 row.rank, kind or "exit", _whole_message(kind, reason, row.traceback), row.traceback

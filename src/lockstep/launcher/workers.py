@@ -211,9 +211,8 @@ class Workers:
             if not worker.lives or not worker.pid:
                 continue
             worker.is_ended_here = True
-            if (
-                worker.connection is not None
-            ):  # before it connects, a worker makes a process group of its own
+            # before it connects, a worker makes a process group of its own
+            if worker.connection is not None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker.pid, signal_number)
             self.signal([number], signal_number)

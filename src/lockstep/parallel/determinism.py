@@ -36,9 +36,8 @@ class _Settings(NamedTuple):
     fill: bool
     benchmark: bool
     workspace: str | None
-    compiler: (
-        tuple[Any, ...] | None
-    )  # values for `_COMPILER_SETTINGS`; None while torch.compile is not imported
+    # values for `_COMPILER_SETTINGS`; None while torch.compile is not imported
+    compiler: tuple[Any, ...] | None
 
     @classmethod
     def current(cls) -> _Settings:

@@ -72,12 +72,10 @@ def fingerprint_of(entries: Mapping[str, Any], optimizer: Mapping[str, Any] | No
 
 # Size of a value in bytes → the integer dtype of that size, to view the value's bits.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = 0x9E3779B97F4A7C15 - (
-    1 << 64
-)  # signed odd multiplier: low bits of a factor reach all higher bits of the product
-_CHUNK = (
-    1 << 18
-)  # values of 8 bytes: temporary tensors stay in the cache and are small compared with a model
+# signed odd multiplier: low bits of a factor reach all higher bits of the product
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+# values of 8 bytes: temporary tensors stay in the cache and are small compared with a model
+_CHUNK = 1 << 18
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -151,9 +151,8 @@ class JointPasses:
         self._rows = {}
         if self._comm.size > 1:
             self._comm.allreduce(gathered)
-        self._gathered = (
-            gathered + 0.0
-        )  # -0.0 becomes 0.0, as in a sum with the zeros of other workers
+        # -0.0 becomes 0.0, as in a sum with the zeros of other workers
+        self._gathered = gathered + 0.0
 
 
 def run_joint_passes(

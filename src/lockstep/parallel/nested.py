@@ -277,9 +277,8 @@ def _kind(item: Any) -> Any:
         return "number"
     if isinstance(item, (list, tuple)):
         kinds = [_kind(each) for each in item]
-        return type(item), kinds[0] if len(set(kinds)) == 1 else tuple(
-            kinds
-        )  # of one kind, in any number
+        # of one kind, in any number
+        return type(item), kinds[0] if len(set(kinds)) == 1 else tuple(kinds)
     return type(item)
 
 

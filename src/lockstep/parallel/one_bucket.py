@@ -18,9 +18,8 @@ __all__ = ["MOST_BYTES", "OneBucket"]
 MOST_BYTES = 1 << 20
 """Bytes of the gradients that are sent at once: the first bucket of DistributedDataParallel."""
 
-_MOST_BYTES_OF_NUMBERS = (
-    1 << 16
-)  # for the places of all workers; many numbers cost less in a message of their own
+# for the places of all workers; many numbers cost less in a message of their own
+_MOST_BYTES_OF_NUMBERS = 1 << 16
 
 _DTYPES = (torch.float32, torch.float64)
 

@@ -140,9 +140,8 @@ class _ReplicatedComputation(nn.Module):
         try:
             return self._engine.sums(self._on, _split(data, size, len(self._engine.devices)))
         except ReplicaError as error:
-            if isinstance(
-                error.__cause__, LockstepError
-            ):  # its message is clear without the replica
+            # its message is clear without the replica
+            if isinstance(error.__cause__, LockstepError):
                 raise error.__cause__ from None
             raise
 

@@ -82,9 +82,8 @@ class ConnectAllParameters(nn.Module):
     def forward(self, data: Any, size: int) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Return the module's output, with every parameter connected to the loss."""
         loss, count = self.module(data, size)
-        if (
-            not loss.requires_grad
-        ):  # an error of the model, which the backward pass raises as on one worker
+        # an error of the model, which the backward pass raises as on one worker
+        if not loss.requires_grad:
             return loss, count
         if self._reentrant is None and size:
             self._reentrant = _has_reentrant_checkpoint(loss)

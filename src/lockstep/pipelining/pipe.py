@@ -329,9 +329,8 @@ class Pipeline:
                 "expected a batch with something that the loss counts, got only e.g. ignored labels"
             )
         factor = self._batch_size / count
-        if (
-            count.device.type != "cpu" or factor != 1
-        ):  # reading the factor of another device would wait for it
+        # reading the factor of another device would wait for it
+        if count.device.type != "cpu" or factor != 1:
             scale_gradients(self._gradients(), factor)
         return total / count
 

@@ -168,9 +168,8 @@ class StepObserver(observers.Observer):
         self._passes = 0
         self._device = torch.device("cpu")
         self._cuts = True  # whether batches can be cut
-        self._group = (
-            _Group()
-        )  # of the last step: the script may have destroyed it when the profile is written
+        # of the last step: the script may have destroyed it when the profile is written
+        self._group = _Group()
 
     # --- installation
     # ----------------------------------------------------------------------------------------------
@@ -222,9 +221,8 @@ class StepObserver(observers.Observer):
         number = self._done - self._settings.warm_up
         if number < 0 or not self._cuts_batches:
             return 1.0
-        if (
-            number >= self._settings.steps_run
-        ):  # probes: whole batches and the smallest ones in turn
+        # probes: whole batches and the smallest ones in turn
+        if number >= self._settings.steps_run:
             return self._shares[0 if number % 2 else -1]
         return self._shares[number // _BLOCK % len(self._shares)]
 
@@ -511,9 +509,8 @@ class StepObserver(observers.Observer):
 
     def _start_tracker(self) -> None:
         assert self._optimizer is not None
-        kind = (
-            _PeakOfStep if self._passes == 1 else _PeakOfPasses
-        )  # torch's tracker refuses a second pass
+        # torch's tracker refuses a second pass
+        kind = _PeakOfStep if self._passes == 1 else _PeakOfPasses
         with suppress(Exception):
             self._tracker = kind(self._optimizer, self._parameters)
 

@@ -41,6 +41,7 @@ ASSUMED_SLOWDOWN = 0.1
 STANDS_STILL = 1e6
 """The same on a host all of whose cores compute: what moves data takes its time from computing."""
 
+# of computing, between which step times are linear
 _SCALES = (
     0.5,
     0.8,
@@ -51,7 +52,7 @@ _SCALES = (
     1.5,
     2.0,
     4.0,
-)  # of computing, between which step times are linear
+)
 _DRAWS = 400
 _TOTALS = 64.0  # bytes of loss, sample count and stop flag, which each step of a trainer sums
 

@@ -59,9 +59,8 @@ class RankActor:
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         environment.set_variables(variables)
-        signal.signal(
-            signal.SIGTERM, signal.SIG_DFL
-        )  # as in any other worker; Ray's handler would end the actor
+        # as in any other worker; Ray's handler would end the actor
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         from ..launcher import worker  # loads PyTorch, while the other actors start
 
         self._main = worker.main
@@ -498,9 +497,8 @@ class _Job:
             self._note_failure()
             return
         if end.report is not None:
-            ray.kill(
-                self._ranks[rank]
-            )  # its connections end, as those of any other process that has failed
+            # its connections end, as those of any other process that has failed
+            ray.kill(self._ranks[rank])
             if not end.report.stopped:
                 self._note_failure()
 
@@ -640,9 +638,8 @@ def _node_of_driver() -> str:
     """
     import ray
 
-    with suppress(
-        Exception
-    ):  # under Ray Client there is none; the folder is not part of Ray's stable interface
+    # under Ray Client there is none; the folder is not part of Ray's stable interface
+    with suppress(Exception):
         folder = Path(ray._private.worker._global_node.get_session_dir_path())
         if folder.stat().st_uid == os.getuid():
             return str(ray.get_runtime_context().get_node_id())

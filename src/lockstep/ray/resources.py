@@ -234,9 +234,8 @@ def find_nodes() -> list[Node]:
 
 def has_autoscaler() -> bool:
     """Return whether nodes may be added to the cluster when somebody waits for resources."""
-    with suppress(
-        Exception
-    ):  # none of this is part of Ray's stable interface; Ray has no other way to tell
+    # none of this is part of Ray's stable interface; Ray has no other way to tell
+    with suppress(Exception):
         from ray.autoscaler.v2.utils import is_autoscaler_v2
         from ray.experimental.internal_kv import _internal_kv_get
 

@@ -34,9 +34,8 @@ class Slurm:
         lines = ["#!/bin/bash", *_head(job, logs), "", *_directives(job, logs)]
         if job.request.setup:
             lines += ["", *job.request.setup]
-        values, _ = split_variables(
-            job.variables
-        )  # those without a value are in the shell that calls sbatch
+        # those without a value are in the shell that calls sbatch
+        values, _ = split_variables(job.variables)
         lines += [f"export {name}={shlex.quote(value)}" for name, value in values.items()]
         return "\n".join([*lines, "", *_step(job), "", *_ending(job)]) + "\n"
 

@@ -284,9 +284,8 @@ def _interrupt_and_resume(
 def _check_outcome(subject: Subject, outcome: Outcome, workers: int) -> None:
     __tracebackhide__ = True
     if outcome.error is not None:
-        raise outcome.error.with_traceback(
-            None
-        )  # the launcher's frames tell nothing about the training
+        # the launcher's frames tell nothing about the training
+        raise outcome.error.with_traceback(None)
     if not outcome.entries or outcome.entries == {"result": None}:
         expected = (
             "trained by an optimizer of torch"

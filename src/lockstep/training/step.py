@@ -531,9 +531,8 @@ class TrainStep:
             if self.comm.device.type == "cpu":
                 totals = totals.tolist() if isinstance(totals, torch.Tensor) else totals
                 if not totals[1]:
-                    self._checked_result(
-                        lr, totals, problem
-                    )  # raises the error of a loss that counts nothing
+                    # raises the error of a loss that counts nothing
+                    self._checked_result(lr, totals, problem)
             loss_sum, count, stops = totals[:3]
             seen = StepResult(
                 self.steps_done, loss_sum / count, stops, lr, count, self._samples_of(batch)
@@ -615,9 +614,8 @@ class TrainStep:
             unchanged.note()
         marks = self._replicas.marks(self.steps_done)
         is_compared = self.loss.expect(self.steps_done)
-        joint = (
-            isinstance(self.strategy, Invariant) and self.strategy.joint_layers
-        )  # which do not support fp16
+        # which do not support fp16
+        joint = isinstance(self.strategy, Invariant) and self.strategy.joint_layers
         if self.precision.is_new and not joint:
             parts = self._passes.parts(batch)
             agree_on_loss_scale(self.precision, self._loss, self.strategy, parts, batch.global_size)
@@ -816,9 +814,8 @@ class TrainStep:
             group.setdefault("initial_lr", group["lr"])
         _forget_others(self.optimizer, parameters)
         self.sync_model()
-        self._parameters = parameters_of(
-            self.model, self.optimizer
-        )  # which a strategy may have replaced
+        # which a strategy may have replaced
+        self._parameters = parameters_of(self.model, self.optimizer)
 
     def sync_model(self) -> None:
         """Give all workers rank 0's values, if the model has other parameters than before; called

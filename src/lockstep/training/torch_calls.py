@@ -84,9 +84,8 @@ def run_backward(loss: torch.Tensor, gradient: torch.Tensor) -> None:
     # By its name in that module, where the watchdog replaces it.
     run: Any = getattr(torch.autograd, "_engine_run_backward", None)
     replaced = run is None or torch.autograd.backward is not _backward
-    if replaced or has_torch_function(
-        (loss,)
-    ):  # a class of tensors of its own, or a mode that looks at calls
+    # a class of tensors of its own, or a mode that looks at calls
+    if replaced or has_torch_function((loss,)):
         torch.autograd.backward(loss, gradient)
     else:
         run((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -192,9 +192,8 @@ def find_models() -> Iterator[nn.Module]:
     seen: set[int] = set()
     for module in found:
         own = {id(p) for p in module.parameters()} | {id(buffer) for buffer in module.buffers()}
-        if (
-            id(module) not in inner and own and not own <= seen
-        ):  # an average or a copy has tensors of its own
+        # an average or a copy has tensors of its own
+        if id(module) not in inner and own and not own <= seen:
             seen |= own
             yield module
 

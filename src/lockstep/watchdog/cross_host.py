@@ -376,9 +376,8 @@ class CrossHost:
         now = time.monotonic()
         if exchange is None:
             return
-        if (
-            passed_s > _ABSENT_S
-        ):  # this process was stopped or got no processor: others may have been, too
+        # this process was stopped or got no processor: others may have been, too
+        if passed_s > _ABSENT_S:
             exchange.reset_silence()
             self._failing_since = 0.0
         if self._heartbeat is not None:
@@ -458,9 +457,8 @@ class CrossHost:
         connections with them.
         """
         if self._exchange is not None:
-            with suppress(
-                RuntimeError, ValueError
-            ):  # the others find that this host does not respond
+            # the others find that this host does not respond
+            with suppress(RuntimeError, ValueError):
                 return reports.from_json(self._exchange.publish_report(report.to_json()))
         return report
 

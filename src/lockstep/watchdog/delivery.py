@@ -65,9 +65,8 @@ class StackFile:
         self._recorder = recorder
         self._file: IO[str] = _path(folder, recorder.rank).open("w")
         if threading.current_thread() is threading.main_thread():
-            signal.signal(
-                _STACK_SIGNAL, signal.SIG_IGN
-            )  # takes effect after `close`: a signal may still arrive
+            # takes effect after `close`: a signal may still arrive
+            signal.signal(_STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(_STACK_SIGNAL, file=self._file, all_threads=False, chain=False)
         recorder.set_word(StateWords().stack_signal, _STACK_SIGNAL)
 

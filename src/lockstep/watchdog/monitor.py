@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["GroupMonitor", "Peer"]
 
 _STOPPED_S = 1.0  # a process that was stopped for longer may have been given up by the others
-_FIRST = struct.Struct(
-    "<QQQ"
-)  # number, group key and sequence number: the first fields of a record
+# number, group key and sequence number: the first fields of a record
+_FIRST = struct.Struct("<QQQ")
 _REJECTION_S = (
     5.0  # a call that the backend has not rejected after this time is not going to be rejected
 )
@@ -157,9 +156,8 @@ class GroupMonitor:
         self.peers = [Peer(rank, state.peers[rank]) for rank in others if rank in state.peers]
         self.remote_ranks = tuple(rank for rank in others if rank not in state.peers)
         self._channels: dict[tuple[bool, int, int], int] = {}  # keys, by direction, peer and tag
-        self._warned: set[tuple[str, int]] = (
-            set()
-        )  # differences that are no errors and have been warned about
+        # differences that are no errors and have been warned about
+        self._warned: set[tuple[str, int]] = set()
 
     # --- recording calls
 
@@ -199,9 +197,8 @@ class GroupMonitor:
             number = recorder.enter(*place, call, site.line, *texts, peer, self.rejected, now, tag)
             pending = PendingCall(number, sequence, now)
             if sequence:
-                if (
-                    self.pending and self.completes_on_host
-                ):  # else the monitor thread does: a step queries no device
+                # else the monitor thread does: a step queries no device
+                if self.pending and self.completes_on_host:
                     self.reap_completed()
                 self.pending.append(pending)
         if now - state.last_poll > _STOPPED_S and state.poll_report():

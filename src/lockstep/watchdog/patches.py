@@ -299,9 +299,8 @@ class _Watchdog:
             with self._sockets.tracking(), _creation(self.session, name, ranks, backend, args, kw):
                 group, own = original(group_size, group_rank, ranks, backend, store, *args, **kw)
             self._sockets.retransmit_often()
-            if (
-                not ranks
-            ):  # most backends have synchronised the ranks by now, so that none is late by much
+            # most backends have synchronised the ranks by now, so that none is late by much
+            if not ranks:
                 self._begin(group_size, group_rank, store)
             return self._wrap(self.session, group, ranks, _limit_s(args, kw)), own
 

@@ -271,16 +271,15 @@ class PreflightCheck:
         self._ranks = ranks
         self._swaps = swaps
         self._abandon = abandon
-        self._warned: set[tuple[str, tuple[int, ...]]] = (
-            set()
-        )  # lines and loops that were warned about
+        # lines and loops that were warned about
+        self._warned: set[tuple[str, tuple[int, ...]]] = set()
+        # sequence number and records of the last collective
         self._before: tuple[int, list[RawRecord]] = (
             0,
             [],
-        )  # sequence number and records of the last collective
-        self._patterns: set[tuple[int, ...]] = (
-            set()
-        )  # of digests that an exchange has shown to be no error
+        )
+        # of digests that an exchange has shown to be no error
+        self._patterns: set[tuple[int, ...]] = set()
         self._expected = ExpectedCalls()
         self._order = CallOrder(lambda: self._state.check())
         # operations of the group in which waits cannot be ended
@@ -563,9 +562,8 @@ class PreflightCheck:
         if mismatch.is_error(kind, state.limits.strict):
             state.fail(difference.at(self._key, pending.sequence))
             state.check()
-        elif (
-            state.rank == pair[0] and pair[1] not in state.peers
-        ):  # ranks of one host warn of it themselves
+        elif state.rank == pair[0] and pair[1] not in state.peers:
+            # ranks of one host warn of it themselves
             state.write_message(difference.as_warning())
 
     def _has_warned(self, kind: str, raws: Sequence[RawRecord]) -> bool:

@@ -250,9 +250,8 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
                 made = functools.partial(method, self, *args, **kwargs)
                 work = monitor.preflight.run(pending, made, operation)
             if work is not None:
-                _wait(
-                    work, monitor
-                )  # also if it has failed by now, so that its root cause is raised
+                # also if it has failed by now, so that its root cause is raised
+                _wait(work, monitor)
         except BaseException as error:
             _failed(monitor, pending, error)
             raise

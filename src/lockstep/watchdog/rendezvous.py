@@ -31,9 +31,8 @@ __all__ = ["NoSpaceError", "Rendezvous", "rendezvous"]
 
 Hosts = tuple[tuple[int, ...], ...]
 
-_TIMEOUT = timedelta(
-    seconds=60
-)  # the other ranks make the same group now; one without a watchdog does not answer
+# the other ranks make the same group now; one without a watchdog does not answer
+_TIMEOUT = timedelta(seconds=60)
 
 
 class NoSpaceError(LockstepError):
@@ -135,9 +134,8 @@ def rendezvous(
     records = environment.records_dir()
     base = jobs.default_base() if records is None else ""
     address = _own_address(store)
-    if (
-        records is not None
-    ):  # two launchers on one host have a folder each, and read nothing in that of the other
+    # two launchers on one host have a folder each, and read nothing in that of the other
+    if records is not None:
         host_key = f"{host_key} {records}"
     mine = messages.encode(
         HostInfo([(rank, rank + 1)], secrets.token_hex(6), base, [address], host_key)
@@ -227,9 +225,8 @@ def _own_address(store: Any) -> str:
         store = store.underlying_store
     host = getattr(store, "host", "")
     found = ""
-    for name in (
-        (host,) if host else (socket.gethostname(), "192.0.2.1", "localhost")
-    ):  # the second: the default route
+    # the second: the default route
+    for name in (host,) if host else (socket.gethostname(), "192.0.2.1", "localhost"):
         with suppress(OSError):
             found = address_towards(name)
             if not found.startswith("127."):  # as many hosts resolve their own name

@@ -170,9 +170,8 @@ class Session:
             except Exception:  # a failure to collect the details must not hold the error back
                 made = make_report(finding, {}, {}, state.recorder.world_size)
             first = self.cross_host.publish_report(made)
-            with suppress(
-                OSError
-            ):  # no space, or the folder is gone: this rank at least raises the error
+            # no space, or the folder is gone: this rank at least raises the error
+            with suppress(OSError):
                 reports.write_once(state.folder, first)
             if not self.poll_report():
                 self.adopt_report(first)
@@ -303,9 +302,8 @@ class MonitorThread:
         """End the thread."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(
-                2.0
-            )  # the interpreter must not exit while the thread is in a call of the store
+            # the interpreter must not exit while the thread is in a call of the store
+            self._thread.join(2.0)
         if self._log is not None:
             with suppress(OSError):  # the disk is full
                 self._log.close()
@@ -430,9 +428,8 @@ class MonitorThread:
             return None
         own = self._state.own.raw(first.number)
         for peer in monitor.peers:
-            if (
-                own is not None
-            ):  # two ranks that have called at the same moment have both missed the difference
+            # two ranks that have called at the same moment have both missed the difference
+            if own is not None:
                 monitor.compare_with(peer, own, raises=False)
         missing = monitor.missing_ranks(first.sequence)
         if not missing:

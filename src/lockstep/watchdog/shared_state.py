@@ -79,9 +79,8 @@ class GraphCaptures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # no capture begins during a query
-        self._open: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # weak: a graph that is dropped is not captured any more
+        # weak: a graph that is dropped is not captured any more
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def are_open(self) -> bool:

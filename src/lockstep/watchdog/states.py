@@ -114,9 +114,8 @@ def exception_line(traceback: str) -> str:
 
 
 def _call(record: Record) -> Call:
-    batch = (
-        None if record.finished else record.batch
-    )  # after its loop a collective belongs to no batch
+    # after its loop a collective belongs to no batch
+    batch = None if record.finished else record.batch
     return Call(
         record.what,
         record.call_site,
@@ -234,9 +233,8 @@ def wait_in(reader: RecorderReader, raw: RawRecord) -> Wait:
         number = reader.channel_messages(own) - sum(
             (each.key, each.tag) == (raw.key, raw.tag) for each in after
         )
-        sources = (
-            (source, -1) if is_send else (source,)
-        )  # a receive from any rank may have been posted for it
+        # a receive from any rank may have been posted for it
+        sources = (source, -1) if is_send else (source,)
         channels = [channel_key(not is_send, raw.key, each, target, raw.tag) for each in sources]
     moved = reader.state_word(_WORDS.moved)
     return Wait(
@@ -626,9 +624,8 @@ def _joined_calls(records: Mapping[int, Record | None]) -> tuple[RankCalls, ...]
     first: dict[tuple[str, str] | None, Call | None] = {}
     for rank, record in records.items():
         call = None if record is None else _call(record)
-        if (
-            call is not None and not in_one_loop
-        ):  # batches of different loops say nothing about each other
+        # batches of different loops say nothing about each other
+        if call is not None and not in_one_loop:
             call = structs.replace(call, batch=None)
         same = (call.what, call.call_site) if call is not None else None
         ranks_by_call.setdefault(same, []).append(rank)

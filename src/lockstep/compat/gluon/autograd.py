@@ -104,9 +104,8 @@ def set_grad_req(leaf: torch.Tensor, grad_req: str = "write") -> None:
     leaf._lockstep_grad_req = grad_req  # type: ignore[attr-defined]
     if grad_req == "null" or hasattr(leaf, "_lockstep_hook") or is_lazy(leaf):
         return
-    reference = weakref.ref(
-        leaf
-    )  # the tensor holds the hook: a strong reference would keep both alive
+    # the tensor holds the hook: a strong reference would keep both alive
+    reference = weakref.ref(leaf)
 
     def clear_gradient(
         _: torch.Tensor,

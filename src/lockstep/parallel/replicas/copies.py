@@ -89,9 +89,8 @@ def copy_module(module: nn.Module, device: torch.device, shared: bool = False) -
         for attribute, value in vars(layer).items():
             if "hooks" in attribute:
                 memo[id(value)] = value
-            elif (
-                isinstance(value, torch.Tensor) and not value.is_leaf
-            ):  # set by an earlier forward pass
+            elif isinstance(value, torch.Tensor) and not value.is_leaf:
+                # set by an earlier forward pass
                 memo[id(value)] = value.detach().to(device, copy=True)
     try:
         return copy.deepcopy(module, memo)

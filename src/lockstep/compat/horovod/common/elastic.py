@@ -100,9 +100,8 @@ class State:
     def _note_wishes(self, training: ElasticTraining) -> None:
         """Record what this rank knows of the membership of an elastic job."""
         training.commits = self._commits
-        now = max(
-            time.time(), self._last_updated_timestamp + 1e-3
-        )  # later than the last one, whatever the clock says
+        # later than the last one, whatever the clock says
+        now = max(time.time(), self._last_updated_timestamp + 1e-3)
         if training.wants_to_regroup():
             self.on_hosts_updated(now, HostUpdateResult.mixed)
         if training.stop_signal:
@@ -207,9 +206,8 @@ def _run_until_complete(
                 state.sync()
             if training is not None:
                 state._commits = training.note_sync()
-                failed_at = (
-                    -1 if failed_at < 0 else state._commits
-                )  # what rank 0 had saved is what all go on from
+                # what rank 0 had saved is what all go on from
+                failed_at = -1 if failed_at < 0 else state._commits
             result = func()
             if training is not None:
                 training.complete()

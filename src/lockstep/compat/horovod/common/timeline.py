@@ -292,6 +292,5 @@ def _reset_after_fork() -> None:
     _timeline = operation_log.active = None
 
 
-os.register_at_fork(
-    after_in_child=_reset_after_fork
-)  # the log belongs to the process that opened it
+# the log belongs to the process that opened it
+os.register_at_fork(after_in_child=_reset_after_fork)

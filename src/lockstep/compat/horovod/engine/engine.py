@@ -184,9 +184,8 @@ class Engine:
         """
         inspector = self._inspector
         self._inspector = None
-        if (
-            inspector is not None and self._in_cycle
-        ):  # another thread is in a collective, which is about to be aborted
+        # another thread is in a collective, which is about to be aborted
+        if inspector is not None and self._in_cycle:
             inspector.publish_reason(f"rank {self.comm.rank}: {reason}")
         self._abort(reason)
         if inspector is not None:
@@ -315,9 +314,8 @@ class Engine:
             self._unannounced.clear()
         if self._in_cycle or (isinstance(cause, Exception) and not is_transport_error(cause)):
             abort_waits(self.comm)  # an error of the transport has reached the other ranks already
-        if (
-            not self._in_cycle
-        ):  # otherwise the thread in the cycle destroys the group when it returns
+        # otherwise the thread in the cycle destroys the group when it returns
+        if not self._in_cycle:
             self._collectives.close()
             destroy_group(self.comm)
         self._changed.notify_all()

@@ -270,9 +270,8 @@ def _alltoall(comm: Communicator, request: Request) -> tuple[torch.Tensor, list[
 
 
 def _allreduce_outputs(comm: Communicator, request: Request) -> list[torch.Tensor]:
-    return list(
-        request.outputs
-    )  # `execute` has reduced them, together with those of the other requests
+    # `execute` has reduced them, together with those of the other requests
+    return list(request.outputs)
 
 
 def _split(comm: Communicator, request: Request) -> Communicator | None:

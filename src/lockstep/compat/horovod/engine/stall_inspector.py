@@ -322,9 +322,8 @@ class StatusBoard:
     def _open(self) -> Any:
         if self._store is None:
             store = self._default_store
-            if hasattr(
-                store, "clone"
-            ):  # a separate connection: the program's own may be blocked in a call
+            # a separate connection: the program's own may be blocked in a call
+            if hasattr(store, "clone"):
                 store = store.clone()
                 store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
             self._store = c10d.PrefixStore(self._prefix, store)
@@ -422,9 +421,8 @@ class StallInspector:
             isinstance(error, LockstepError) and error.report_json
         ):
             return error
-        if isinstance(
-            error, MembershipChangedError
-        ):  # in an elastic job, whose launcher knows who is lost
+        # in an elastic job, whose launcher knows who is lost
+        if isinstance(error, MembershipChangedError):
             return error
         if not is_transport_error(error):
             self._board.publish_reason(f"rank {self._rank}: {type(error).__name__}: {error}")
@@ -450,7 +448,8 @@ class StallInspector:
                 OSError,
                 ValueError,
                 RuntimeError,
-            ):  # the host is short of a resource; the next check tries again
+            ):
+                # the host is short of a resource; the next check tries again
                 continue
 
     def _inspect(self) -> None:

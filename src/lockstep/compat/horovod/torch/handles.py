@@ -133,9 +133,8 @@ def tensor_signature(tensors: Sequence[torch.Tensor], skip_dims: int = 0) -> Sig
         skip_dims: how many leading dimensions may differ between ranks: 0 or 1.
     """
     label = "shape but for the first dimension" if skip_dims else "shape"
-    device = (
-        "cpu" if tensors[0].is_cpu else tensors[0].device.type
-    )  # torch creates an object for each `device`
+    # torch creates an object for each `device`
+    device = "cpu" if tensors[0].is_cpu else tensors[0].device.type
     if len(tensors) == 1:
         (tensor,) = tensors
         return ("dtype", tensor.dtype), (label, tuple(tensor.shape[skip_dims:])), ("device", device)

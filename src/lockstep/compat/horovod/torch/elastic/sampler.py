@@ -44,9 +44,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = self.processed_num = 0
-        self._other_indices: set[int] = (
-            set()
-        )  # processed samples that `processed_num` does not count
+        # processed samples that `processed_num` does not count
+        self._other_indices: set[int] = set()
         self.indices: list[int] = []
         self.reset()
 
