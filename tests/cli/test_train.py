@@ -292,6 +292,7 @@ def test_a_run_that_fails_at_once_spares_its_neighbours(folder: Path) -> None:
         )
         module.write("def other(net, _):\n    import pathlib\n    if net.training:\n")
         module.write("        pathlib.Path('runs/another').mkdir(parents=True, exist_ok=True)\n")
+        module.write("        raise lockstep.errors.DataError('unreadable')\n")
     assert run("--model", "mine:beside") == 1
     assert [path.name for path in (folder / "runs").iterdir()] == ["another"]
 
