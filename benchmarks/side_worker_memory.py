@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--shard-optimizer", action="store_true")
     args = parser.parse_args()
     comm = lockstep.init("cpu")
     (args.folder / f"{comm.rank}.pid").write_text(str(os.getpid()))
@@ -44,6 +45,7 @@ def main() -> None:
         lockstep.models.next_token_loss,
         virtual_workers=VIRTUAL_WORKERS,
         max_grad_norm=0.5,
+        shard_optimizer=args.shard_optimizer,
     )
     data = TensorDataset(texts[:, :-1], texts[:, 1:])
     loader = lockstep.Loader(data, VIRTUAL_WORKERS, virtual_workers=VIRTUAL_WORKERS)
@@ -56,7 +58,7 @@ def main() -> None:
     found = {
         "resident": next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")),
         "processor": round(min(processor[1:]), 3),
-        "fingerprint": lockstep.fingerprint(model, optimizer)[:12],
+        "fingerprint": step.fingerprint()[:12],
     }
     (args.folder / f"{comm.rank}.json").write_text(json.dumps(found))
 

@@ -1,5 +1,5 @@
 """Measures how much memory each worker needs at its peak, with virtual workers, on one worker and
-on several.
+on several, with the optimizer whole on each and divided among them.
 
 Each job trains a GPT for a few steps with AdamW; its optimizer state is all there after the first.
 This program watches the workers from outside: the peak of the resident set (VmHWM), and the largest
@@ -94,8 +94,9 @@ def main() -> None:
     size = args.size or ("1M" if args.quick else "100M")
     jobs = []
     for workers in args.workers or WORKERS:
-        jobs.append(measure(size, workers, []))
-        print(json.dumps(jobs[-1]), flush=True)
+        for options in [[], ["--shard-optimizer"]] if workers > 1 else [[]]:
+            jobs.append(measure(size, workers, options))
+            print(json.dumps(jobs[-1]), flush=True)
     fingerprints = {job["fingerprint"] for job in jobs}
     if len(fingerprints) > 1:
         raise SystemExit(f"the jobs have different weights: {sorted(fingerprints)}")

@@ -230,7 +230,7 @@ TRAIN = """
 --workers 1 --compile --compile-mode reduce-overhead --no-channels-last --epochs 7 --schedule step
 --workers 1 --warmup-epochs 0.5 --base-batch-size 50 --seed 11 --checkpoint-every 20steps --async-save
 --workers 1 --replica-check 7 --keep-checkpoints 5 --run-dir somewhere --log tensorboard --loader-workers 2 --quiet
---workers 1 --virtual-workers 12 --threads 3 --allow-different-hardware --sync-batchnorm
+--workers 1 --virtual-workers 12 --threads 3 --allow-different-hardware --sync-batchnorm --shard-optimizer
 --workers 1 --strategy replicas --devices cpu,cpu --max-steps-in-flight 4
 --workers 1 --virtual-workers 4 --on-spike skip --cross-check 10
 --workers 1 --model gpt --data text:book.txt --context 64 --layers 2 --heads 2 --width 32 --dropout 0.1

@@ -18,10 +18,11 @@ from .gradient_buckets import Bucket, GradientExchange, Gradients
 from .shards import bounds
 from .tree_sum import Node, TreeSum, is_left_fold, nodes
 
-__all__ = ["BucketExchange", "PiecesInFlight", "SubtreeLayout", "gather_sum"]
+__all__ = ["BucketExchange", "OwnerExchange", "PiecesInFlight", "SubtreeLayout", "gather_sum"]
 
 
 _GRADIENTS = "gradient all-reduce"  # what the watchdog calls these collectives
+_REDUCED = "gradient reduction"
 # The first is the name since torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -83,6 +84,9 @@ class SubtreeLayout:
 # gradients.
 _PIECE = 2 << 20
 _PIECES = 4
+# Bytes of gradients that have been sent to their owners and may not have arrived: beyond it, a
+# backward pass waits.
+_UNFINISHED = 64 << 20
 
 
 class PiecesInFlight:
@@ -97,6 +101,22 @@ class PiecesInFlight:
     def __init__(self) -> None:
         self._partial_sums: deque[tuple[Any, Callable[[], None]]] = deque()
         self._sums: deque[tuple[Any, Callable[[], None]]] = deque()
+        self._whole: deque[tuple[Any, torch.Tensor | None]] = deque()
+        self._whole_bytes = 0
+
+    def add_whole(self, work: Any, memory: torch.Tensor | None) -> None:
+        """Note a message, and keep the memory that is needed until it has arrived; of that there is
+        a limited amount.
+        """
+        self._whole.append((work, memory))
+        self._whole_bytes += 0 if memory is None else memory.nbytes
+        while self._whole and (self._whole_bytes > _UNFINISHED or self._whole[0][0].is_completed()):
+            self._take_whole()
+
+    def _take_whole(self) -> None:
+        work, memory = self._whole.popleft()
+        work.wait()
+        self._whole_bytes -= 0 if memory is None else memory.nbytes
 
     def add_partial_sums(self, work: Any, on_arrival: Callable[[], None]) -> None:
         """Note a message, whose values `on_arrival` adds up when too many others have been sent
@@ -121,11 +141,15 @@ class PiecesInFlight:
         """Wait for all sums."""
         while self._sums:
             _take_first(self._sums)
+        while self._whole:
+            self._take_whole()
 
     def abandon(self) -> None:
         """Forget the pieces of a step that was not completed."""
         self._partial_sums.clear()
         self._sums.clear()
+        self._whole.clear()
+        self._whole_bytes = 0
 
 
 def _take_first(messages: deque[tuple[Any, Callable[[], None]]]) -> None:
@@ -227,15 +251,90 @@ class BucketExchange(GradientExchange):
         return sums
 
 
+class OwnerExchange(GradientExchange):
+    """Sums one bucket's gradients over the workers, for the owner of its parameters alone.
+
+    The additions are those of `BucketExchange`, in the same order. The sums are in the memory of
+    the owner's own gradients; those of the others are freed as soon as they have been sent.
+
+    Args:
+        bucket: the bucket, whose parameters have one owner.
+        layout: the subtrees of each worker.
+        pieces: those of all buckets that are under way.
+        owner: the rank of the owner.
+    """
+
+    def __init__(
+        self, bucket: Bucket, layout: SubtreeLayout, pieces: PiecesInFlight, owner: int
+    ) -> None:
+        self._bucket = bucket
+        self._layout = layout
+        self._pieces = pieces
+        self._owner = owner
+        self._owns = layout.comm.rank == owner
+        self._plain = layout.is_plain_sum(bucket.parameters[0])
+        self._sums: Gradients = []
+
+    def start(self, partial_sums: list[tuple[Node, Gradients]]) -> None:
+        """Start to send the sums over this worker's subtrees."""
+        rows: list[torch.Tensor] = []
+        for _, gradients in partial_sums:
+            row, views = _in_one_memory(self._bucket, gradients)
+            if self._owns and not rows:
+                self._sums = views
+            rows.append(row)
+        with named(_REDUCED):
+            if self._plain:
+                work = dist.reduce(
+                    rows[0], group=self._layout.comm.group, group_dst=self._owner, async_op=True
+                )
+                self._pieces.add_whole(work, None if self._owns else rows[0])
+                return
+            length = _PIECE // rows[0].element_size()
+            for start in range(0, rows[0].numel(), length):
+                self._start_piece([row[start : start + length] for row in rows])
+
+    def _start_piece(self, rows: list[torch.Tensor]) -> None:
+        layout = self._layout
+        length = rows[0].numel()
+        sent = rows[0] if len(rows) == 1 else torch.cat(rows)
+        send_sizes = [0] * layout.comm.size
+        send_sizes[self._owner] = sent.numel()
+        receive_sizes = [len(subtrees) * length if self._owns else 0 for subtrees in layout.by_rank]
+        received = sent.new_empty(sum(receive_sizes))
+        work = dist.all_to_all_single(
+            received, sent, receive_sizes, send_sizes, group=layout.comm.group, async_op=True
+        )
+
+        def add_up() -> None:
+            if self._owns:
+                rows[0].copy_(layout.add_rows(list(received.view(-1, length).unbind())))
+
+        self._pieces.add_partial_sums(work, add_up)
+
+    def add_up(self) -> None:
+        """Add up what this worker owns."""
+        self._pieces.add_up()
+
+    def wait(self) -> Gradients:
+        """Wait for the sums, and return one for each parameter of the bucket at its owner; None for
+        each elsewhere.
+        """
+        self._pieces.wait()
+        sums = self._sums if self._owns else [None] * len(self._bucket.parameters)
+        self._sums = []
+        return sums
+
+
 def _in_one_memory(bucket: Bucket, gradients: Gradients) -> tuple[torch.Tensor, Gradients]:
     """Return the gradients of a bucket as one flat tensor, and a view of it for each parameter.
 
     The gradient of a bucket's only parameter is not copied.
     """
+    memory = bucket.memory_of(gradients)
+    if memory is not None:
+        return memory, gradients
     first = bucket.parameters[0]
-    only = gradients[0]
-    if len(gradients) == 1 and only is not None and bucket.has_strides(only):
-        return only.as_strided((only.numel(),), (1,)), gradients
     # Zeros, because the gaps between parameters are sent and added as well.
     flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
     # Through .data each has a version of its own, by which a change of one gradient is told from

@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,24 @@ from ..checkpoint.names import plain_names
 from ..errors import ConfigError
 
 __all__ = [
+    "HAS_PART_OF_STATE",
     "INTEGERS",
     "checksum",
     "checksum_of",
+    "combined_checksum",
     "fingerprint",
     "fingerprint_of",
+    "kind_of",
     "mix_bits",
 ]
 
 
 class _Digest(Protocol):
     def update(self, data: Any, /) -> None: ...
+
+
+HAS_PART_OF_STATE: WeakSet[Optimizer] = WeakSet()
+"""Optimizers of this worker whose state is divided among the workers."""
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
@@ -45,7 +53,8 @@ def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
         64 hexadecimal digits.
 
     Raises:
-        ConfigError: if a value is neither a plain dense tensor nor a plain Python value.
+        ConfigError: if a value is neither a plain dense tensor nor a plain Python value, or the
+            optimizer's state is divided among the workers.
 
     Examples:
         >>> import copy, lockstep
@@ -53,6 +62,14 @@ def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
         >>> lockstep.fingerprint(model) == lockstep.fingerprint(copy.deepcopy(model))
         True
     """
+    if optimizer in HAS_PART_OF_STATE:
+        raise ConfigError(
+            "optimizer",
+            "one whose whole state this worker has",
+            found="one of shard_optimizer=True",
+            hint="TrainStep.fingerprint(), or trainer.step.fingerprint(), covers all of it; all "
+            "workers call it.",
+        )
     entries = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
     return fingerprint_of(entries, None if optimizer is None else optimizer.state_dict())
 
@@ -117,11 +134,23 @@ def checksum_of(tensors: Sequence[Tensor]) -> Tensor:
     Returns:
         0-dim tensor of int64, at least 0.
     """
-    kinds = zlib.crc32(repr([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]).encode())
+    kinds = [kind_of(tensor) for tensor in tensors]
     if not tensors:
-        return torch.tensor(kinds)
-    sums = torch.stack([checksum(tensor) for tensor in tensors])
-    total = mix_bits(sums, torch.arange(len(sums), device=sums.device)).sum() + kinds
+        return combined_checksum(kinds, torch.empty(0, dtype=torch.int64))
+    return combined_checksum(kinds, torch.stack([checksum(tensor) for tensor in tensors]))
+
+
+def kind_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return what `checksum_of` covers of a tensor besides its values."""
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def combined_checksum(kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]], sums: Tensor) -> Tensor:
+    """Return `checksum_of` of tensors, given the `kind_of` and the `checksum` of each."""
+    number = zlib.crc32(repr(list(kinds)).encode())
+    if not kinds:
+        return torch.tensor(number)
+    total = mix_bits(sums, torch.arange(len(sums), device=sums.device)).sum() + number
     return (total ^ (total >> 31)) & ((1 << 62) - 1)
 
 

@@ -4,7 +4,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -15,12 +15,15 @@ from ..errors import ConfigError
 from .tree_sum import Node, TreeSum
 
 __all__ = [
+    "ALONE",
+    "BUCKET",
     "Bucket",
     "GradientExchange",
     "GradientHooks",
     "Gradients",
+    "flat_memory",
+    "group_parameters",
     "in_own_memory",
-    "make_buckets",
     "refuse_further_pass",
     "separate_gradients",
     "view_like",
@@ -46,6 +49,14 @@ class GradientExchange(Protocol):
     def wait(self) -> Gradients:
         """Wait for the sums, and return one for each parameter of the bucket."""
 
+
+BUCKET = 4 << 20
+"""Bytes of a bucket that is sent: large enough to amortise the latency of a message, small enough
+that the first one is sent early.
+"""
+
+ALONE = 1 << 20
+"""From so many bytes on a tensor is sent by itself, from where it is."""
 
 # Elements: the offset of a parameter in a flat tensor is a multiple of 64 bytes of float32, as
 # torch's allocations are, so that kernels see the same alignment in a bucket as in a separate
@@ -117,13 +128,16 @@ class Bucket:
             node, [None if gradient is None else in_own_memory(gradient) for gradient in gradients]
         )
 
-    def has_strides(self, gradient: torch.Tensor) -> bool:
-        """Return whether the gradient of the bucket's only parameter has the strides of its view of
-        a flat tensor, and no gaps.
+    def memory_of(self, gradients: Gradients) -> torch.Tensor | None:
+        """Return the memory of the gradient of the bucket's only parameter, flat, if it has the
+        strides that its view of a flat tensor has; None otherwise.
         """
         parameter = self.parameters[0]
+        only = gradients[0]
+        if len(gradients) > 1 or only is None:
+            return None
         expected = parameter if _is_dense(parameter) else torch.empty_like(parameter, device="meta")
-        return gradient.stride() == expected.stride()
+        return flat_memory(only) if only.stride() == expected.stride() else None
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of `flat` for each parameter; `flat` is a 1-d tensor of at least `numel`
@@ -205,6 +219,13 @@ def view_like(parameter: torch.Tensor, flat: torch.Tensor, start: int) -> torch.
     return flat.as_strided(parameter.shape, strides, flat.storage_offset() + start)
 
 
+def flat_memory(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the elements of a tensor as a flat view, in the order of memory; None if there are
+    gaps between them.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else None
+
+
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements fill one range of memory without gaps and without overlaps."""
     expected = 1
@@ -229,38 +250,36 @@ def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
     return offsets, numel
 
 
-def make_buckets(
+def group_parameters(
     parameters: Sequence[nn.Parameter],
     limit: int | None,
     alone: int | None,
-    make: Callable[[Sequence[nn.Parameter]], Bucket],
-) -> list[Bucket]:
-    """Group `parameters` into buckets of one dtype and device each.
+    owner_of: Mapping[torch.Tensor, int] | None = None,
+) -> list[list[nn.Parameter]]:
+    """Return groups of `parameters` that are sent together: each of one dtype, device and owner.
 
-    Buckets are sorted by the order in which they are complete when gradients arrive in the order of
+    Groups are sorted by the order in which they are complete when gradients arrive in the order of
     `parameters`.
 
     Args:
         parameters: the parameters.
-        limit: bytes of a bucket, about; None for no limit.
-        alone: bytes from which on a parameter has a bucket of its own; None if none has.
-        make: makes a bucket.
+        limit: bytes of a group, about; None for no limit.
+        alone: bytes from which on a parameter has a group of its own; None if none has.
+        owner_of: the rank of the owner of each; None if they have none.
     """
-    open_groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    open_groups: dict[object, list[nn.Parameter]] = {}
     full_groups: list[list[nn.Parameter]] = []
     for p in parameters:
         if alone is not None and p.nbytes >= alone:
             full_groups.append([p])
             continue
-        group = open_groups.setdefault((p.dtype, p.device), [])
+        key = p.dtype, p.device, None if owner_of is None else owner_of[p]
+        group = open_groups.setdefault(key, [])
         group.append(p)
-        if limit is not None and sum(q.numel() * q.element_size() for q in group) >= limit:
-            full_groups.append(open_groups.pop((p.dtype, p.device)))
+        if limit is not None and sum(q.nbytes for q in group) >= limit:
+            full_groups.append(open_groups.pop(key))
     position = {id(p): number for number, p in enumerate(parameters)}
-    groups = sorted(
-        [*full_groups, *open_groups.values()], key=lambda group: position[id(group[-1])]
-    )
-    return [make(group) for group in groups]
+    return sorted([*full_groups, *open_groups.values()], key=lambda group: position[id(group[-1])])
 
 
 def _check_dense(gradients: Gradients) -> None:

@@ -4,8 +4,7 @@ on any worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,26 +12,27 @@ from torch import nn
 from .. import observers
 from ..communicator import Communicator
 from ..errors import ConfigError
-from .bucket_exchange import BucketExchange, PiecesInFlight, SubtreeLayout, gather_sum
+from .bucket_exchange import (
+    BucketExchange,
+    OwnerExchange,
+    PiecesInFlight,
+    SubtreeLayout,
+    gather_sum,
+)
 from .gradient_buckets import (
+    ALONE,
+    BUCKET,
     Bucket,
     GradientExchange,
     GradientHooks,
     Gradients,
-    make_buckets,
+    group_parameters,
     refuse_further_pass,
 )
 from .shards import bounds, check_virtual_workers
 from .tree_sum import Node, TreeSum
 
 __all__ = ["Reducer"]
-
-
-# Bytes of a bucket: large enough to amortise the latency of a message, small enough that the first
-# one is sent early.
-_BUCKET = 4 << 20
-# From so many bytes on a gradient is sent by itself, without a copy.
-_ALONE = 1 << 20
 
 
 class Reducer:
@@ -59,6 +59,8 @@ class Reducer:
         exchange: makes another exchange for a bucket, by which those of several workers find each
             other: a bucket is sent as soon as it is complete, on each worker in an order of its
             own. None for exchanges over `comm`, which all workers start in one order.
+        owner_of: the rank of the owner of each parameter, who alone gets its sum; on the others its
+            gradient is None after a step. None if all workers get all sums.
 
     Attributes:
         local_shards: the numbers of this worker's shards.
@@ -76,6 +78,7 @@ class Reducer:
         *,
         one_pass: bool,
         exchange: Callable[[Bucket], GradientExchange] | None = None,
+        owner_of: Mapping[torch.Tensor, int] | None = None,
     ) -> None:
         self.comm = comm
         self.one_pass = one_pass
@@ -90,8 +93,9 @@ class Reducer:
         self._any_order = exchange is not None
         self._exchange = exchange
         self._pieces = PiecesInFlight()
+        self._owner_of = owner_of
         if exchange is None and comm.size > 1:
-            self._exchange = partial(BucketExchange, layout=self._layout, pieces=self._pieces)
+            self._exchange = self._exchange_of
         self._trained: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
         self._hooks = GradientHooks()
@@ -171,11 +175,19 @@ class Reducer:
             for p in trained:
                 p.grad = None
 
+    def _exchange_of(self, bucket: Bucket) -> GradientExchange:
+        """Return the exchange of a bucket over the communicator."""
+        if self._owner_of is None:
+            return BucketExchange(bucket, self._layout, self._pieces)
+        owner = self._owner_of[bucket.parameters[0]]
+        return OwnerExchange(bucket, self._layout, self._pieces, owner)
+
     def _make_buckets(self, order: list[nn.Parameter]) -> None:
         """Group parameters, in the order in which gradients arrive, into buckets."""
-        limit = None if self._exchange is None else _BUCKET
-        alone = None if self._exchange is None else _ALONE
-        self._set_buckets(make_buckets(order, limit, alone, self._make_bucket))
+        limit = None if self._exchange is None else BUCKET
+        alone = None if self._exchange is None else ALONE
+        groups = group_parameters(order, limit, alone, self._owner_of)
+        self._set_buckets([self._make_bucket(group) for group in groups])
 
     def _make_bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
         return Bucket(parameters, self.virtual_workers)
@@ -276,7 +288,10 @@ class Reducer:
         bucket.collect((shard - 1, 2) if self._is_second(shard) else (shard, 1))
         if self._exchange is not None and shard == self.local_shards[-1]:
             self._send(bucket, bucket.tree.partial_sums)
-            bucket.retire()
+            if self._owner_of is None:
+                bucket.retire()
+            else:
+                bucket.clear()
 
     def _send(self, bucket: Bucket, partial_sums: list[tuple[Node, Gradients]]) -> None:
         assert bucket.exchange is not None
@@ -331,10 +346,16 @@ class Reducer:
             if bucket.exchange is not None:
                 bucket.exchange.add_up()
         for bucket in self._buckets:
-            sums = bucket.tree.total() if bucket.exchange is None else bucket.exchange.wait()
-            for p, gradient in zip(bucket.parameters, sums, strict=True):
+            if bucket.exchange is None:
                 # -0.0 as with several workers, see `BucketExchange`.
-                p.grad = torch.full_like(p, -0.0) if gradient is None else gradient
+                sums: Gradients = [
+                    torch.full_like(p, -0.0) if gradient is None else gradient
+                    for p, gradient in zip(bucket.parameters, bucket.tree.total(), strict=True)
+                ]
+            else:
+                sums = bucket.exchange.wait()
+            for p, gradient in zip(bucket.parameters, sums, strict=True):
+                p.grad = gradient
             bucket.tree.clear()
 
     def _reorder_buckets(self, arrived: list[nn.Parameter]) -> None:

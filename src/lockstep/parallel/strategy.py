@@ -17,6 +17,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from .fingerprints import fingerprint
 from .full_state import load_model, load_optimizer, read_optimizer_state
+from .optimizer_shards import OptimizerShards
 
 __all__ = ["MakeTotals", "Strategy", "Sums", "accumulation_dtype", "number_on"]
 
@@ -74,6 +75,8 @@ class Strategy:
             other workers.
         loss_modules: the modules of the loss function, if any, set before `prepare`: their buffers
             are treated as the model's.
+        shards: which worker updates which parameter of a prepared model, if the optimizer's state
+            is divided among the workers; None if each worker has all of it.
     """
 
     virtual_workers: int | None = None
@@ -81,6 +84,7 @@ class Strategy:
     sharded_state: bool = False
     can_regroup: bool = True
     loss_modules: nn.Module | None = None
+    shards: OptimizerShards | None = None
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -113,6 +117,20 @@ class Strategy:
         Raises:
             ConfigError: if it does not.
         """
+
+    def shard_optimizer(self) -> None:
+        """Divide the optimizer's state among the workers, with the same bits; called before
+        `prepare`.
+
+        Raises:
+            ConfigError: if this strategy does not support that.
+        """
+        raise ConfigError(
+            "shard_optimizer",
+            "true only with virtual_workers, and strategy='distributed'",
+            found=f"true, with the strategy {type(self).__name__.lower()} and no virtual workers",
+            hint="strategy='sharded' divides parameters, gradients and state, with other bits.",
+        )
 
     def prepare(self, model: nn.Module) -> None:
         """Move the model to its device, with rank 0's values on every worker."""

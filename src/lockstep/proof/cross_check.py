@@ -109,7 +109,8 @@ class CrossCheck(Guard):
         checked_passes: the number of passes that each worker has repeated of another one.
 
     Raises:
-        ConfigError: without virtual workers, or with sync_batchnorm, whose passes do not run alone.
+        ConfigError: without virtual workers, with shard_optimizer, or with sync_batchnorm, whose
+            passes do not run alone.
     """
 
     name = "cross-check"
@@ -123,6 +124,9 @@ class CrossCheck(Guard):
         if strategy.joint_layers:
             hint = "Their passes wait for each other, so that none can be repeated alone."
             raise ConfigError("cross_check", "none with sync_batchnorm", every, hint)
+        if step.shards_optimizer:
+            hint = "Weights are compared before each worker has updated all of them."
+            raise ConfigError("cross_check", "none with shard_optimizer", every, hint)
         self.faults: list[FoundFault] = []
         self.checked_passes = 0
         self._step = step

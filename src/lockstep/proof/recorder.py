@@ -167,8 +167,9 @@ class Recorder(RunGuard):
         if trainer is not None and (
             self._writer is not None
             or self._may_be_rank0(trainer)
-            # of sharded parameters all workers measure the norm together
+            # of a gradient that is sharded all workers measure the norm together
             or trainer.step.strategy.sharded_state
+            or trainer.step.strategy.shards is not None
         ):
             self._values = values_on_way(pending)
         return Decision.GO
@@ -184,18 +185,25 @@ class Recorder(RunGuard):
         values = self._values
         self._values = None
         trainer = self._trainer
-        if trainer is None or (self._writer is None and not self._may_be_rank0(trainer)):
+        if trainer is None:
+            return
+        done = pending.step + 1
+        is_due = bool(self._every) and done % self._every == 0
+        is_recorded = self._writer is not None or self._may_be_rank0(trainer)
+        checksums = None
+        # of an optimizer's state that is divided, all workers compute it together
+        if is_due and (is_recorded or trainer.step.strategy.shards is not None):
+            checksums = _checksums(trainer, pending.batch)
+        if not is_recorded:
             return
         flags = SKIPPED if pending.decision is Decision.SKIP else 0
         flags |= NOT_SUMMED if pending.samples is None else 0
-        done = pending.step + 1
-        is_due = self._every and done % self._every == 0
         computed = _Computed(
             pending.step,
             flags,
             time.monotonic() - self._began,
             values_on_way(pending) if values is None else values,
-            _checksums(trainer, pending.batch) if is_due else None,
+            checksums,
             pending.notes.get("restored"),
             tuple(rank for fault in pending.notes.get("faults", ()) for rank in fault.ranks),
         )

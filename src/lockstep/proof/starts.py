@@ -136,7 +136,7 @@ def start_of(trainer: Trainer, data: Data, place: tuple[int, int] = (0, 0)) -> S
     resumed = trainer.checkpoint_manager.last_path
     weights = ""
     if not trainer.step.strategy.sharded_state:
-        weights = f"{int(state_checksums(trainer)[0]):016x}"
+        weights = f"{int(_checksum_on(trainer.comm.device, [*model.parameters()])):016x}"
     return Start(
         time=time.time(),
         host=platform.node(),
@@ -190,16 +190,22 @@ def data_of(loader: Loader) -> Data:
 def state_checksums(trainer: Trainer) -> list[torch.Tensor]:
     """Return checksums of parameters, buffers, and the tensors of the optimizer's state, each on
     its device.
+
+    If that state is divided among the workers, all of them call this.
     """
     optimizer = trainer.optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [sorted(optimizer.state.get(p, {}).items()) for p in parameters]
     of_optimizer = [value for state in states for _, value in state if torch.is_tensor(value)]
     device = trainer.comm.device
+    shards = trainer.step.strategy.shards
     parts = list(trainer.model.parameters()), list(trainer.model.buffers()), of_optimizer
-    return [
-        checksum_of([tensor.to(device, non_blocking=True) for tensor in part]) for part in parts
-    ]
+    checksums = [_checksum_on(device, part) for part in parts]
+    return checksums if shards is None else [*checksums[:2], shards.checksum(optimizer)]
+
+
+def _checksum_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return checksum_of([tensor.to(device, non_blocking=True) for tensor in tensors])
 
 
 # --- The program

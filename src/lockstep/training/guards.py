@@ -5,7 +5,7 @@ update.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -66,6 +66,9 @@ class PendingStep:
         model: the model, with its weights before the update, and its buffers after the passes.
         gradients: those of the trained parameters: of the mean over the global batch, in the
             parameters' dtype, neither scaled nor clipped. Guards must not change them.
+        sharded_norms: returns the norm of each gradient, those of other workers too, if a worker
+            has only the gradients of tensors whose optimizer state it has; all workers call it.
+            None if it has all gradients.
         may_overflow: whether gradients that are not finite are part of the training: with fp16,
             they only lower the scale, and the update is left out by the gradient scaler.
         attempt: how often the passes have been repeated.
@@ -85,6 +88,7 @@ class PendingStep:
     learning_rate: Number
     model: nn.Module
     gradients: Sequence[torch.Tensor]
+    sharded_norms: Callable[[], torch.Tensor] | None = None
     may_overflow: bool = False
     attempt: int = 0
     decision: Decision = Decision.GO
@@ -96,9 +100,12 @@ class PendingStep:
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the whole gradient, before clipping: a 0-dim tensor on the device.
 
-        Where parameters are sharded, the first one who asks makes an all-reduce, so all workers
-        have to.
+        Where parameters or the optimizer's state are sharded, the first one who asks makes an
+        all-reduce, so all workers have to.
         """
+        if self.sharded_norms is not None:
+            of_all: torch.Tensor = torch.linalg.vector_norm(self.sharded_norms())
+            return of_all
         if not self.gradients:
             return torch.zeros(())
         # As `torch.nn.utils.get_total_norm`, with half of its calls.

@@ -12,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import arguments, devices, other_names
+from ..communicator import Communicator
 from ..errors import ConfigError
+from ..flight_recorder import named
 from .formats import PRECISIONS
 from .torch_calls import FirstGradients, run_backward, take_step
 
@@ -167,10 +169,25 @@ class Precision:
             torch._foreach_mul_(gradients, _BEYOND_FLOAT16 * workers)
             torch._foreach_mul_(gradients, 1 / (_BEYOND_FLOAT16 * workers))
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients, before they are read or changed."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
+    def unscale(self, optimizer: Optimizer, comm: Communicator | None = None) -> None:
+        """Unscale the gradients, before they are read or changed.
+
+        Args:
+            optimizer: the optimizer of their parameters.
+            comm: communicator over workers that each have the gradients of some parameters: a step
+                is skipped on all if the gradients of one have overflowed. None if each has all.
+        """
+        if self._scaler is None:
+            return
+        self._scaler.unscale_(optimizer)
+        if comm is not None:
+            # By name, as the scaler of FSDP does: torch has no public way.
+            overflows = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            own = [found.to(self._device) for found in overflows.values()]
+            most = torch.stack([torch.zeros((), device=self._device), *own]).max()
+            overflows.clear()
+            with named("overflows of gradients"):
+                overflows[self._device] = comm.allreduce(most, "max")
 
     def abandon_step(self) -> None:
         """Forget that gradients were unscaled, where no update is made with them; the scale stays

@@ -83,7 +83,9 @@ class RunState:
         callbacks' state.
 
         Args:
-            full: whether to gather sharded tensors, for which every worker must call this.
+            full: whether to gather sharded tensors on every worker. Otherwise those of parameters
+                stay as they are, and rank 0 alone gets an optimizer's state that is divided among
+                the workers. Every worker must call this.
         """
         strategy = self.step.strategy
         model = self.step.model
@@ -96,9 +98,7 @@ class RunState:
                 name: value for name, value in saved.items() if name not in frozen.get("names", ())
             },
             **({"frozen": frozen} if frozen else {}),
-            "optimizer": strategy.optimizer_state(model, optimizer)
-            if full
-            else optimizer.state_dict(),
+            "optimizer": self._optimizer_state(full),
             "hyperparameters": [*self.hyperparameters, *added],
             "step": self.step.state_dict(),
             "loader": self.position.state_dict(),
@@ -106,6 +106,13 @@ class RunState:
             "history": self.history,
             "determinism_settings": self.determinism_settings(),
         }
+
+    def _optimizer_state(self, full: bool) -> dict[str, Any]:
+        strategy = self.step.strategy
+        if not full and strategy.shards is None:
+            return self.step.optimizer.state_dict()
+        wanted = full or self.step.comm.rank == 0
+        return strategy.optimizer_state(self.step.model, self.step.optimizer, wanted)
 
     def left_out(self) -> dict[str, Any]:
         """Return the names of the parameters that are not trained, and their checksum, which is

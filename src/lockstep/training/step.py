@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from ..parallel.sync_batchnorm import convert
 from ..parallel.unchanged_parameters import UnchangedParameters
 from .check_schedule import is_due
 from .divided_batches import FirstBatch, describe_division
-from .errors_on_all import raise_on_all
+from .errors_on_all import call_on_all, raise_on_all
 from .finite_weights import FiniteWeights
 from .formats import REPLICA_CHECK
 from .guards import Decision, Guard, PendingStep
@@ -46,6 +46,7 @@ from .precision import Number, Precision, clip, scale_gradients
 from .recovery import STOP, recovery_of
 from .replica_check import ReplicaCheck
 from .schedules import Schedule, learning_rate_factor
+from .separable_updates import check_separable
 from .step_arguments import (
     check_functions,
     check_step,
@@ -306,9 +307,15 @@ class TrainStep:
             neither weights nor hyperparameters.
         sync_batchnorm: batch norm has the statistics of the global batch; its layers are replaced
             in the model, with the same parameters. With virtual workers on the CPU only.
+        shard_optimizer: with virtual workers, divide the optimizer's state among the workers: each
+            updates the tensors that it owns, and gives their values to the others, with the same
+            bits and less memory. After a step a worker has no gradients, and
+            ``optimizer.state_dict()`` is a part of the state; `full_optimizer_state` returns all of
+            it.
 
     Raises:
-        ConfigError: for invalid arguments.
+        ConfigError: for invalid arguments; with `shard_optimizer`, for an optimizer whose update of
+            one tensor depends on others.
         MismatchError: if the workers' models differ.
         TypeError: for an argument of another name; the error says what it is here.
 
@@ -345,6 +352,7 @@ class TrainStep:
         threads: int | None = None,
         replica_check: int = REPLICA_CHECK,
         sync_batchnorm: bool = False,
+        shard_optimizer: bool = False,
         **unknown: Never,
     ) -> None:
         if unknown:
@@ -359,6 +367,7 @@ class TrainStep:
         check_functions(loss_fn, forward)
         seed = arguments.whole("seed", seed)
         arguments.flag("sync_batchnorm", sync_batchnorm, none="False")
+        arguments.flag("shard_optimizer", shard_optimizer, none="False")
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
@@ -379,6 +388,10 @@ class TrainStep:
             str, torch.Tensor
         ] = {}  # by hooks of the step in progress, for its result
         self.strategy.check(optimizer, precision)
+        self.shards_optimizer = shard_optimizer
+        if shard_optimizer:
+            self.strategy.shard_optimizer()
+            check_separable(optimizer)
         if sync_batchnorm:
             _synchronise_batch_norm(model, self.strategy)
         self.loss = Loss(loss_fn, self.comm.device, forward, model)
@@ -546,6 +559,7 @@ class TrainStep:
                 learning_rate=lr,
                 model=self.model,
                 gradients=[p.grad for p in self._parameters if p.grad is not None],
+                sharded_norms=self._sharded_norms(),
                 may_overflow=self.precision.name == "fp16",
                 attempt=attempt,
                 samples=samples,
@@ -867,9 +881,15 @@ class TrainStep:
     def check_state(self) -> None:
         """Do what `check_weights` and `check_replicas` do, by one message; called by all workers.
 
+        With `shard_optimizer` also try again whether the optimizer updates each tensor by itself,
+        from the state that it has by now.
+
         Raises:
             DivergedError, ConfigError, MismatchError: see there.
         """
+        shards = self.strategy.shards
+        if shards is not None:
+            call_on_all(self.comm, partial(check_separable, self.optimizer, shards.owns))
         error = self.finite_weights.error(self.steps_done)
         diverged, has_problem = self._replicas.compare(
             found=[error is not None, self.loss.found is not None]
@@ -904,7 +924,8 @@ class TrainStep:
 
     def _finish_gradients(self, correction: Number | None) -> None:
         """Make the reduced gradients those of the mean, unscaled and times `correction`."""
-        _fill_missing_gradients(self._parameters)
+        shards = self.strategy.shards
+        _fill_missing_gradients([p for p in self._parameters if shards is None or shards.owns(p)])
         if cast := self.precision.cast:
             converted = [
                 p.grad for number, p in enumerate(self._changes.parameters) if number in cast
@@ -915,15 +936,42 @@ class TrainStep:
                 if gradient is not None and not gradient.is_sparse
             ]
             self.precision.mark_overflows(present, self._passes.averaged_over)
-        self.precision.unscale(self.optimizer)
+        self.precision.unscale(self.optimizer, None if shards is None else self.comm)
         if correction is not None:
             scale_gradients([p.grad for p in self._parameters if p.grad is not None], correction)
 
     def _update(self) -> torch.Tensor | None:
         """Update the parameters with the gradients; returns their norm if it is limited."""
-        norm = None if self._max_grad_norm is None else clip(self._parameters, self._max_grad_norm)
+        norm = None
+        shards = self.strategy.shards
+        if self._max_grad_norm is not None:
+            limited = clip if shards is None else shards.clip
+            norm = limited(self._parameters, self._max_grad_norm)
         self.precision.step(self.optimizer)
+        if self.shards_optimizer:
+            clear_gradients(self.optimizer, self._parameters)
+        if shards is not None:
+            shards.give_out()
         return norm
+
+    def _sharded_norms(self) -> Callable[[], torch.Tensor] | None:
+        """Return what computes the norms of all gradients, if a worker has only those of its
+        own.
+        """
+        shards = self.strategy.shards
+        return None if shards is None else partial(shards.gradient_norms, self._parameters)
+
+    def full_optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state dict with the tensors of all workers, on every worker;
+        called by all.
+        """
+        return self.strategy.optimizer_state(self.model, self.optimizer)
+
+    def fingerprint(self) -> str:
+        """Return `lockstep.fingerprint` of the model and of the optimizer's whole state, the same
+        on every worker; called by all.
+        """
+        return self.strategy.fingerprint(self.model, self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps done and the state of the gradient scaler, without model and

@@ -40,6 +40,7 @@ class StepOptions(TypedDict, total=False):
     threads: int | None
     replica_check: int
     sync_batchnorm: bool
+    shard_optimizer: bool
 
 
 def check_step(

@@ -106,8 +106,8 @@ class Trainer:
             another one, to find devices that compute wrong numbers; weights are then compared at
             every step. Nothing is compared when None.
         step: precision, gradient_accumulation_steps, max_grad_norm, schedule, scheduler,
-            scheduler_interval, scheduler_metric, forward, virtual_workers, threads, replica_check
-            and sync_batchnorm, see `TrainStep`.
+            scheduler_interval, scheduler_metric, forward, virtual_workers, threads, replica_check,
+            sync_batchnorm and shard_optimizer, see `TrainStep`.
 
     Raises:
         ConfigError: for invalid arguments.

@@ -437,6 +437,7 @@ def make_trainer(options: TrainOptions, train: Any, callbacks: list[Callback]) -
         num_workers=options.loader_workers,
         allow_different_hardware=options.allow_different_hardware,
         virtual_workers=options.virtual_workers,
+        shard_optimizer=options.shard_optimizer,
         threads=options.threads,
         replica_check=options.replica_check,
         on_spike=options.on_spike,

@@ -5,7 +5,7 @@ and its cause.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,6 @@ from torch import nn
 
 from ..checkpoint.names import plain_names
 from ..communicator import init
-from ..parallel.fingerprints import fingerprint
 from ..parallel.invariant import Invariant
 from .options import TrainOptions
 from .trainer import Trainer
@@ -87,20 +86,25 @@ def record(options: TrainOptions, steps: int) -> Record:
 
 
 def _record_step(trainer: Trainer, loss: float) -> Step:
+    strategy = trainer.step.strategy
+    state = strategy.optimizer_state(trainer.model, trainer.optimizer)
     tensors = {
-        name: _digest(tensor) for name, tensor in _named_tensors(trainer.model, trainer.optimizer)
+        name: _digest(tensor)
+        for name, tensor in _named_tensors(trainer.model, trainer.optimizer, state["state"])
     }
-    return Step(fingerprint(trainer.model, trainer.optimizer), loss.hex(), tensors)
+    return Step(strategy.fingerprint(trainer.model, trainer.optimizer), loss.hex(), tensors)
 
 
 def _named_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     parameters = plain_names(dict(model.named_parameters()))
     yield from parameters.items()
     yield from plain_names(dict(model.named_buffers())).items()
+    updated = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    number_of = {parameter: number for number, parameter in enumerate(updated)}
     for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in state.get(number_of.get(id(parameter), -1), {}).items():
             if torch.is_tensor(value):
                 yield f"{name} ({key} of the optimizer)", value
 

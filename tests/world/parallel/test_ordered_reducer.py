@@ -91,14 +91,14 @@ def sums(virtual_workers: int, steps: int = 3, freeze: int | None = None) -> lis
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_any_number_of_workers(pool: Pool, workers: int, backend: str) -> None:
     def all_of_them() -> list[Any]:
-        before, reducers._BUCKET = reducers._BUCKET, 64  # several buckets, also of this little
+        before, reducers.BUCKET = reducers.BUCKET, 64  # several buckets, also of this little
         try:
             return [
                 sums(virtual_workers, freeze=freeze)
                 for virtual_workers, freeze in ((4, None), (6, None), (7, 1), (8, None), (30, 0))
             ]
         finally:
-            reducers._BUCKET = before
+            reducers.BUCKET = before
 
     expected = pool.run(all_of_them, workers=1)
     assert pool.run(all_of_them, workers=workers, backend=backend) == expected * workers
@@ -171,7 +171,7 @@ def first_parameters(
 def test_buckets_follow_the_order_of_rank_0s_backward_pass(pool: Pool) -> None:
     def orders() -> list[list[int]]:
         ps = [nn.Parameter(torch.ones(16)) for _ in range(4)]
-        before, reducers._BUCKET = reducers._BUCKET, 64
+        before, reducers.BUCKET = reducers.BUCKET, 64
         try:
             reducer = lockstep.invariance.OrderedReducer(ps, virtual_workers=2)
             found = []
@@ -191,7 +191,7 @@ def test_buckets_follow_the_order_of_rank_0s_backward_pass(pool: Pool) -> None:
             assert all(torch.equal(p.grad, torch.full((16,), 2.0)) for p in ps)  # type: ignore[arg-type]
             return found
         finally:
-            reducers._BUCKET = before
+            reducers.BUCKET = before
 
     first, second = pool.run(orders, workers=2)
     assert first == second
@@ -461,13 +461,13 @@ def test_gradients_that_autograd_leaves_in_one_memory(pool: Pool, virtual_worker
     def gradients() -> list[Any]:
         wide, tall = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(6, 4))
         reducer = lockstep.invariance.OrderedReducer([wide, tall], virtual_workers)
-        before, reducers._ALONE = reducers._ALONE, 64  # sent from where they are
+        before, reducers.ALONE = reducers.ALONE, 64  # sent from where they are
         try:
             for shard in reducer:
                 x = torch.arange(24.0) * (shard + 1)
                 ((wide.view(-1) + tall.view(-1)) * x).sum().backward()
         finally:
-            reducers._ALONE = before
+            reducers.ALONE = before
         return [p.grad.view(-1).tolist() for p in (wide, tall)]  # type: ignore[union-attr]
 
     whole = (torch.arange(24.0) * sum(range(1, virtual_workers + 1))).tolist()

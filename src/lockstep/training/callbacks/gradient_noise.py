@@ -46,7 +46,8 @@ class GradientNoise(Callback):
 
     Raises:
         ConfigError: for an invalid argument; when `fit` starts, without virtual workers, or where
-            their gradients are not separate: with sync_batchnorm, fp16 or strategy="sharded".
+            their gradients are not separate: with sync_batchnorm, fp16, shard_optimizer or
+            strategy="sharded".
     """
 
     every_rank = True
@@ -71,6 +72,8 @@ class GradientNoise(Callback):
             found = 'strategy="sharded"'
         elif strategy.joint_layers:
             found = "sync_batchnorm, whose passes run at once"
+        elif trainer.step.shards_optimizer:
+            found = "shard_optimizer, with which no worker has the whole gradient"
         elif trainer.step.precision.name == "fp16":
             found = "fp16, whose gradients are scaled"
         if found:

@@ -1,0 +1,443 @@
+"""An optimizer whose state is divided among the workers computes what one does that is not, bit by
+bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.communicator.elastic_communicator import ElasticCommunicator
+from lockstep.errors import ConfigError
+from lockstep.parallel.invariant import Invariant
+from lockstep.proof.on_spike import StateCopy
+from lockstep.training.optimizers import LAMB, LARS
+from support.outcome import RanksFailedError
+from support.pool import Pool
+
+BATCH = 24
+STEPS = 4
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-4),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "lars": lambda p: LARS(p, lr=0.5),
+    "lamb": lambda p: LAMB(p, lr=1e-2, weight_decay=0.01),
+}
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS["muon"] = lambda p: torch.optim.Muon(p, lr=0.02)
+
+
+def matrices() -> nn.Module:
+    """All parameters are matrices, of several sizes; one is sent from where it is."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 1024, bias=False),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(1024, 300, bias=False),
+        nn.Tanh(),
+        nn.Linear(300, 5, bias=False),
+    )
+
+
+def usual() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(16, 24),
+        nn.BatchNorm1d(24),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(24, 24),
+        nn.Linear(24, 5),
+    )
+    model[4].bias.requires_grad_(False)
+    return model
+
+
+def data(steps: int = STEPS) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH * steps, 16, generator=generator)
+    return TensorDataset(x, torch.randint(5, (BATCH * steps,), generator=generator))
+
+
+def trained(
+    make: Callable[[], nn.Module],
+    optimizer: str,
+    shard_optimizer: bool,
+    virtual_workers: int = 8,
+    **options: Any,
+) -> list[Any]:
+    """The fingerprint, and what a step returns, after some steps."""
+    model = make()
+    step = lockstep.TrainStep(
+        model,
+        OPTIMIZERS[optimizer](model.parameters()),
+        nn.CrossEntropyLoss(),
+        virtual_workers=virtual_workers,
+        shard_optimizer=shard_optimizer,
+        **{"max_grad_norm": 0.5, **options},
+    )
+    loader = lockstep.Loader(data(), BATCH, virtual_workers=virtual_workers)
+    results = [step.run(batch) for batch in loader.epoch(0)]
+    norms = [None if result.grad_norm is None else float(result.grad_norm) for result in results]
+    return [step.fingerprint(), norms, [float(result.loss) for result in results]]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_equal_bits_at_any_number_of_workers(pool: Pool, optimizer: str) -> None:
+    expected = pool.run(trained, matrices, optimizer, False, workers=1)
+    assert pool.run(trained, matrices, optimizer, True, workers=1) == expected
+    for workers in (2, 3, 4):
+        found = pool.run(trained, matrices, optimizer, True, workers=workers, backend="shm")
+        assert found == expected * workers
+
+
+@pytest.mark.parametrize(
+    ("virtual_workers", "options"),
+    [
+        (6, {}),
+        (7, {}),
+        (8, {"max_grad_norm": None}),
+        (8, {"precision": "bf16"}),
+        (8, {"precision": "fp16"}),
+    ],
+)
+def test_equal_bits_of_a_usual_model(
+    pool: Pool, virtual_workers: int, options: dict[str, Any]
+) -> None:
+    """With batch norm, small tensors and a frozen one."""
+    arguments = usual, "adamw"
+    expected = pool.run(trained, *arguments, False, virtual_workers, **options, workers=1)
+    for workers, backend in ((2, "gloo"), (3, "gloo"), (3, "shm"), (4, "gloo")):
+        found = pool.run(
+            trained, *arguments, True, virtual_workers, **options, workers=workers, backend=backend
+        )
+        assert found == expected * workers
+
+
+def test_workers_without_a_sample(pool: Pool) -> None:
+    expected = pool.run(trained, matrices, "adamw", False, 30, workers=1)
+    for workers in (3, 4):
+        assert pool.run(trained, matrices, "adamw", True, 30, workers=workers) == expected * workers
+
+
+def of_two_dtypes() -> nn.Module:
+    torch.manual_seed(0)
+
+    class Cast(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.double()
+
+    return nn.Sequential(nn.Linear(16, 7), Cast(), nn.Linear(7, 5).double())
+
+
+def test_norms_of_several_dtypes(pool: Pool) -> None:
+    expected = pool.run(trained, of_two_dtypes, "adamw", False, workers=1)
+    assert pool.run(trained, of_two_dtypes, "adamw", True, workers=3) == expected * 3
+
+
+def test_a_step_that_overflows_is_skipped_on_all_workers(pool: Pool) -> None:
+    """Only the owner of a tensor sees that its gradient is infinite."""
+
+    def scales(shard_optimizer: bool) -> list[Any]:
+        model = usual()
+        step = lockstep.TrainStep(
+            model,
+            OPTIMIZERS["adamw"](model.parameters()),
+            nn.CrossEntropyLoss(),
+            precision="fp16",
+            virtual_workers=4,
+            shard_optimizer=shard_optimizer,
+        )
+        step.precision._scaler._init_scale = 2.0**20  # type: ignore[union-attr]
+        loader = lockstep.Loader(data(), BATCH, virtual_workers=4)
+        found = []
+        for number, batch in enumerate(loader.epoch(0)):
+            model[5].weight.register_hook(
+                lambda gradient, number=number: gradient * (torch.inf if number == 1 else 1)
+            )
+            step.run(batch)
+            found.append(step.precision.state_dict()["scale"])
+        return [found, step.fingerprint()]
+
+    expected = pool.run(scales, False, workers=1)
+    assert len(set(expected[0][0])) > 1
+    for workers in (2, 3):
+        assert pool.run(scales, True, workers=workers) == expected * workers
+
+
+def test_a_worker_has_the_state_of_its_own_tensors_only(pool: Pool) -> None:
+    def held() -> tuple[int, int, int]:
+        model = matrices()
+        optimizer = OPTIMIZERS["adagrad"](model.parameters())  # which makes its state at once
+        step = lockstep.TrainStep(
+            model, optimizer, nn.CrossEntropyLoss(), virtual_workers=4, shard_optimizer=True
+        )
+        loader = lockstep.Loader(data(1), BATCH, virtual_workers=4)
+        step.run(next(iter(loader.epoch(0))))
+        state = optimizer.state_dict()["state"]
+        assert all(p.grad is None for p in model.parameters())
+        full = step.full_optimizer_state()["state"]
+        assert [each["sum"].shape for each in full.values()] == [
+            p.shape for p in model.parameters()
+        ]
+        with pytest.raises(ConfigError, match="one whose whole state this worker has"):
+            lockstep.fingerprint(model, optimizer)
+        return len(state), len(full), sum(each["sum"].nbytes for each in state.values())
+
+    found = pool.run(held, workers=3)
+    assert sum(own for own, _, _ in found) == 3
+    assert all(own < whole for own, whole, _ in found)
+
+
+def trained_in(
+    folder: Path, shard_optimizer: bool, epochs: int, resume: str | None, async_save: bool = False
+) -> tuple[str, list[Any]]:
+    model = usual()
+    trainer = lockstep.Trainer(
+        model,
+        OPTIMIZERS["adamw"](model.parameters()),
+        nn.CrossEntropyLoss(),
+        BATCH,
+        run_dir=folder,
+        callbacks=[],
+        virtual_workers=8,
+        max_grad_norm=0.5,
+        shard_optimizer=shard_optimizer,
+        fingerprint_every=2,
+        async_save=async_save,
+    )
+    trainer.fit(data(), epochs, resume=resume)
+    trainer.save()
+    rows = [[row[name] for name in row if name != "seconds"] for row in trainer.history]
+    return trainer.step.fingerprint(), [row[:2] for row in rows]
+
+
+def ledger_of(folder: Path) -> list[Any]:
+    """What the ledger says of each step, and the fingerprints in it."""
+    ledger = lockstep.ledger(folder)
+    steps = [ledger.steps[name].tolist() for name in ("step", "loss", "gradient_norm")]
+    return [steps, ledger.fingerprints.tolist()]
+
+
+def saved_in(folder: Path) -> list[Any]:
+    """The last checkpoint: its tensors byte by byte, and the description of the optimizer."""
+    (path,) = folder.rglob(f"step-{2 * STEPS:010d}")
+    state = json.loads((path / "state.json").read_text())
+    tensors = [(path / name).read_bytes() for name in ("model.safetensors", "state.safetensors")]
+    return [tensors, state["optimizer"]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((3, True), (2, True)), ((2, True), (1, False)), ((1, False), (4, True))],
+)
+def test_checkpoints_at_other_numbers_of_workers(
+    pool: Pool, tmp_path: Path, first: tuple[int, bool], second: tuple[int, bool]
+) -> None:
+    whole = pool.run(trained_in, tmp_path / "whole", False, 2, None, workers=1)[0]
+    workers, shards = first
+    pool.run(trained_in, tmp_path / "parts", shards, 1, None, shards, workers=workers)
+    workers, shards = second
+    found = pool.run(trained_in, tmp_path / "parts", shards, 2, "latest", workers=workers)
+    assert found == [whole] * workers
+    assert saved_in(tmp_path / "parts") == saved_in(tmp_path / "whole")
+    assert ledger_of(tmp_path / "parts") == ledger_of(tmp_path / "whole")
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {}
+
+
+def refused(text: str) -> Callable[[Any], Any]:
+    def note(make: Callable[[Any], Any]) -> Any:
+        REFUSED[make.__name__] = make, text
+        return make
+
+    return note
+
+
+@refused("whose update of one tensor depends on the gradients of others. Trainer(max_grad_norm=")
+def limits_the_whole_gradient(parameters: Any) -> Any:
+    class GlobalClip(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            every = [p for group in self.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(every, 1.0)
+            return super().step(closure)
+
+    return GlobalClip(parameters, lr=0.1)
+
+
+@refused("whose hyperparameters depend on all gradients of a group")
+def learns_its_rate(parameters: Any) -> Any:
+    class Learnt(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                squares = [
+                    float(p.grad.square().sum()) for p in group["params"] if p.grad is not None
+                ]
+                group["lr"] = 0.1 / (1.0 + sum(squares))
+            return super().step(closure)
+
+    return Learnt(parameters, lr=0.1)
+
+
+@refused("which changes tensors that have no gradient")
+def decays_all(parameters: Any) -> Any:
+    class Decay(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(0.9)
+            return super().step(closure)
+
+    return Decay(parameters, lr=0.1)
+
+
+@refused("which fails on small tensors: AttributeError: ")
+def needs_all_gradients(parameters: Any) -> Any:
+    class Eager(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad.square()
+            return super().step(closure)
+
+    return Eager(parameters, lr=0.1)
+
+
+@refused("with a step hook, which would see the gradients of some tensors only")
+def has_a_hook(parameters: Any) -> Any:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_couple_tensors(name: str) -> None:
+    make, text = REFUSED[name]
+    model = usual()
+    before = lockstep.fingerprint(model)
+    optimizer = make(model.parameters())
+    with pytest.raises(ConfigError) as raised:
+        lockstep.TrainStep(
+            model, optimizer, nn.CrossEntropyLoss(), virtual_workers=4, shard_optimizer=True
+        )
+    said = str(raised.value)
+    assert said.startswith(
+        "shard_optimizer: expected an optimizer that updates each tensor from its own gradient and "
+        f"state alone, got {type(optimizer).__name__}"
+    )
+    assert text in said
+    assert "Set optimizer.same_bits = True" in said
+    assert lockstep.fingerprint(model) == before
+    optimizer.same_bits = True
+    lockstep.TrainStep(
+        model, optimizer, nn.CrossEntropyLoss(), virtual_workers=4, shard_optimizer=True
+    )
+
+
+def test_what_couples_tensors_later_is_refused_at_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    class Late(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.steps = getattr(self, "steps", 0) + 1
+            every = [p for group in self.param_groups for p in group["params"]]
+            if self.steps > 4:
+                torch.nn.utils.clip_grad_norm_(every, 1.0)
+            return super().step(closure)
+
+    def run() -> str:
+        model = usual()
+        trainer = lockstep.Trainer(
+            model,
+            Late(model.parameters(), lr=0.1),
+            nn.CrossEntropyLoss(),
+            BATCH,
+            run_dir=tmp_path / "run",
+            callbacks=[],
+            virtual_workers=8,
+            shard_optimizer=True,
+        )
+        with pytest.raises(ConfigError) as raised:
+            trainer.fit(data(), 1)
+            trainer.save()
+        return str(raised.value)
+
+    for said in pool.run(run, workers=2):
+        assert "got Late, whose update of one tensor depends on the gradients of others" in said
+
+
+def test_only_with_virtual_workers() -> None:
+    model = usual()
+    with pytest.raises(ConfigError, match="shard_optimizer: expected true only with virtual_"):
+        lockstep.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), shard_optimizer=True)
+
+
+def test_not_in_an_elastic_job() -> None:
+    strategy = Invariant(lockstep.init("cpu"), 4)
+    strategy.comm = ElasticCommunicator.__new__(ElasticCommunicator)
+    with pytest.raises(ConfigError, match="shard_optimizer: expected false in an elastic job"):
+        strategy.shard_optimizer()
+
+
+@pytest.mark.parametrize("option", ["cross_check", "callbacks"])
+def test_what_reads_whole_gradients_is_refused(pool: Pool, option: str) -> None:
+    def run() -> None:
+        model = usual()
+        value: Any = 10 if option == "cross_check" else [lockstep.callbacks.GradientNoise()]
+        lockstep.Trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            nn.CrossEntropyLoss(),
+            BATCH,
+            virtual_workers=8,
+            shard_optimizer=True,
+            **{"callbacks": [], option: value},
+        ).fit(data(1), 1)
+
+    with pytest.raises(
+        RanksFailedError, match=f"ConfigError: {option}: expected .*shard_optimizer"
+    ):
+        pool.run(run, workers=2)
+
+
+def test_a_step_that_is_taken_back(pool: Pool) -> None:
+    """The copy in memory is of a worker's own part of the state."""
+
+    def run(shard_optimizer: bool) -> list[Any]:
+        model = usual()
+        trainer = lockstep.Trainer(
+            model,
+            OPTIMIZERS["adamw"](model.parameters()),
+            nn.CrossEntropyLoss(),
+            BATCH,
+            virtual_workers=8,
+            shard_optimizer=shard_optimizer,
+            callbacks=[],
+        )
+        copies = []
+        loader = lockstep.Loader(data(), BATCH, virtual_workers=8)
+        for number, batch in enumerate(loader.epoch(0)):
+            trainer.step.run(batch)
+            if number == 1:
+                copies.append(StateCopy(trainer.step))
+        then = trainer.step.fingerprint()
+        copies[0].restore()
+        return [then, trainer.step.fingerprint()]
+
+    expected = pool.run(run, False, workers=1)
+    assert expected[0][0] != expected[0][1]
+    assert pool.run(run, True, workers=3) == expected * 3
