@@ -34,6 +34,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.optim import SGD
 from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
@@ -309,6 +310,32 @@ def _scheduler_of(sgd: SGD) -> StepLR:
     return StepLR(sgd, 1)
 
 
+def _scaler_takes_the_overflows_that_it_is_given() -> bool:
+    """A step is left out if any device's overflows, by the optimizer's id, are more than 0."""
+    weight = nn.Parameter(torch.ones(1))
+    sgd = SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(sgd)
+    overflows = scaler._per_optimizer_states[id(sgd)]["found_inf_per_device"]
+    had_none = [float(found) for found in overflows.values()] == [0.0]
+    overflows.clear()
+    overflows[torch.device("cpu")] = torch.ones(())
+    scaler.step(sgd)
+    return had_none and float(weight.detach()) == 1.0
+
+
+def _groups_are_those_of_the_norm() -> bool:
+    """Tensors are grouped by device and dtype, with their numbers, as torch's norm of several is
+    computed.
+    """
+    tensors: Any = [[torch.ones(1), torch.ones(1, dtype=torch.float64), torch.ones(1)]]
+    groups = _foreach_utils._group_tensors_by_device_and_dtype(tensors, with_indices=True)
+    numbers = sorted(sorted(numbers) for _, numbers in groups.values())
+    source = inspect.getsource(import_module("torch.nn.utils.clip_grad"))
+    return numbers == [[0, 2], [1]] and "_group_tensors_by_device_and_dtype(" in source
+
+
 def _step_that_a_scheduler_leaves() -> bool:
     """A step that says that it is wrapped is not wrapped again, and `_opt_called` says that it has
     been called.
@@ -468,6 +495,9 @@ LISTED: dict[str, Callable[[], Any]] = {
     **{name: _of_sparse(name) for name in ("_nnz", "_indices", "_values")},
     "_cdata": _owners_of_memory_are_counted,
     "_storage_Use_Count": _owners_of_memory_are_counted,
+    "_foreach_utils": _groups_are_those_of_the_norm,
+    "_group_tensors_by_device_and_dtype": _groups_are_those_of_the_norm,
+    "_per_optimizer_states": _scaler_takes_the_overflows_that_it_is_given,
     "_foreach_add": _foreach("_foreach_add", 2.0, expected=6),
     "_foreach_add_": _foreach("_foreach_add_", 2.0, expected=6),
     "_foreach_addcmul_": _foreach("_foreach_addcmul_", 2.0, 3.0, expected=10),
