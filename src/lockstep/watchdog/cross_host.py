@@ -619,9 +619,11 @@ class CrossHost:
                 continue
             for rank in self._job.hosts[host]:
                 row = job.rows.get(rank)
-                if row is not None and row.state not in ("ended", "raised", "died"):
+                if row is None or row.state not in ("ended", "raised", "died"):
+                    # a host of which no rank waits has not said its name
+                    name = host if row is None else row.host
                     found[rank] = (
-                        f"silent: its host {row.host} has published nothing for "
+                        f"silent: its host {name} has published nothing for "
                         f"{reports.seconds(silent_s)}; its processes may be stopped"
                     )
         return found
