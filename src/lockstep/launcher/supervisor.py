@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import environment
 from ..errors import DataError
@@ -25,10 +26,12 @@ from ..system.processes import TERM_GRACE_S, is_stopped
 from ..watchdog import report as reports
 from ..watchdog.diagnosis import ObservationClock
 from .job_totals import TotalsOfJob, write_totals
-from .metrics import MetricsExport
 from .remote_command import redact_variables
 from .worker_options import FAILURE_GRACE, WatchdogOptions
 from .workers import WorkerProcess, Workers
+
+if TYPE_CHECKING:
+    from .metrics import MetricsExport
 
 __all__ = ["StoppedWorkers", "WatchdogFiles", "WorkerSupervisor", "program_name"]
 
@@ -322,7 +325,11 @@ class WatchdogFiles:
             totals = self._totals.update()
             write_totals(self.folder, totals)
             if metrics is not None:
-                self._export = self._export or MetricsExport(metrics, self.log)
+                if self._export is None:
+                    # not at the top: Python's HTTP server, which few jobs need, takes 40 ms
+                    from .metrics import MetricsExport
+
+                    self._export = MetricsExport(metrics, self.log)
                 self._export.publish(totals)
         except Exception as error:  # no job ends because it cannot be measured
             self._totals = None
