@@ -17,7 +17,7 @@ from .. import arguments, environment
 from ..errors import ConfigError, counted
 from ..flight_recorder import open_job
 from ..flight_recorder.live_ranks import LiveRanks, RankStatus
-from ..flight_recorder.rank_progress import WINDOW_S, OtherHosts, SlowRank, read_other_hosts
+from ..flight_recorder.rank_progress import WINDOW_S, OtherHosts, read_other_hosts
 from ..launcher.job_totals import JobTotals, read_totals
 from ..system.terminal_text import plain
 from .parser import Help
@@ -273,7 +273,9 @@ def _one_job(
     elif first_host:
         text = f"`lockstep top` on {first_host}, the first host, shows the totals"
         lines.append(Text(text, "dim"))
-    slow = others.slowest if others is not None else _slowest(totals)
+    slow = totals[-1].slowest if totals else None
+    if others is not None:
+        slow = others.slowest
     if slow is not None:
         lines.append(
             Text(
@@ -290,10 +292,6 @@ def _one_job(
         lines.append(Text())
         lines += [Text(line, no_wrap=True, overflow="ellipsis") for line in events]
     return Group(*lines)
-
-
-def _slowest(totals: Sequence[JobTotals]) -> SlowRank | None:
-    return totals[-1].slowest if totals else None
 
 
 def _last_events(folder: Path) -> list[str]:

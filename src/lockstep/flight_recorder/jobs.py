@@ -20,7 +20,7 @@ from ..messages import Integer
 from ..system import private_folders
 from ..system.job_folders import is_abandoned
 from ..system.terminal_text import plain
-from . import layout
+from . import layout, notes
 from .reader import open_job
 
 __all__ = [
@@ -188,14 +188,12 @@ def remove(job: Path) -> None:
 
 def write_description(folder: Path, job: JobDescription) -> None:
     """Write the description of a job into its `folder`."""
-    draft = folder / f".{_NAME}"
-    draft.write_text(messages.encode(job))
-    draft.replace(folder / _NAME)
+    notes.write(folder / _NAME, job)
 
 
 def find_jobs() -> dict[Path, JobDescription]:
     """Return the running jobs of this user by folder, the oldest first."""
-    found = {folder: _read(folder / _NAME) for folder in _folders()}
+    found = {folder: notes.read(folder / _NAME, JobDescription) for folder in _folders()}
     running = [
         (folder, job)
         for folder, job in found.items()
@@ -225,18 +223,6 @@ def _inside(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:  # another job has removed it at this moment
         return []
-
-
-def _read(path: Path) -> JobDescription | None:
-    try:
-        return messages.decode(path.read_text(), JobDescription)
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ):
-        # removed by now, or not written by `write_description`
-        return None
 
 
 def _is_running(folder: Path, job: JobDescription) -> bool:

@@ -195,10 +195,10 @@ class LiveRanks:
         since, earlier = self._histories[rank][0]
         _, state = self._histories[rank][-1]
         in_messages_s = _seconds_in_messages(state, now)
-        in_calls_s = _seconds_in_calls(state, now)
+        in_calls_s = state.waited_until(now)
         if len(self._histories[rank]) > 1:
             in_messages_s -= _seconds_in_messages(earlier, since)
-            in_calls_s -= _seconds_in_calls(earlier, since)
+            in_calls_s -= earlier.waited_until(since)
         else:
             since = state.started
         passed_s = max(now - since, _NO_TIME_S)
@@ -326,11 +326,6 @@ def _entered_by_all(readers: Iterable[RecorderReader], key: int) -> int:
     """
     slots = ((reader, reader.group_slot(key)) for reader in readers)
     return min((reader.last_sequence(slot) for reader, slot in slots if slot >= 0), default=0)
-
-
-def _seconds_in_calls(state: RankState, now: float) -> float:
-    """Return for how long a rank has been blocked in collectives and messages, until `now`."""
-    return state.waited_s + (max(0.0, now - state.since) if state.phase == "waits" else 0.0)
 
 
 def _seconds_in_messages(state: RankState, now: float) -> float:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from .. import messages
 from ..messages import Integer
+from . import notes
 from .reader import RecorderReader
 
 __all__ = [
@@ -71,9 +71,6 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, reader: RecorderReader) -> RankProgress:
         """Return the counters in a flight record."""
         state = reader.state()
-        waited = state.waited_s
-        if state.phase == "waits":
-            waited += max(0.0, time.monotonic() - state.since)
         return cls(
             state.rank,
             state.host,
@@ -85,7 +82,7 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
             state.samples or 0,
             state.tokens_per_sample,
             state.data_wait_s,
-            waited,
+            state.waited_until(time.monotonic()),
             state.productive_s,
         )
 
@@ -170,15 +167,10 @@ def write_other_hosts(folder: Path, found: OtherHosts) -> None:
     Raises:
         OSError: the folder is gone, or there is no space.
     """
-    draft = folder / f".{_NAME}"
-    draft.write_text(messages.encode(found))
-    draft.replace(folder / _NAME)
+    notes.write(folder / _NAME, found)
 
 
 def read_other_hosts(folder: Path) -> OtherHosts | None:
     """Return what is known of the other hosts of a job; None if there is none, or it is old."""
-    try:
-        found = messages.decode((folder / _NAME).read_text(), OtherHosts)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if time.time() - found.time < _STALE_S else None
+    found = notes.read(folder / _NAME, OtherHosts)
+    return None if found is None or time.time() - found.time >= _STALE_S else found

@@ -170,6 +170,10 @@ class RankState:
     productive_s: float = 0.0
     tokens_per_sample: float = 0.0
 
+    def waited_until(self, now: float) -> float:
+        """Return for how long it has been blocked in collectives and messages, until `now`."""
+        return self.waited_s + (max(0.0, now - self.since) if self.phase == "waits" else 0.0)
+
 
 class RecorderReader:
     """Reads the flight recorder in the file `path`, which is mapped into memory; its rank may have

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from .. import messages
-from ..flight_recorder.live_ranks import LiveRanks, RankStatus
+from ..flight_recorder import notes
+from ..flight_recorder.live_ranks import LiveRanks
 from ..flight_recorder.rank_progress import (
     RankProgress,
     SlowRank,
@@ -44,7 +44,7 @@ class JobTotals(msgspec.Struct, frozen=True):
         rank_wait_s: seconds of waiting for other ranks, the mean of the ranks.
         productive_s: seconds in steps that were not repeated, of rank 0.
         restarts: how often all workers were started again.
-        lost: workers that were lost, have left, or failed.
+        lost: workers of an elastic job that were lost or have left.
         joined: workers that joined the training later.
         slowest: the rank for which the others wait; None if there is none.
     """
@@ -147,7 +147,13 @@ class TotalsOfJob:
             # on one host the flight records tell also which rank has entered a collective last
             waited_s = sum(status.waited_s for status in statuses)
             self._rank_wait_s += waited_s / max(1, len(statuses))
-            slow = _slowest_here(statuses)
+            slow = slowest(
+                [
+                    (status.rank, status.progress.host, status.waiting)
+                    for status in statuses
+                    if status.waiting is not None
+                ]
+            )
         return JobTotals(
             self._started,
             time.time(),
@@ -214,29 +220,14 @@ def _nothing(progress: RankProgress) -> RankProgress:
     )
 
 
-def _slowest_here(statuses: Sequence[RankStatus]) -> SlowRank | None:
-    return slowest(
-        [
-            (status.rank, status.progress.host, status.waiting)
-            for status in statuses
-            if status.waiting is not None
-        ]
-    )
-
-
 def write_totals(folder: Path, totals: JobTotals) -> None:
     """Write totals into the folder of a job's records, for `lockstep top`; nothing happens if the
     folder is gone, or full.
     """
-    draft = folder / f".{_NAME}"
     with suppress(OSError):
-        draft.write_text(messages.encode(totals))
-        draft.replace(folder / _NAME)
+        notes.write(folder / _NAME, totals)
 
 
 def read_totals(folder: Path) -> JobTotals | None:
     """Return the totals of a job as its launcher has written them; None if there are none."""
-    try:
-        return messages.decode((folder / _NAME).read_text(), JobTotals)
-    except (OSError, ValueError, RecursionError):
-        return None
+    return notes.read(folder / _NAME, JobTotals)
