@@ -159,7 +159,8 @@ def _are_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or one.dtype != other.dtype:
             return False
-        return torch.equal(one, other)
+        # the bits: two NaN are no difference, and 0.0 and -0.0 are one
+        return one.shape == other.shape and torch.equal(_bits(one), _bits(other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(
             _are_same(value, other[name]) for name, value in one.items()
@@ -167,3 +168,8 @@ def _are_same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_are_same, one, other))
     return bool(one == other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor."""
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

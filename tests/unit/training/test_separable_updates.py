@@ -1,0 +1,47 @@
+"""Whether an optimizer updates each tensor by itself, tried on small copies."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.training.separable_updates import check_separable
+
+
+def optimizer_after_a_step() -> torch.optim.AdamW:
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    optimizer = torch.optim.AdamW(weights)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return optimizer
+
+
+def test_numbers_that_are_none_are_no_difference() -> None:
+    """A training that has diverged is to be told so, and not that its optimizer does not fit."""
+    optimizer = optimizer_after_a_step()
+    for entries in optimizer.state.values():
+        entries["exp_avg"].fill_(math.nan)
+    check_separable(optimizer)
+
+
+class LosesTheSign(torch.optim.SGD):
+    """Gives the first tensor -0.0 if others have gradients as well."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        is_alone = sum(p.grad is not None for p in parameters) < len(parameters)
+        with torch.no_grad():
+            for p in parameters:
+                if p.grad is not None:
+                    p.fill_(0.0 if is_alone else -0.0)
+
+
+def test_the_sign_of_zero_is_a_difference() -> None:
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    with pytest.raises(ConfigError, match="depends on the gradients of others"):
+        check_separable(LosesTheSign(weights, lr=0.1))
