@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from ..communicator import Communicator
 from ..communicator.elastic_communicator import ElasticCommunicator
@@ -170,8 +171,8 @@ class Distributed(Strategy):
             return partial(_call_named, self.totals_name, self.comm.allreduce, vector)
         return self.comm.iallreduce(vector).wait
 
+    @override
     def allow_undo(self, model: nn.Module) -> None:
-        """See `Strategy.allow_undo`."""
         self._allows_undo = True
         self._make_buffers(model)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ..communicator import Communicator
 from ..communicator.elastic_communicator import ElasticCommunicator
@@ -92,8 +93,8 @@ class Invariant(Strategy):
         """
         return {"virtual_workers": self.virtual_workers, **self.determinism.describe()}
 
+    @override
     def shard_optimizer(self) -> None:
-        """See `Strategy.shard_optimizer`."""
         if isinstance(self.comm, ElasticCommunicator):
             raise ConfigError(
                 "shard_optimizer",
@@ -207,8 +208,8 @@ class Invariant(Strategy):
         self._unchanged.check()
         self.buffers.set(sums, samples)
 
+    @override
     def allow_undo(self, model: nn.Module) -> None:
-        """See `Strategy.allow_undo`."""
         self._allows_undo = True
         self._make_parts(model)
 
@@ -231,10 +232,10 @@ class Invariant(Strategy):
     # --- the state of an optimizer that is divided among the workers
     # ----------------------------------------------------------------------------------------------
 
+    @override
     def optimizer_state(
         self, model: nn.Module, optimizer: Optimizer, wanted: bool = True
     ) -> dict[str, Any]:
-        """See `Strategy.optimizer_state`."""
         if self.shards is None:
             return super().optimizer_state(model, optimizer, wanted)
         return self.shards.full_state(optimizer, wanted)
@@ -247,8 +248,8 @@ class Invariant(Strategy):
             state = self.shards.own_part(optimizer, state)
         super().load_optimizer_state(model, optimizer, state)
 
+    @override
     def fingerprint(self, model: nn.Module, optimizer: Optimizer) -> str:
-        """See `Strategy.fingerprint`."""
         if self.shards is None:
             return super().fingerprint(model, optimizer)
         is_first = self.comm.rank == 0
@@ -257,8 +258,8 @@ class Invariant(Strategy):
             **dict(model.named_parameters(remove_duplicate=False)),
             **model.state_dict(),
         }
-        found = fingerprint_of(entries, state) if is_first else None
-        return self.comm.broadcast_object(found)
+        fingerprint = fingerprint_of(entries, state) if is_first else None
+        return self.comm.broadcast_object(fingerprint)
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, including those changed outside of steps."""

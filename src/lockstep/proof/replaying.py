@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from ..data.loader import Batch, Loader
 from ..registry import import_object
@@ -113,14 +114,14 @@ class Replay(RunGuard):
         self._found: Any = None
         self._values: StepValues | HostCopy | None = None
 
+    @override
     def callbacks(self, given: Sequence[Callback] | None) -> list[Callback]:
-        """See `RunGuard`."""
         return [
             each for each in given or () if each.every_rank and not isinstance(each, Checkpoints)
         ]
 
+    @override
     def trains(self) -> bool:
-        """See `RunGuard`."""
         self._fits += 1
         return self._is_replayed and self._fits > self._request.fit
 
@@ -132,8 +133,8 @@ class Replay(RunGuard):
         return self._request.checkpoint or None if is_first else None
 
     @contextmanager
+    @override
     def fit(self, trainer: Trainer, loader: Loader) -> Iterator[None]:
-        """See `RunGuard`."""
         self._trainer = trainer
         self._dataset = loader.dataset
         if trainer.comm.rank == 0:
