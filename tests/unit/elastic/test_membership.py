@@ -523,31 +523,28 @@ def test_below_the_minimum_the_members_wait_until_a_worker_has_joined() -> None:
     )
 
 
+def arrive(coordinator: Coordinator, workers: int, generation: int) -> None:
+    """Let the first workers arrive in a generation; the first of them leaves with it."""
+    for number in range(workers):
+        say(
+            coordinator,
+            number,
+            phase="arrived",
+            generation=generation,
+            commit=(0, 5, 0),
+            leaving=number == 0,
+        )
+
+
 def test_who_is_lost_while_the_others_wait_below_the_minimum_leaves_them_waiting() -> None:
     coordinator = formed(3, minimum=3)
     say(coordinator, 0, leaving=True)
     say(coordinator, 0, phase="left", generation=1)
-    for number in range(3):
-        say(
-            coordinator,
-            number,
-            phase="arrived",
-            generation=2,
-            commit=(0, 5, 0),
-            leaving=number == 0,
-        )
+    arrive(coordinator, 3, generation=2)
     assert coordinator.waiting
     coordinator.lost(2)
     told(coordinator)
-    for number in range(2):
-        say(
-            coordinator,
-            number,
-            phase="arrived",
-            generation=3,
-            commit=(0, 5, 0),
-            leaving=number == 0,
-        )
+    arrive(coordinator, 2, generation=3)
     assert coordinator.waiting and told(coordinator) == []
     start(coordinator, 3)
     start(coordinator, 4)
