@@ -16,7 +16,8 @@ _SHOWN = re.compile(r"^::: (lockstep[\w.]*)(?:\n    options:\n      members: \[(
 _CODE = re.compile(r"(?<!`)`(lockstep(?:\.\w+)+|[A-Za-z_]\w+)`(?!`)")
 
 
-class ForReaders(griffe.Extension):
+# griffe is installed with the extra "docs" only; without it mypy does not know this class
+class ForReaders(griffe.Extension):  # type: ignore[misc, unused-ignore]
     """Options that are passed on are listed one by one; names that have a place on the site become
     links; what only words an error is left out.
     """
@@ -67,7 +68,7 @@ def _leave_out_hooks(callbacks: griffe.Module) -> None:
                 del found.members[name]
 
 
-def _list_options(trainer: griffe.Class, step: griffe.Class) -> None:
+def _list_options(trainer: Any, step: Any) -> None:
     """Show what a `Trainer` passes on to its `TrainStep` among its own arguments."""
     constructor = trainer.members["__init__"]
     passed_on = constructor.parameters["step"]

@@ -65,6 +65,7 @@ TYPED: dict[str, tuple[str, Any]] = {
 WITH_VIRTUAL_WORKERS = {
     "virtual_workers": ("12", 12),
     "threads": ("3", 3),
+    "shard_optimizer": ("", True),
     "cross_check": ("10", 10),
     "on_spike": ("skip", "skip"),
 }
