@@ -378,16 +378,14 @@ def _opened(loader: Loader | DataLoader[Any]) -> Iterator[Loader]:
         yield loader
         return
     if not isinstance(loader, DataLoader):
-        opened_loader = (
+        kind = (
             "a data set" if isinstance(loader, Dataset) else f"one of type {type(loader).__name__}"
         )
         hint = (
             "lockstep.Loader(dataset, global_batch_size=256, shuffle=False) makes one of a data "
             "set."
         )
-        raise ConfigError(
-            "loader", "a lockstep.Loader, or a DataLoader", found=opened_loader, hint=hint
-        )
+        raise ConfigError("loader", "a lockstep.Loader, or a DataLoader", found=kind, hint=hint)
     opened = loader_of(loader, init())
     try:
         yield opened
