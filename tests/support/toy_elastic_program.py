@@ -1,5 +1,5 @@
-"""Trains in an elastic job whose rank 1 kills itself in step 5. Arguments: the device, and a file
-for the result.
+"""Trains in an elastic job whose rank 1 kills itself in step 5, and is replaced when the others have
+trained. Arguments: the device, and a file for the result.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ class Dies(lockstep.callbacks.Callback):
 
 toy_device.register()
 comm = lockstep.init(DEVICE)
+replaces = getattr(comm, "is_joining", False)
+while replaces and not RESULT.exists():
+    time.sleep(0.01)
 draws = torch.Generator().manual_seed(1)
 x = torch.randn(96, 8, generator=draws)
 torch.manual_seed(0)
@@ -47,7 +51,7 @@ trainer = lockstep.Trainer(
     callbacks=[Dies()] if comm.size > 1 else [],
 )
 trainer.fit(TensorDataset(x, (x.sum(1) > 0).long()), 2)
-if comm.rank == 0:
+if comm.rank == 0 and not replaces:
     RESULT.write_text(
         f"{comm.size} worker on {comm.device.type}: {lockstep.fingerprint(model, optimizer)}"
     )
