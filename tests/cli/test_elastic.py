@@ -420,6 +420,7 @@ def test_a_crash_at_exit_ends_the_job_with_its_code_and_trains_nothing_again(
     assert job.returncode == 128 + signal.SIGABRT, err
     assert out.count("fitted") == 2
     assert "rank 1" in err and "killed by SIGABRT" in err and "started again" not in err
+    assert "Fatal Python error: Aborted" in err
 
 
 FAILS = """

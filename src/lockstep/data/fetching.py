@@ -29,6 +29,7 @@ from .. import environment
 from ..errors import ConfigError, DataError, LockstepError
 from ..parallel.nested import map_tensors
 from ..parallel.randomness import preserve_generators
+from ..system.crashes import print_stack_of_crashes
 from ..system.processes import signal_name
 from .between_processes import PackedSamples, PickledByValue
 from .device_copies import pinned
@@ -485,7 +486,10 @@ def _unchanged(data: Any) -> Any:
 
 
 def _prepare_process(_: int, new_group: bool) -> None:
-    """Let a loader process ignore signals that are meant for its parent, and end with it."""
+    """Let a loader process ignore signals that are meant for its parent, end with it, and say where
+    it crashes.
+    """
+    print_stack_of_crashes()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():
         # Its parent in the system is a fork server (the default since Python 3.14), which lives as

@@ -33,6 +33,7 @@ from ..extension_points import EXTENSION_POINTS
 from ..flight_recorder import jobs
 from ..job.client import JobClient
 from ..job.messages import Failure, Finished, ToAnyWorker
+from ..system.crashes import print_stack_of_crashes
 from ..system.job_folders import JobFolderLock
 from ..system.processes import ProcessLiveness, end_orphans, is_stopped
 from ..transports.runtime import host_identity
@@ -148,6 +149,7 @@ def _connect(setup: WorkerSetup, rank: int) -> JobClient:
 
 def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
     setup.output.redirect(local_rank)
+    print_stack_of_crashes()
     refuse_bad_fork()
     for text in (sys.stdout, sys.stderr):
         if isinstance(text, io.TextIOWrapper):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -324,3 +325,23 @@ def test_a_process_that_dies_is_named(end: Callable[[], Any], how: str) -> None:
         pytest.raises(DataError, match=message),
     ):
         list(loader)
+
+
+CRASHES = """
+import ctypes, torch, lockstep
+class Crashes(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return ctypes.string_at(0)
+list(lockstep.Loader(Crashes(), 4, num_workers=1))
+"""
+
+
+def test_a_process_that_crashes_says_where(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(CRASHES)
+    ended = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert "was killed by SIGSEGV while it loaded samples" in ended.stderr
+    assert "Fatal Python error: Segmentation fault" in ended.stderr
+    assert 'program.py", line 7 in __getitem__' in ended.stderr
