@@ -5,6 +5,7 @@ stays behind.
 from __future__ import annotations
 
 import os
+import platform
 import pty
 import select
 import signal
@@ -86,6 +87,26 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
     while left := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.01)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
+def test_workers_keep_freed_memory(tmp_path: Path, here: Here) -> None:
+    """By glibc's default, freed memory from twice the largest freed block on is given back."""
+    program = write(
+        tmp_path,
+        """
+        def resident():
+            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        before = resident()
+        for _ in range(3):
+            blocks = [b"x" * (24 << 20) for _ in range(4)]
+            del blocks
+        print((resident() - before) >> 20)
+        """,
+    )
+    ended = here("run", "-np", 1, "--quiet", "--no-prefix", program)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 80
 
 
 # --- who else can see and reach it

@@ -416,6 +416,14 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
     return World() if launcher is None else read_world(env, launcher)
 
 
+def sets_allocator() -> bool:
+    """Return whether the user has settings of the C library's allocator: MALLOC_* or
+    GLIBC_TUNABLES.
+    """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return "glibc.malloc." in tunables or any(name.startswith("MALLOC_") for name in os.environ)
+
+
 def variables() -> dict[str, str]:
     """Return a copy of this process's environment, for a child process."""
     return dict(os.environ)

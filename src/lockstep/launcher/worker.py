@@ -10,6 +10,7 @@ import ctypes
 import io
 import multiprocessing
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -45,7 +46,7 @@ from .pulse import Patience, SilenceWatch, write_to_launcher
 from .worker_status import pickle_by_value
 from .workers import worker_socket
 
-__all__ = ["WorkerSetup", "main", "refuse_bad_fork"]
+__all__ = ["WorkerSetup", "keep_freed_memory", "main", "refuse_bad_fork"]
 
 
 # --- The worker process
@@ -63,6 +64,13 @@ _LAUNCHER_ENDS_S = 5.0
 _OTHERS_FIRST_S = 3.0  # by which the other hosts give up a launcher before its workers do
 
 PR_SET_PDEATHSIG = 1
+
+# Of <malloc.h>; see mallopt(3).
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGEST_ON_HEAP = 32 << 20  # bytes: the largest that glibc allows
+_NEVER_TRIM = -1
+
 _NEW_LINE = "\n"
 
 _PACKAGE = __package__.partition(".")[0]
@@ -155,12 +163,30 @@ def _set_up_process(setup: WorkerSetup, local_rank: int) -> None:
         if isinstance(text, io.TextIOWrapper):
             text.reconfigure(line_buffering=True)
     torch.set_num_threads(setup.threads)
+    keep_freed_memory()
     if setup.program:
         _set_title(f"lockstep rank {find_world().rank}", setup.program)
     if emulated_network() is not None:
         EXTENSION_POINTS.load("start of a worker on an emulated network")()
     watchdog.install(host_identity.host_key, lasting=True)
     mpi_singletons.install()
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc's allocator keep what a step frees for the next step; returns whether it does.
+
+    By default it may give memory back to the system, which clears it before it hands it out again.
+    Whether it does depends on what lies above it on the heap. Both thresholds are set, as one alone
+    turns off the adaptation of the other and is slower than none. Where the user has a setting, or
+    another C library is used, nothing is changed.
+    """
+    if environment.sets_allocator() or platform.libc_ver()[0] != "glibc":
+        return False
+    set_option = ctypes.CDLL(None).mallopt
+    return bool(
+        set_option(_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP)
+        and set_option(_M_TRIM_THRESHOLD, _NEVER_TRIM)
+    )
 
 
 def _set_title(name: str, program: str) -> None:
