@@ -68,51 +68,26 @@ class OnceABatch:
         shard = self._parts.current
         return shard is not None and not shard.last
 
-    def prepare(self, scheduler: LRScheduler) -> None:
-        """Change a scheduler in place, so that its `step` does nothing where nothing acts.
-
-        It gets a class of its own. An attribute of the object would be part of its `state_dict()`,
-        and could not be saved.
-        """
-        kind: Any = type(scheduler)
-
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-            if self._acts():
-                kind.step(scheduler, *args, **kwargs)
-
-        # a copy, or what is pickled, is of the class that others know
-        def reduce(copied: Any, protocol: Any) -> Any:
-            parts: tuple[Any, ...] = object.__reduce_ex__(copied, max(protocol, 2))  # type: ignore[assignment]
-            return _new, (kind, *parts[1][1:]), *parts[2:]
-
-        step._lockstep_watched = True  # type: ignore[attr-defined]  # the class's own step, which it calls, is watched
-        names = {
-            "__module__": kind.__module__,
-            "__qualname__": kind.__qualname__,
-            "__doc__": kind.__doc__,
-        }
-        prepared: Any = type(
-            kind.__name__, (kind,), {**names, "step": step, "__reduce_ex__": reduce}
-        )
-        scheduler.__class__ = prepared
-
-    def check_scheduler(self, scheduler: LRScheduler) -> None:
-        """Check that a scheduler of a prepared optimizer, which is stepped in a body, acts once a
-        batch.
+    def lets_step(self, scheduler: LRScheduler) -> bool:
+        """Return whether a scheduler that is stepped in a body acts there: not where nothing acts,
+        if `prepare` was given it.
 
         Raises:
-            ConfigError: otherwise.
+            ConfigError: for one of a prepared optimizer that was not given, in a shard that is not
+                the last one of a batch.
         """
-        if id(scheduler.optimizer) not in self._prepared:
-            return
-        if not any(prepared is scheduler for prepared in self._schedulers):
+        if any(prepared is scheduler for prepared in self._schedulers):
+            if not self._acts():
+                return False
+            if self._repeats.is_within_batch:
+                self._repeats.do_not_repeat("a scheduler that is stepped before the optimizer")
+        elif id(scheduler.optimizer) in self._prepared:
             if self._in_earlier_shard():
                 raise _not_given("scheduler", "scheduler.step()")
             self._repeats.do_not_repeat(
                 "a scheduler in its bodies that lockstep.prepare() was not given"
             )
-        elif self._repeats.is_within_batch:
-            self._repeats.do_not_repeat("a scheduler that is stepped before the optimizer")
+        return True
 
     def update_average(
         self, average: AveragedModel, model: Any, update: Callable[[], None]
@@ -154,10 +129,6 @@ class OnceABatch:
         else:
             update()
             self._after_batch.append(partial(_copy_buffers, average, model))
-
-
-def _new(kind: Any, *arguments: Any) -> Any:
-    return kind.__new__(kind, *arguments)
 
 
 def _not_given(noun: str, call: str) -> ConfigError:

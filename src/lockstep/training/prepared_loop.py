@@ -151,7 +151,9 @@ class PreparedLoop:
             self._determinism.check_same(self.comm)
 
     def change(self, replacement: nn.Module | Optimizer | LRScheduler) -> None:
-        """Change one of the objects that `prepare` was given in place."""
+        """Change a model or an optimizer that `prepare` was given in place; schedulers stay as they
+        are.
+        """
         if isinstance(replacement, nn.Module):
             if self._precision.name != "fp32":
                 replacement.forward = partial(
@@ -159,8 +161,6 @@ class PreparedLoop:
                 )
         elif isinstance(replacement, Optimizer):
             self.optimizers[id(replacement)].install()
-        else:
-            self.once_a_batch.prepare(replacement)
 
     def loader(self, given: Loader | DataLoader[Any]) -> Loader:
         """Return the loader of global batches for one that `prepare` was given.
@@ -395,10 +395,9 @@ def _watched_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         loop.gradients.check_optimizer(optimizer)
 
 
-def _watched_step(original: Any, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
-    for loop in _running:
-        loop.once_a_batch.check_scheduler(scheduler)
-    return original(scheduler, *args, **kwargs)
+def _watched_step(original: Any, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
+    if all(loop.once_a_batch.lets_step(scheduler) for loop in _running):
+        original(scheduler, *args, **kwargs)
 
 
 def _watched_update(original: Any, average: AveragedModel, model: Any) -> None:
