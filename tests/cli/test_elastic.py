@@ -101,6 +101,41 @@ def test_the_first_replacement_joins_where_there_are_as_many_workers_as_virtual_
     assert len(re.findall(r"pid \d+", seen + out)) == 3
 
 
+FAULTY = """
+def flip(gradient):
+    if os.environ["LOCAL_RANK"] == "1" and trainer.step.steps_done >= 4:  # which is checked
+        gradient = gradient.clone()
+        gradient.view(torch.int32)[0, 0] ^= 1 << 22
+    return gradient
+model[0].weight.register_hook(flip)
+print("local rank", os.environ["LOCAL_RANK"], flush=True)
+trainer.fit("""
+
+
+@pytest.mark.parametrize("workers", ["2:4", "3:3"])
+def test_a_worker_that_computes_wrong_numbers_leaves_and_its_device_is_used_no_more(
+    workers: str, tmp_path: Path
+) -> None:
+    program = write(tmp_path, 3)
+    healthy = program.read_text()
+    text = healthy.replace("virtual_workers=4,", "virtual_workers=4, cross_check=2,")
+    program.write_text(text.replace("\ntrainer.fit(", FAULTY))
+    with start(tmp_path, workers, "-np", 3, program) as job:
+        out, err = job.communicate(DEADLINE)
+    assert re.search(r"rank 1 \(host .*\) computes another gradient .* again when it was", err), err
+    assert "rank 1 computes wrong numbers and leaves; its device is used no more" in err, err
+    if workers == "3:3":
+        assert job.returncode, err
+        assert "2 workers can run without the devices that compute wrong numbers" in err
+        assert sorted(re.findall(r"local rank (\d)", out)) == ["0", "1", "2"]
+        return
+    assert job.returncode == 0, err
+    assert sorted(re.findall(r"local rank (\d)", out)) == ["0", "1", "2", "3"]
+    program.write_text(healthy.replace(str(tmp_path / "run"), str(tmp_path / "alone")))
+    done = warm_python.run([program], tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert fingerprint(out) == fingerprint(done.stdout)
+
+
 def test_losses_leave_nothing_behind(tmp_path: Path) -> None:
     program = write(tmp_path, 1000)
     count = (

@@ -179,10 +179,14 @@ class MembershipClient:
         """
         self._tell(fit=fit, most=most, folder=folder)
 
-    def leave(self) -> None:
-        """Say that this worker wants to leave after the step in progress."""
+    def leave(self, is_faulty: bool = False) -> None:
+        """Say that this worker wants to leave after the step in progress.
+
+        Args:
+            is_faulty: whether it computes wrong numbers: no other worker is started on its device.
+        """
         self.leaving = True
-        self._tell()
+        self._tell(faulty=is_faulty)
 
     def publish(self, value: bytes, training: int = -1) -> None:
         """Keep a value that rank 0 sends to all, for workers that join later; waits until all hosts

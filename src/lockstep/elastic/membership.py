@@ -82,6 +82,8 @@ class WorkerState(Tagged, frozen=True):
         leaving: whether it wants to leave after the step in progress.
         failed: why its group has failed, if it has "left" and does not know the cause; None if it
             is between two steps, where all members have agreed to regroup.
+        faulty: whether it leaves because it computes wrong numbers, so that no other worker may be
+            started on its device.
     """
 
     phase: Literal["starts", "ready", "member", "left", "arrived", "done"] = "starts"
@@ -92,6 +94,7 @@ class WorkerState(Tagged, frozen=True):
     folder: str = ""
     leaving: bool = False
     failed: str | None = None
+    faulty: bool = False
 
 
 class Events(Tagged, frozen=True):
@@ -787,7 +790,11 @@ class Coordinator:
         """Return the members that stay, and those that leave now; who alone has the newest state
         hands it over.
         """
-        leave = [member for member in members if member.state.leaving and self._stop is None]
+        leave = [
+            member
+            for member in members
+            if member.state.leaving and (self._stop is None or member.state.faulty)
+        ]
         stay = [member for member in members if member not in leave]
         if leave and not stay and not ready:
             self._tell_stop(_SIGTERM)  # nobody is left to go on: save and end

@@ -29,6 +29,7 @@ from ..elastic.membership import (
     Regroup,
     Up,
     View,
+    WorkerState,
 )
 from ..elastic.mesh import (
     ASKS,
@@ -695,7 +696,10 @@ class ElasticHost:
 
     def _new_job(self, view: HostView) -> ElasticJob:
         hosts = {host: self._hosts[host] for host in view.hosts if host in self._hosts}
-        return ElasticJob(self._setup.limits, self._state, hosts, self._send, self._log)
+        others_may_join = self._mesh is not None
+        return ElasticJob(
+            self._setup.limits, self._state, hosts, self._send, self._log, others_may_join
+        )
 
     def _tell_new_host(self, host: int) -> None:
         """Send a host that has joined what the others keep."""
@@ -763,6 +767,8 @@ class ElasticHost:
 
     def _from_worker(self, number: int, message: Up) -> None:
         self._memory.note_up(number, message)
+        if isinstance(message, WorkerState) and message.faulty:
+            self._workers.retire_device(number)
         self._to_leader(FromWorker(number, message))
 
     def _from_host(self, host: int, message: ElectionMessage | HostMessages) -> None:

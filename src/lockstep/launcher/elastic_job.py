@@ -26,6 +26,7 @@ from ..elastic.membership import (
     Regroup,
     Up,
     View,
+    WorkerState,
 )
 from ..elastic.mesh import HostEntry
 from ..errors import LockstepError, counted
@@ -104,6 +105,7 @@ class JobState(Tagged, frozen=True):
         leaving: the hosts that leave.
         lost: how many workers were lost, or have left.
         joined: how many joined the training later.
+        faulty: the workers that computed wrong numbers, whose devices are used no more.
     """
 
     target: Integer
@@ -120,6 +122,7 @@ class JobState(Tagged, frozen=True):
     leaving: List[Integer] = ()
     lost: Integer = 0
     joined: Integer = 0
+    faulty: List[Integer] = ()
 
 
 class Start(Tagged, frozen=True):
@@ -291,6 +294,7 @@ class ElasticJob:
         hosts: that take part.
         send: sends a message to the launcher of a host.
         log: prints a message of the job.
+        others_may_join: whether other hosts can join the job.
 
     Attributes:
         coordinator: of the membership.
@@ -305,6 +309,7 @@ class ElasticJob:
     hosts: dict[int, HostEntry]
     send: Callable[[int, HostMessages], None]
     log: Callable[[str], None]
+    others_may_join: bool = True
     coordinator: Coordinator = field(init=False)
     is_over: bool = False
     reports: dict[int, Failure] = field(default_factory=dict)
@@ -369,6 +374,9 @@ class ElasticJob:
         }
         self._kill(self._living.keys() & self._dismissed - leaving, gently=True)
         self._view = self.coordinator.view
+        for record in (record for report in reports for record in report.workers):
+            if record.state.faulty:
+                self._retire(record.number)
         for number in self.state.stops[:1]:
             self.coordinator.stop(number)
         # who led before may have started workers without this host having heard of it: no two
@@ -432,6 +440,8 @@ class ElasticJob:
             self.coordinator.to_keep.append((number, message))
             return
         self.coordinator.receive(number, message)
+        if isinstance(message, WorkerState) and message.faulty:
+            self._retire(number)
         if self.coordinator.folder != self.state.folder:
             self._change_state(folder=self.coordinator.folder)
         # a host has joined before the training had begun
@@ -478,6 +488,23 @@ class ElasticJob:
         elif was_member:
             lost = f"rank {rank}{self._on_host(host)} was lost ({_how(code)})"
             self._tell_loss(lost, 1, len(coordinator.members))
+
+    def _retire(self, number: int) -> None:
+        """Use the device of a worker that computes wrong numbers no more; the worker leaves by
+        itself.
+        """
+        host = self._living.get(number, -1)
+        if host not in self.hosts:
+            return
+        self._dismissed.add(number)
+        if number in self.state.faulty:
+            return
+        self._change_state(faulty=(*self.state.faulty, number))
+        self._set_slots(host, self.hosts[host].slots - 1)
+        self.tell(
+            f"rank {self.rank_of(number)}{self._on_host(host)} computes wrong numbers and leaves; "
+            f"its device is used no more"
+        )
 
     def _has_crashed_after_the_training(self, end: Ended) -> bool:
         """Return whether a worker has crashed, as native libraries may at exit, when all had
@@ -897,9 +924,20 @@ class ElasticJob:
         """Save and end when the members have waited for others for too long."""
         least = self.limits.minimum
         limit_s = self.limits.pause_s
-        if time.monotonic() - self._waits_since < limit_s or self.state.stops:
+        if self._waits_since == math.inf or self.state.stops:
             return
-        self.failure = f"fewer than {counted(least, 'worker')} for {limit_s:g} s (--pause-timeout)"
+        slots = sum(host.slots for host in self.hosts.values())
+        if slots < least and not self.others_may_join:
+            self.failure = (
+                f"{counted(slots, 'worker')} can run without the devices that compute wrong "
+                f"numbers, fewer than the {least} that the training needs"
+            )
+        elif time.monotonic() - self._waits_since >= limit_s:
+            self.failure = (
+                f"fewer than {counted(least, 'worker')} for {limit_s:g} s (--pause-timeout)"
+            )
+        else:
+            return
         self.tell(f"{self.failure}; the job saves and ends")
         self._change_state(stops=(signal.SIGTERM,))
         self.coordinator.stop(signal.SIGTERM)

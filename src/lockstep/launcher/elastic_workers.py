@@ -80,6 +80,7 @@ class HostWorkers:
         )
         self._run_id = environment.run_id() or folder.name
         self._local_ranks: dict[int, int] = {}
+        self._retired: set[int] = set()  # local ranks whose devices compute wrong numbers
         self._stopped = StoppedWorkers(
             setup.options.watch.stall_timeout or environment.stall_timeout()
         )
@@ -126,7 +127,8 @@ class HostWorkers:
             **self._watchdog.variables(),
             **elastic,
         }
-        local_rank = next(index for index in count() if index not in self._local_ranks.values())
+        taken = {*self._local_ranks.values(), *self._retired}
+        local_rank = next(index for index in count() if index not in taken)
         self._local_ranks[number] = local_rank
         variables |= environment.position_variables(
             message.rank, message.size, local_rank, message.local_size
@@ -162,6 +164,11 @@ class HostWorkers:
         for number in living:
             self._local_ranks.pop(number, None)  # who replaces it may begin before it has ended
         self._workers.signal(living, signal.SIGTERM)
+
+    def retire_device(self, number: int) -> None:
+        """Start no other worker on the device of this one: its local rank is not given again."""
+        if number in self._local_ranks:
+            self._retired.add(self._local_ranks[number])
 
     def take_ended(self) -> list[Ended]:
         """Return the workers whose processes have ended since the last call."""

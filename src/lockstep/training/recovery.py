@@ -256,8 +256,9 @@ class Recovery:
         return operation(*args)
 
     def leave_out(self, rank: int) -> None:
-        """Repeat the operation in flight without a worker, which leaves the job; called by all
-        workers within it.
+        """Repeat the operation in flight without a worker that computes wrong numbers: it leaves
+        the job, which starts no other one on its device. Called by all workers within the
+        operation.
 
         In a job of fixed size, and where operations are not repeated, nothing happens.
 
@@ -533,7 +534,7 @@ class ElasticRecovery(Recovery):
         if not self.repeats:
             return
         if rank == self._comm.rank:
-            self._client.leave()
+            self._client.leave(is_faulty=True)
         raise MembershipChangedError(self._client.generation)
 
     def _note_seen(self, states: bytes | None) -> None:

@@ -628,3 +628,57 @@ def reports_of(world: World, leaving: int = -1) -> list[HostReport]:
                 memory.note_up(number, state)
         reports.append(memory.report())
     return reports
+
+
+def test_the_device_of_a_worker_that_computes_wrong_numbers_is_used_no_more() -> None:
+    world = World((3,), 3)
+    world.train()
+    for phase in ("member", "left"):
+        say(world.job, 1, phase=phase, leaving=True, faulty=True)
+    assert [message.hosts[0].slots for _, message in world.of(Hosts)] == [2]
+    assert world.said == [
+        "lockstep: rank 1 computes wrong numbers and leaves; its device is used no more"
+    ]
+    world.end(1, host=0, code=0)
+    assert world.job.state.target == 2 and not world.of(Start)
+    with pytest.raises(LockstepError, match="expected at most 2 workers, the slots of the hosts"):
+        world.job.ask(0, Request(1, "resize", 3))
+
+
+def test_a_worker_on_another_device_replaces_one_that_computes_wrong_numbers() -> None:
+    world = World((1, 2), 2)
+    world.train()
+    say(world.job, 0, leaving=True, faulty=True)
+    world.job.supervise()
+    assert [(host, start.number) for host, start in world.of(Start)] == [(1, 2)]
+    assert world.job.state.target == 2
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_who_leads_next_uses_that_device_no_more(is_known: bool) -> None:
+    world = World((2, 2), 3)
+    world.train()
+    memory = HostMemory(0)
+    for number in (0, 2):
+        memory.started(number, False)
+        memory.note_up(number, WorkerState("member", leaving=not number, faulty=not number))
+    if is_known:
+        say(world.job, 0, leaving=True, faulty=True)
+    world.job.resume([memory.report()], (), None)
+    assert [world.job.hosts[number].slots for number in (0, 1)] == [1, 2]
+    assert world.job.state.faulty == (0,)
+
+
+def test_a_job_ends_if_it_needs_the_devices_that_compute_wrong_numbers() -> None:
+    world = World((2,), 2, minimum=2)
+    world.job.others_may_join = False
+    world.train()
+    say(world.job, 1, leaving=True, faulty=True)
+    world.leave(1)
+    world.job.supervise()
+    assert not world.of(Start)
+    assert world.job.failure == (
+        "1 worker can run without the devices that compute wrong numbers, fewer than the 2 that "
+        "the training needs"
+    )
+    assert world.job.state.stops == (signal.SIGTERM,)
