@@ -41,11 +41,24 @@ class Data(torch.utils.data.Dataset):
             image[0, 3, 3] = torch.nan
         if index == bad and kind == "negative":
             image = -image.abs() - 1
+        if index == bad and kind == "zero":
+            image = torch.zeros(1, 8, 8)
         return image, self.labels[index]
 
 class Root(nn.Module):
     def forward(self, x):
         return torch.where(x.amax((1, 2, 3), keepdim=True) < 0, torch.sqrt(x), x)
+
+class Length(nn.Module):
+    def forward(self, x):
+        return x + 0 * torch.sqrt((x * x).sum((1, 2, 3), keepdim=True))
+
+class Rate(lockstep.callbacks.Callback):
+    every_rank = True
+    def on_train_step_end(self, trainer, result):
+        if kind == "rate" and result.step == 9:
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = float("inf")
 
 class Kill(lockstep.callbacks.Callback):
     def on_train_step_end(self, trainer, result):
@@ -53,12 +66,11 @@ class Kill(lockstep.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 torch.manual_seed(int(os.environ.get("WEIGHTS", "0")))
-layers = [nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)]
-if kind == "negative":
-    layers = [Root(), *layers]
+first = {"negative": [Root()], "zero": [nn.Conv2d(1, 1, 1, bias=False), Length()]}.get(kind, [])
+layers = [*first, nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)]
 model = nn.Sequential(*layers)
 optimizer = torch.optim.AdamW(model.parameters(), float(os.environ.get("RATE", "0.01")))
-callbacks = [lockstep.callbacks.Checkpoints("8steps"), Kill()]
+callbacks = [lockstep.callbacks.Checkpoints("8steps"), Kill(), Rate()]
 trainer = lockstep.Trainer(
     model, optimizer, nn.CrossEntropyLoss(), 16, run_dir=sys.argv[1], callbacks=callbacks, virtual_workers=4
 )
@@ -263,6 +275,34 @@ def test_a_nan_is_followed_to_where_it_begins(
     ended = here("blame", made / kind, "-np", 2)
     assert ended.returncode == 0, ended
     assert f"sample {bad}: {origin}" in ended.stdout
+
+
+def test_the_step_that_made_weights_nan_is_blamed_for_those_after_it(
+    made: Path, here: Here
+) -> None:
+    bad = used_in(10)
+    ended = program(made, "zero", BAD_SAMPLE=bad, BAD_KIND="zero")
+    assert "step 11" in ended.stderr, ended  # the loss of step 10 is finite, its gradient is not
+    ended_blame = here("blame", made / "zero", "--step", 11)
+    assert ended_blame.returncode == 0, ended_blame
+    assert "from checkpoints/step-0000000008 to step 10 on 1 worker" in ended_blame.stderr
+    out = ended_blame.stdout
+    assert "step 11 began with weights that were not finite: 1 of 1 values of 0.weight" in out
+    assert "since the update of step 10" in out
+    assert f"sample {bad}: NaN first in the backward pass of 1 (Length)" in out
+
+
+def test_an_update_that_makes_weights_nan_of_a_finite_gradient_is_blamed_itself(
+    made: Path, here: Here
+) -> None:
+    assert "DivergedError" in program(made, "infinite", BAD_KIND="rate").stderr
+    ended = here("blame", made / "infinite")
+    assert ended.returncode == 1, ended
+    assert "step 11 began with weights that were not finite" in ended.stdout
+    assert (
+        "loss and gradient of step 10 are finite: no sample is to blame, but its update (AdamW"
+        in (ended.stdout)
+    )
 
 
 def test_two_runs_are_compared(made: Path, here: Here) -> None:

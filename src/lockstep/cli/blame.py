@@ -69,8 +69,25 @@ def run_command(parsed: argparse.Namespace) -> int:
     print(f"step {planned.replay.step}: {said}", flush=True)
     announce(planned.replay)
     with Activity("lockstep blame: the program runs"):
-        blamed = planned.run()
+        blamed = planned.run(on_replay=announce)
+    weights = blamed.bad_weights
+    if weights is not None:
+        print(
+            f"step {planned.replay.step} began with weights that were not finite: "
+            f"{plain(weights.values)} since the update of step {blamed.step}"
+        )
+        if blamed.spike is not None:
+            print(f"step {blamed.step}: {blamed.spike}")
     code = print_comparison(blamed.replayed)
+    if blamed.kind == "update":
+        start = planned.replay.ledger.start_of(blamed.step)
+        record = planned.replay.ledger.record(blamed.step)
+        print(
+            f"loss and gradient of step {blamed.step} are finite: no sample is to blame, but its "
+            f"update ({start.optimizer}, learning rate {record['learning_rate']:g}), or what the "
+            "program changed after it"
+        )
+        return 1
     for culprit in blamed.culprits:
         print(_in_words(culprit, blamed))
     if not blamed.culprits:

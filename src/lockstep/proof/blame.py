@@ -4,8 +4,10 @@ into it.
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,7 @@ from ..errors import DataError
 from .culprits import Culprit, Culprits
 from .ledger import Ledger, ledger
 from .replay import PlannedReplay, Replayed
+from .replaying import Answer, BadWeights
 from .spikes import Spike
 
 __all__ = ["Blamed", "PlannedBlame", "blame"]
@@ -26,11 +29,14 @@ class Blamed:
     Attributes:
         step: its number.
         spike: what stands out; None for a step that was chosen and does not.
-        kind: what was looked at: "gradient", "not finite" or "running statistics".
+        kind: what was looked at: "gradient", "not finite" or "running statistics"; "update" if loss
+            and gradient are finite, and the weights are not after the update.
         culprits: the samples, the worst first; none if no few samples cause it.
         largest: the largest share of the gradient that a sample has, where no few cause it.
         replayed: the replay of the step.
         passes: how many forward and backward passes over a shard, or a part of it, it took.
+        bad_weights: the weights that were not finite before the step that was asked about, for
+            which `step` is the one whose update made them so; None if all were finite.
     """
 
     step: int
@@ -40,6 +46,7 @@ class Blamed:
     largest: float
     replayed: Replayed
     passes: tuple[int, int]
+    bad_weights: BadWeights | None = None
 
 
 def blame(
@@ -90,21 +97,49 @@ class PlannedBlame:
         self.replay = PlannedReplay(read, step, workers)
         self.spike = dict(spikes).get(step)
 
-    def run(self) -> Blamed:
-        """Replay the step, and return the culprits."""
+    def run(self, on_replay: Callable[[PlannedReplay], None] | None = None) -> Blamed:
+        """Replay the step, and return the culprits.
+
+        If the weights were not finite before the step, no sample of it is to blame: the step whose
+        update made them so is looked at instead.
+
+        Args:
+            on_replay: called before that step is replayed.
+        """
         column = "loss" if self.spike is None else self.spike.column
-        folder = self.replay.ledger.folder.resolve() / "blame"
+        read = self.replay.ledger
+        folder = read.folder.resolve() / "blame"
         answer = self.replay.run(
-            "lockstep.proof.culprits:find_culprits", column=column, folder=str(folder)
+            "lockstep.proof.culprits:find_culprits",
+            needs_finite_weights=True,
+            column=column,
+            folder=str(folder),
         )
+        if answer.bad_weights is not None:
+            return self._blame_update(answer, answer.bad_weights, on_replay)
         found = msgspec.convert(answer.found, Culprits)
         for culprit in found.samples:
             if culprit.picture:  # as the run directory was given
-                culprit.picture = str(
-                    self.replay.ledger.folder / "blame" / Path(culprit.picture).name
-                )
+                culprit.picture = str(read.folder / "blame" / Path(culprit.picture).name)
         replayed = self.replay.replayed(msgspec.structs.replace(answer, found=None))
         passes = found.forward, found.backward
         return Blamed(
             self.replay.step, self.spike, found.kind, found.samples, found.largest, replayed, passes
         )
+
+    def _blame_update(
+        self,
+        answer: Answer,
+        bad_weights: BadWeights,
+        on_replay: Callable[[PlannedReplay], None] | None,
+    ) -> Blamed:
+        """Return what caused the update that made weights not finite."""
+        step = bad_weights.step - 1
+        planned = PlannedBlame(self.replay.ledger, step, self.replay.workers)
+        record = self.replay.ledger.record(step)
+        if math.isfinite(record["loss"]) and math.isfinite(record["gradient_norm"]):
+            replayed = self.replay.replayed(answer)
+            return Blamed(step, planned.spike, "update", [], 0.0, replayed, (0, 0), bad_weights)
+        if on_replay is not None:
+            on_replay(planned.replay)
+        return replace(planned.run(), bad_weights=bad_weights)

@@ -157,13 +157,21 @@ class PlannedReplay:
             f"{_in_time(self.seconds)}"
         )
 
-    def run(self, probe: str, interactive: bool = False, **options: Any) -> Answer:
+    def run(
+        self,
+        probe: str,
+        interactive: bool = False,
+        needs_finite_weights: bool = False,
+        **options: Any,
+    ) -> Answer:
         """Run the program, and return what it has found.
 
         Args:
             probe: `module:function` that looks into the step, see `replaying.Probe`.
             interactive: whether the program has the terminal; otherwise its output is shown only if
                 it fails.
+            needs_finite_weights: whether the probe is left out if the weights are not finite before
+                the step.
             options: for the probe.
 
         Raises:
@@ -179,6 +187,7 @@ class PlannedReplay:
                 fit=self._fit,
                 rounding=self.rounding,
                 probe=probe,
+                needs_finite_weights=needs_finite_weights,
                 options=options,
                 folder=name,
             )

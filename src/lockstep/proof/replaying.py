@@ -16,6 +16,7 @@ from ..data.loader import Batch, Loader
 from ..registry import import_object
 from ..training.callbacks.base import Callback
 from ..training.callbacks.checkpoints import Checkpoints
+from ..training.finite_weights import FiniteWeights
 from ..training.guards import Decision, PendingStep
 from ..training.in_flight import HostCopy
 from ..training.run_guard import RunGuard
@@ -24,7 +25,7 @@ from .ledger import SKIPPED, Difference, StepValues, first_difference, ledger, v
 from .recorder import values_from, values_on_way
 from .starts import data_of, differences, start_of
 
-__all__ = ["Answer", "Replay", "ReplayEnded", "Request"]
+__all__ = ["Answer", "BadWeights", "Replay", "ReplayEnded", "Request"]
 
 ANSWER = "answer"
 """The name of the file with the answer."""
@@ -41,6 +42,8 @@ class Request(msgspec.Struct, frozen=True):
         fit: the first call of its `fit` that trains.
         rounding: whether loss and norms may differ by rounding.
         probe: `module:function`, a `Probe` that looks at the step.
+        needs_finite_weights: whether the probe is left out if the weights are not finite before the
+            step.
         options: for the probe.
         folder: for the answer, and for what the program writes in place of the run directory.
     """
@@ -52,8 +55,21 @@ class Request(msgspec.Struct, frozen=True):
     fit: int
     rounding: bool
     probe: str
+    needs_finite_weights: bool
     options: dict[str, Any]
     folder: str
+
+
+class BadWeights(msgspec.Struct, frozen=True):
+    """Trained weights that have become not finite.
+
+    Attributes:
+        step: the first step that began with them, so that the update before it made them so.
+        values: which they are, in words.
+    """
+
+    step: int
+    values: str
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -65,6 +81,8 @@ class Answer(msgspec.Struct, frozen=True):
         difference: the first value that differs; None if all are the same.
         changed: what is known to have changed since, in words.
         found: what the probe has returned.
+        bad_weights: the weights that have become not finite before the step; None if all are
+            finite, or were so from the beginning.
     """
 
     workers: int
@@ -72,6 +90,7 @@ class Answer(msgspec.Struct, frozen=True):
     difference: Difference | None
     changed: list[str]
     found: Any
+    bad_weights: BadWeights | None = None
 
 
 Probe = Callable[[Trainer, Any, Batch, dict[str, Any]], Any]
@@ -113,6 +132,8 @@ class Replay(RunGuard):
         self._difference: Difference | None = None
         self._found: Any = None
         self._values: StepValues | HostCopy | None = None
+        self._finite_weights: FiniteWeights | None = None
+        self._bad_weights: BadWeights | None = None
 
     @override
     def callbacks(self, given: Sequence[Callback] | None) -> list[Callback]:
@@ -137,6 +158,7 @@ class Replay(RunGuard):
     def fit(self, trainer: Trainer, loader: Loader) -> Iterator[None]:
         self._trainer = trainer
         self._dataset = loader.dataset
+        self._finite_weights = FiniteWeights(trainer.model, trainer.comm)
         if trainer.comm.rank == 0:
             then = self._ledger.start_of(self._request.step)
             now = start_of(trainer, data_of(loader))
@@ -149,9 +171,19 @@ class Replay(RunGuard):
         yield
 
     def before_passes(self, step: int, batch: Batch) -> None:
-        """Look at the step of the request, before anything of it is changed."""
-        request, trainer = self._request, self._trainer
-        if trainer is not None and step == request.step and self._found is None:
+        """Look at the step of the request, before anything of it is changed; and at the weights
+        before each one, which waits for the device.
+        """
+        request = self._request
+        trainer = self._trainer
+        if trainer is None:
+            return
+        if self._bad_weights is None and self._finite_weights is not None:
+            self._finite_weights.note()
+            values = self._finite_weights.problem()
+            self._bad_weights = BadWeights(step, values) if values else None
+        is_of_use = self._bad_weights is None or not request.needs_finite_weights
+        if step == request.step and self._found is None and is_of_use:
             probe: Probe = import_object("probe", request.probe)
             self._found = probe(trainer, self._dataset, batch, request.options)
 
@@ -177,8 +209,14 @@ class Replay(RunGuard):
                 self._difference = first_difference(pending.step, was, now, request.rounding)
         if pending.step == request.step:
             if trainer.comm.rank == 0:
-                size = trainer.comm.size
-                answer = Answer(size, self._compared, self._difference, self._changed, self._found)
+                answer = Answer(
+                    trainer.comm.size,
+                    self._compared,
+                    self._difference,
+                    self._changed,
+                    self._found,
+                    self._bad_weights,
+                )
                 Path(request.folder, ANSWER).write_bytes(msgspec.msgpack.encode(answer))
             trainer.comm.barrier()
             raise ReplayEnded(0)

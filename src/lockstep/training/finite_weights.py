@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..communicator import Communicator
-from ..errors import DivergedError
+from ..errors import DivergedError, counted
 from .errors_on_all import raise_on_all
 
 _ADVICE = (
@@ -63,14 +63,23 @@ class FiniteWeights:
         """Return the error of this worker, if its parameters have such values; waits for the
         device.
         """
-        if self._before is None or not (worse := self._worse(self._before)):
+        problem = self.problem()
+        if not problem:
             return None
-        (name, count, size), *others = worse
-        more = f" and values of {len(others)} more parameters" if others else ""
-        problem = f"{count:,} of {size:,} values of {name}{more}"
         return DivergedError(
             f"the trained weights are not finite after step {steps_done}: {problem}. {_ADVICE}"
         )
+
+    def problem(self) -> str:
+        """Return which values of this worker's parameters have become not finite, in words; "" if
+        none has. Waits for the device.
+        """
+        worse = [] if self._before is None else self._worse(self._before)
+        if not worse:
+            return ""
+        (name, count, size), *others = worse
+        more = f" and values of {counted(len(others), 'more parameter')}" if others else ""
+        return f"{count:,} of {size:,} values of {name}{more}"
 
     def _worse(self, before: dict[str, torch.Tensor]) -> list[tuple[str, int, int]]:
         """Return (name, values that are not finite, values) of the parameters that have more of
