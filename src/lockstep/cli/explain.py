@@ -22,9 +22,9 @@ def text_for(stream: TextIO, report: Report, written: str = "", lead: int = 0) -
     """Format `report` for `stream`: in the width and colours of its terminal, or else in 80
     columns.
 
-    See `watchdog.report.as_text` for `written` and `lead`.
+    See `watchdog.report_text.as_text` for `written` and `lead`.
     """
-    from ..watchdog.report import as_text
+    from ..watchdog.report_text import as_text
 
     terminal = stream.isatty()
     width = min(max(60, shutil.get_terminal_size().columns), 120) if terminal else 80

@@ -116,10 +116,11 @@ def _write_report(report_json: str, config: JobOptions) -> str:
     """Write the watchdog's report into --output-dir or a new folder in ``reports/``, and return its
     path.
     """
-    from ..watchdog import report
+    from ..watchdog.report import from_json
+    from ..watchdog.report_text import write
 
     if config.output_dir is None:
         folder = new_folder(REPORTS, Path(config.program[0]).stem)
     else:
         folder = Path(config.output_dir)
-    return report.write(folder, report.from_json(report_json))
+    return write(folder, from_json(report_json))

@@ -148,9 +148,10 @@ def _run_launched(options: TrainOptions, workers: int) -> dict[str, Any]:
     except LockstepError as error:
         run_dir = Path(str(options.run_dir))
         if error.report_json and run_dir.is_dir():
-            from ..watchdog import report
+            from ..watchdog.report import from_json
+            from ..watchdog.report_text import write
 
-            error.report_path = report.write(run_dir, report.from_json(error.report_json))
+            error.report_path = write(run_dir, from_json(error.report_json))
         raise
     return result
 

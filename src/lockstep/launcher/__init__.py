@@ -146,9 +146,10 @@ def attach_report(error: LockstepError) -> None:
     """Make the watchdog's report on all ranks, if there is one, the text of the error."""
     if not error.report_json:
         return
-    from ..watchdog import report
+    from ..watchdog.report import from_json
+    from ..watchdog.report_text import as_text
 
-    text = report.as_text(report.from_json(error.report_json))
+    text = as_text(from_json(error.report_json))
     if isinstance(error, DesyncError | RankLostError | StallError):
         error.message = text
     else:

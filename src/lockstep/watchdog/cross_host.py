@@ -39,6 +39,7 @@ from .diagnosis import (
 )
 from .mismatch import compare_records, describe_difference
 from .report import Call, Finding, RankStatus, Report
+from .report_text import seconds
 from .shared_state import WatchdogState
 from .states import (
     GroupState,
@@ -624,7 +625,7 @@ class CrossHost:
                     name = host if row is None else row.host
                     found[rank] = (
                         f"silent: its host {name} has published nothing for "
-                        f"{reports.seconds(silent_s)}; its processes may be stopped"
+                        f"{seconds(silent_s)}; its processes may be stopped"
                     )
         return found
 

@@ -27,7 +27,8 @@ from ..flight_recorder.layout import StateWords
 from .call_sites import main_frame, stack_of
 from .deadlock import explained, find_other_tag
 from .diagnosis import local_exception, local_finding
-from .report import Finding, Report, as_text
+from .report import Finding, Report
+from .report_text import as_text
 from .shared_state import PendingCall, WatchdogState
 from .states import describe_record, wait_in
 

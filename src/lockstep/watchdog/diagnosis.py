@@ -14,7 +14,8 @@ from ..errors import ranks_in_words
 from ..flight_recorder import RecorderReader
 from ..flight_recorder.layout import StateWords
 from ..system.processes import ProcessStatus
-from .report import Finding, RankStatus, advice_on_method, method_in, seconds
+from .report import Finding, RankStatus, advice_on_method, method_in
+from .report_text import seconds
 from .states import DESTROYED_GROUPS, SILENT_S, rank_status
 
 if TYPE_CHECKING:

@@ -14,10 +14,8 @@ from lockstep.watchdog.report import (
     RankCalls,
     RankStatus,
     Report,
-    as_text,
-    rank_list,
-    seconds,
 )
+from lockstep.watchdog.report_text import as_text, rank_list, seconds
 
 REDUCE = Call(
     "all_reduce(float32[10, 4], sum)", "train.py:31 in main", "dist.all_reduce(loss)", 7, "", 12
