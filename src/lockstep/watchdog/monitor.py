@@ -18,10 +18,11 @@ from ..flight_recorder import RawRecord, RecorderReader
 from . import mismatch
 from .call_sites import digest
 from .diagnosis import ObservationClock, local_finding
-from .mismatch import SwapDetector, are_swapped, compare_records
+from .mismatch import compare_records
 from .report import Finding
 from .shared_state import PendingCall, WatchdogState
 from .states import channel_key, describe_record
+from .swaps import SwapDetector, are_swapped
 
 if TYPE_CHECKING:
     from .preflight import PreflightCheck

@@ -29,8 +29,8 @@ from ..flight_recorder import RawRecord, Record
 from ..stores import Ranges, exchange_available, from_ranges, read_message, to_ranges
 from . import mismatch
 from .call_order import CallOrder
-from .mismatch import SwapDetector, are_swapped
 from .shared_state import PendingCall, WatchdogState
+from .swaps import SwapDetector, are_swapped
 
 __all__ = ["CallInfo", "Digest", "ExpectedCalls", "PendingCheck", "PreflightCheck", "encode"]
 

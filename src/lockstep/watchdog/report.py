@@ -1,5 +1,5 @@
 """The report: what is wrong, what each rank was doing, the likely cause and what to do; as data and
-as JSON. Its text is in `report_text`.
+as JSON.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from support import layers
 # types.
 FLOORS = (
     ("call_sites", "report"),
-    ("report_text", "signatures", "states", "rendezvous", "last_rank", "call_order"),
+    ("report_text", "signatures", "swaps", "states", "rendezvous", "last_rank", "call_order"),
     ("mismatch", "deadlock", "diagnosis", "shared_state"),
     ("preflight", "monitor", "cross_host", "delivery"),
     ("session", "process_groups"),

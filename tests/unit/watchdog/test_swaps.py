@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.flight_recorder import RawRecord
-from lockstep.watchdog.mismatch import StackEntry, are_swapped, capture_stack, is_next_iteration
+from lockstep.watchdog.swaps import StackEntry, are_swapped, capture_stack, is_next_iteration
 
 RAW = RawRecord(
     1,
