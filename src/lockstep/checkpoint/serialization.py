@@ -202,10 +202,6 @@ def is_storable_name(name: str) -> bool:
     return name != "__metadata__" and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-# --- Safetensors files
-# ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Entry:
     """A file in the manifest: its size in bytes and the SHA-256 of its content, in hexadecimal

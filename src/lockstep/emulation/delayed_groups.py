@@ -36,9 +36,6 @@ from .virtual_time import AwakeCore, OperationTime, VirtualTime, prefer_long_sli
 __all__ = ["Emulation", "install", "install_from_environment", "uninstall"]
 
 
-# --- Works
-# --------------------------------------------------------------------------------------------------
-
 # a poll sleeps for the rest of a wait that is shorter, as those who poll may sleep for 1 ms
 _NEAR_S = 2e-3
 _POLL_S = 50e-6
@@ -193,9 +190,6 @@ class _AllOf:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._works[0], name)
 
-
-# --- Groups
-# --------------------------------------------------------------------------------------------------
 
 _STAMP_TAG = 1 << 30  # beside the message of a tag travels the time of its arrival
 
@@ -365,10 +359,6 @@ def _delayed(name: str) -> Callable[..., Any]:
 for _name in (*OPERATIONS, *_MESSAGES):
     if hasattr(dist.ProcessGroup, _name):
         setattr(EmulatedGroup, _name, _delayed(_name))
-
-
-# --- Installation
-# --------------------------------------------------------------------------------------------------
 
 
 class Emulation(virtual_host.Host):

@@ -24,10 +24,6 @@ from .virtual_time import VirtualTime
 __all__ = ["GroupClock", "LinkClock", "Statistics", "emulation_summary"]
 
 
-# --- Shared memory
-# --------------------------------------------------------------------------------------------------
-
-
 class _SharedNumbers:
     """Doubles in a file that processes map, and a lock that they share; the kernel frees it when
     its owner dies.
@@ -159,9 +155,6 @@ def emulation_summary(folder: Path, network: VirtualNetwork) -> str:
         text += "by it (a Trainer has done so)"
     return text
 
-
-# --- The collectives of one group
-# -------------------------------------------------------------------------------------
 
 _SLOTS = 256  # collectives of a group that may be pending at a time
 _TAG, _TIME, _SIZE, _DONE, _FIELDS = range(5)

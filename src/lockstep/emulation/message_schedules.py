@@ -21,10 +21,6 @@ from ..network import VirtualNetwork
 __all__ = ["BUSY_TIMES", "ROUNDS", "Cards", "Message", "Rounds", "finish_times"]
 
 
-# --- Link clocks
-# --------------------------------------------------------------------------------------------------
-
-
 BUSY_TIMES = 64
 """How many busy times of a card are kept: an all-reduce among 16 hosts has 30."""
 
@@ -107,10 +103,6 @@ def _reserve(busy: list[float], begin: float, duration: float) -> float:
         while len(busy) > 2 * BUSY_TIMES:
             del busy[1:3]  # the gap between the oldest two
     return begin
-
-
-# --- Collectives as messages
-# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

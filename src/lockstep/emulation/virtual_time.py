@@ -26,9 +26,6 @@ from contextlib import contextmanager, suppress
 __all__ = ["AwakeCore", "OperationTime", "VirtualTime", "prefer_long_slices", "sleep_until"]
 
 
-# --- Waiting
-# --------------------------------------------------------------------------------------------------
-
 _SPIN_S = (
     1e-4  # a sleep without slack ends some 20 µs late, and up to 80 µs where the core has slept
 )
@@ -116,10 +113,6 @@ class AwakeCore:
             self._schedule(os.SCHED_OTHER)
             self._libc.pthread_spin_unlock(ctypes.byref(self._lock))
             self._thread = None
-
-
-# --- The time of a thread, and of an operation
-# ------------------------------------------------------------------------
 
 
 class _ThreadTime:
@@ -233,9 +226,6 @@ class OperationTime:
         """Note that it has waited until `when`."""
         self.now = max(self.now, when)
 
-
-# --- All of a process
-# -------------------------------------------------------------------------------------------------
 
 _POLLING_S = 2e-4  # of computing between two polls: less than this is the polling itself
 

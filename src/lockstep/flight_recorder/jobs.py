@@ -39,9 +39,6 @@ __all__ = [
 ]
 
 
-# --- Messages from ranks to the user, shown by the launcher
-# -----------------------------------------------------------
-
 _MAX_CHARACTERS = (
     2000  # of a line of JSON (ASCII); up to 4 KiB that are written at once are not interleaved
 )
@@ -97,9 +94,6 @@ def _parse_message(line: bytes) -> str:
     except ValueError:  # not written by `write_message`
         return ""
 
-
-# --- Job descriptions, and the folders of jobs
-# ------------------------------------------------------------------------
 
 _NAME = "job.json"
 

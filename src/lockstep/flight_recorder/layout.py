@@ -35,9 +35,6 @@ __all__ = [
 ]
 
 
-# --- Layout: identity of the rank, its current state, its last collectives (pure)
-# ------------------------------------
-
 MAGIC = b"LOCKSTEP"
 VERSION = 5
 
@@ -268,9 +265,6 @@ def read_text(memory: memoryview, start: int, number: int) -> str:
 def _do_nothing() -> None:
     return
 
-
-# --- Paths
-# --------------------------------------------------------------------------------------------------
 
 _SHM = Path("/dev/shm")
 

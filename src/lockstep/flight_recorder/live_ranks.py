@@ -223,10 +223,6 @@ class LiveRanks:
         return samples / max(now - state.started, _NO_TIME_S)
 
 
-# --- Which ranks there are, and what they are in
-# --------------------------------------------------------------------------------------------------
-
-
 def _newest_group(readers: Mapping[int, RecorderReader]) -> dict[int, RecorderReader]:
     """Return the ranks of an elastic job's newest group, in which each worker has made a new
     record.
@@ -257,10 +253,6 @@ def _name_of_state(state: RankState, now: float) -> str:
     if state.phase in ("runs", "waits") and now - state.heartbeat > _HEARTBEAT_LIMIT_S:
         return "no heartbeat"
     return "computes" if state.phase == "runs" else state.phase
-
-
-# --- How long ranks wait for each other
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,6 @@ __all__ = [
 ]
 
 
-# --- The flight recorder of one rank
-# ---------------------------------------------------------------------------------
-
 _RUNS, _WAITS, _LEFT, _ENDED, _RAISED = range(len(PHASES))
 _AT = StateWords()
 # those that each collective writes
@@ -425,10 +422,6 @@ def _make(path: Path, size: int) -> mmap.mmap:
     finally:
         os.close(descriptor)
     return made
-
-
-# --- The flight recorder of this process, and what programs may tell it
-# ----------------------------------------------
 
 
 class _Thread(threading.local):

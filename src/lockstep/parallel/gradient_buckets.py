@@ -30,9 +30,6 @@ __all__ = [
 ]
 
 
-# --- Buckets
-# --------------------------------------------------------------------------------------------------
-
 Gradients = list[torch.Tensor | None]
 """One gradient for each parameter of a bucket; None for an unused parameter, which adds nothing."""
 
@@ -291,10 +288,6 @@ def _check_dense(gradients: Gradients) -> None:
             found="one with a sparse gradient",
             hint=hint,
         )
-
-
-# --- Gradient hooks
-# --------------------------------------------------------------------------------------------------
 
 
 def refuse_further_pass() -> NoReturn:

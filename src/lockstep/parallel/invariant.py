@@ -31,9 +31,6 @@ from .unsupported_layers import check_joint_passes, check_supported
 __all__ = ["Invariant"]
 
 
-# --- Strategy
-# --------------------------------------------------------------------------------------------------
-
 _log = logging.getLogger(__name__)
 
 

@@ -186,10 +186,6 @@ def _check_batch_dim(tree: Any, samples: int, path: str = "") -> None:
             _check_batch_dim(child, samples, path + name)
 
 
-# --- Lists with an item for each sample
-# -------------------------------------------------------------------------------
-
-
 def per_sample(value: Any, samples: int) -> bool:
     """Return whether a list, tuple or array of a batch has an item for each of its `samples`
     samples.

@@ -34,9 +34,6 @@ from .strategy import Strategy
 __all__ = ["Sharded", "batch_norm_layers", "check_wrap_modules", "wrap_policy"]
 
 
-# --- FSDP wrap policy
-# -------------------------------------------------------------------------------------------------
-
 # Elements. The memory that a smaller unit saves (256 KiB in float32) is not worth separate
 # collectives.
 MIN_UNIT_SIZE = 1 << 16
@@ -199,9 +196,6 @@ def check_model(model: nn.Module) -> None:
             "model", "trained parameters of one dtype, with strategy='sharded'", found=names
         )
 
-
-# --- Strategy
-# --------------------------------------------------------------------------------------------------
 
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -21,9 +21,6 @@ __all__ = [
 ]
 
 
-# --- Partition of samples (pure)
-# --------------------------------------------------------------------------------------
-
 _MASK = (1 << 64) - 1
 
 
@@ -96,9 +93,6 @@ def mix(values: Iterable[int], state: int = _STATE) -> int:
         z ^= z >> 31
     return z
 
-
-# --- Number of virtual workers
-# ----------------------------------------------------------------------------------------
 
 DEFAULT_VIRTUAL_WORKERS = 8
 

@@ -31,10 +31,6 @@ __all__ = [
 ]
 
 
-# --- Splitting a sequential model
-# -------------------------------------------------------------------------------------
-
-
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
     """Return the starts of `parts` contiguous, nonempty parts whose largest total weight is
     minimal.
@@ -119,10 +115,6 @@ def check_nothing_shared(stages: Iterable[nn.Module]) -> None:
                 raise ConfigError(
                     "model", "stages without a parameter or buffer in common", found=got
                 )
-
-
-# --- Splitting a traced model
-# -----------------------------------------------------------------------------------------
 
 
 class _TwoModes(nn.Module):
@@ -244,10 +236,6 @@ def _refuse_skips(pipe: Any) -> None:
 def _source(node: Any) -> Any:
     """Return the stage that computes a value, which may be one of its several outputs."""
     return node.args[0] if node.op == "call_function" else node
-
-
-# --- Pipeline construction
-# --------------------------------------------------------------------------------------------
 
 
 def pipeline(

@@ -31,9 +31,6 @@ from .full_state import (
 __all__ = ["SCHEDULES", "Pipeline", "dry_run", "forward_stages", "make_schedule"]
 
 
-# --- Schedules
-# --------------------------------------------------------------------------------------------------
-
 SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
 
 Values = tuple[torch.Tensor, ...]
@@ -88,10 +85,6 @@ def make_schedule(
         raise ConfigError(
             "microbatches", expected, found=f"{microbatches} ({error})", hint=hint
         ) from None
-
-
-# --- Forward pass through all stages
-# ----------------------------------------------------------------------------------
 
 
 def forward_stages(
@@ -150,9 +143,6 @@ def _preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
     for layer, name, values in saved:
         layer._buffers[name].copy_(values)
 
-
-# --- Pipeline
-# --------------------------------------------------------------------------------------------------
 
 # Default number of micro-batches for each stage: with S stages and M micro-batches, a worker is
 # idle for (S - 1) / (M + S - 1) of the time, here less than a fifth.

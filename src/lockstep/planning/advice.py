@@ -197,10 +197,6 @@ def _batch_size(job: Job) -> Iterable[str]:
     )
 
 
-# --- Assumptions
-# --------------------------------------------------------------------------------------------------
-
-
 def assumptions(job: Job) -> list[str]:
     """Return what a prediction takes for granted."""
     first = job.first

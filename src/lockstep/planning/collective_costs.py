@@ -40,8 +40,6 @@ class Cost:
         return Cost(self.latency_s * latency, self.send_s * bandwidth, self.receive_s * bandwidth)
 
 
-# --- Algorithms
-# --------------------------------------------------------------------------------------------------
 # Each is a function of bytes, the number of workers, and the link between two of them. Source of
 # the formulas: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in
 # MPICH", IJHPCA 2005, section 4; additions of the reduction are left out, as they run at the speed
@@ -107,10 +105,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 """The algorithms, by the names that `Fabric.algorithm` takes."""
 
 
-# --- Measured curves
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class MeasuredCollective:
     """A measured collective, extended to other numbers of workers as the formula of its algorithm
@@ -142,10 +136,6 @@ class MeasuredCollective:
             lane *= workers / self.workers
         lane *= new.send_s / old.send_s
         return Cost(latency * new.latency_s / old.latency_s, lane, lane)
-
-
-# --- Fabrics
-# --------------------------------------------------------------------------------------------------
 
 
 DIGEST_BYTES = 360.0

@@ -43,10 +43,6 @@ be a result.
 """
 
 
-# --- Curves
-# --------------------------------------------------------------------------------------------------
-
-
 class Curve(msgspec.Struct, frozen=True):
     """Seconds by message size: linear between its points, and beyond them as between the two
     nearest.
@@ -155,10 +151,6 @@ def _fit_knots(knots: Sequence[float], sizes: Sequence[float], seconds: Sequence
     return Curve(made.sizes, made.seconds, max(deviations))
 
 
-# --- Measurements
-# --------------------------------------------------------------------------------------------------
-
-
 class PairMeasurement(msgspec.Struct, frozen=True):
     """Messages between two ranks, there and back.
 
@@ -263,10 +255,6 @@ class NetworkMeasurement(msgspec.Struct, frozen=True):
             )
         curves = [pair.idle for pair in self.transports[transport].pairs]
         return Link(min(min(c.bandwidth for c in curves), 1e15), max(c.latency for c in curves))
-
-
-# --- Files
-# --------------------------------------------------------------------------------------------------
 
 
 def to_json(measurement: NetworkMeasurement) -> str:

@@ -25,10 +25,6 @@ __all__ = ["bench", "draw", "table"]
 _RANKS = "lockstep.planning.network_ranks"
 
 
-# --- Starting the ranks
-# -----------------------------------------------------------------------------------------------
-
-
 def bench(
     start: Sequence[str],
     workers: int,
@@ -147,10 +143,6 @@ def _run(command: Sequence[str], progress: Callable[[str], None]) -> NetworkMeas
         told = errors[0] if errors else f"exit code {process.returncode}"
         raise LockstepError(f"the ranks that measure have failed: {told}")
     return from_json(result, "the result of the ranks")
-
-
-# --- Showing what was found
-# -------------------------------------------------------------------------------------------
 
 
 def table(found: NetworkMeasurement) -> Iterator[tuple[str, ...]]:

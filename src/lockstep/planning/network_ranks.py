@@ -163,10 +163,6 @@ def _summary(parts: Sequence[Sequence[float]]) -> tuple[float, float]:
     return middle, (high - low) / middle
 
 
-# --- One transport
-# --------------------------------------------------------------------------------------------------
-
-
 class _Bench:
     """Times one transport.
 
@@ -325,9 +321,6 @@ def _timed(run: Callable[[], None]) -> float:
     run()
     return time.perf_counter() - begin
 
-
-# --- Collectives: how to call each, with an input of `count` float32 elements on each rank
-# ----------------------------
 
 _Make = Callable[[int, int, torch.device, "dist.ProcessGroup | None"], Callable[[], object]]
 

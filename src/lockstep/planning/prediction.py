@@ -204,10 +204,6 @@ def measured_slowdown(job: Job) -> float | None:
     return job.curves[2].times(samples).seconds / job.curves[1].times(samples).seconds - 1
 
 
-# --- A step of a worker
-# -----------------------------------------------------------------------------------------------
-
-
 def computing(job: Job, workers: int, load: int | None = None) -> ComputeTimes:
     """Return the times of computing of a worker among `workers`.
 
@@ -326,10 +322,6 @@ def _subtrees(virtual_workers: int, workers: int) -> int:
     shards = virtual_workers // workers
     whole = virtual_workers % workers == 0 and shards & (shards - 1) == 0
     return 1 if whole else max(1, math.ceil(math.log2(shards + 1)))
-
-
-# --- Predictions
-# --------------------------------------------------------------------------------------------------
 
 
 def predict(job: Job, counts: Sequence[int]) -> list[Forecast]:
@@ -481,10 +473,6 @@ def memory_per_worker(job: Job, workers: int) -> int | None:
     (many, high) = points[-1]
     slope = max(0.0, (high - low) / (many - few))
     return round(high + slope * (max(job.loads(workers)) - many)) + buckets
-
-
-# --- Advice
-# --------------------------------------------------------------------------------------------------
 
 
 def critical_batch_size(job: Job) -> float | None:

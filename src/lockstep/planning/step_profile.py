@@ -110,10 +110,6 @@ def merge(profiles: Sequence[Profile]) -> Profile:
     return msgspec.structs.replace(first, steps=steps, batch=largest)
 
 
-# --- Computing, by the number of samples
-# ------------------------------------------------------------------------------
-
-
 class ComputeTimes(msgspec.Struct, frozen=True):
     """How long the parts of a step take on one worker, in seconds, without waiting for others.
 

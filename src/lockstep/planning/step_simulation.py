@@ -22,10 +22,6 @@ FIRST_BUCKET = 1 << 20
 """
 
 
-# --- Buckets
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """The gradient of one parameter.
@@ -68,10 +64,6 @@ def _buckets(gradients: Sequence[Gradient], limits: Sequence[int]) -> list[Gradi
             buckets.append(Gradient(size, ready))
             size = 0
     return [*buckets, Gradient(size, ready)] if size else buckets
-
-
-# --- One step
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

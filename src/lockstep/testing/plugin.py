@@ -63,9 +63,6 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-# --- Golden results -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def lockstep_golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
     """``lockstep_golden(result)`` compares a result with the one stored in
@@ -99,9 +96,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Name the golden results that have been stored."""
     for path in config.stash[_UPDATED]:
         terminalreporter.write_line(f"lockstep: stored the golden result {path}")
-
-
-# --- Tests whose body runs on several workers -----------------------------------------------------
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -39,9 +39,6 @@ class Verdict:
     remedy: str
 
 
-# --- Samples of a step ----------------------------------------------------------------------------
-
-
 def _step_of(record: RunRecord, difference: Difference) -> StepRecord | None:
     """Return the step of a record at which runs differ."""
     for step in record.steps:
@@ -95,9 +92,6 @@ def batch_growth(one: Sequence[RunRecord], other: Sequence[RunRecord]) -> tuple[
     ):
         return None
     return sizes[0], sizes[1]
-
-
-# --- Causes ---------------------------------------------------------------------------------------
 
 
 def cause_of(

@@ -177,9 +177,6 @@ def _summary(tensor: torch.Tensor) -> TensorRecord:
     )
 
 
-# --- Names of parameters
-# ----------------------------------------------------------------------------------------------
-
 _WRAPPERS = ("lockstep.", "torch.nn.parallel.", "torch._dynamo.", "accelerate.", "lightning")
 
 

@@ -20,9 +20,6 @@ import torch.distributed as dist
 
 __all__ = ["CallOrder", "DeferredWork"]
 
-# --- The work of a call that starts later
-# -----------------------------------------------------------------------------
-
 
 class DeferredWork(dist.Work):
     """The `Work` of a call that starts later."""
@@ -134,9 +131,6 @@ class DeferredWork(dist.Work):
             raise self._error
         return value
 
-
-# --- The calls of a group
-# ---------------------------------------------------------------------------------------------
 
 _POLL_S = 0.05
 

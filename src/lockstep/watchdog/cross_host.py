@@ -67,9 +67,6 @@ __all__ = [
 ]
 
 
-# --- The exchange through the job's store
-# -----------------------------------------------------------------------------
-
 PERIOD_S = 0.5
 _PROGRESS_PERIOD_S = 1.0
 _REPORT = "report"
@@ -158,10 +155,6 @@ class StateExchange:
     def publish_report(self, text: str) -> str:
         """Publish a report; return the one that all hosts get, which may be another host's."""
         return self._store.compare_set(_REPORT, "", text).decode()
-
-
-# --- What is wrong between hosts (pure)
-# -------------------------------------------------------------------------------
 
 
 def find_fault(
@@ -317,9 +310,6 @@ def _other_tag(waits: Mapping[int, Wait], rank: int) -> int | None:
         return None
     return other.tag
 
-
-# --- The cross-host part of one rank's watchdog
-# -----------------------------------------------------------------------
 
 _STORE_TIMEOUT = timedelta(seconds=5)
 _WAIT_S = (

@@ -49,9 +49,6 @@ __all__ = [
 ]
 
 
-# --- Stacks of other ranks' main threads, also while they are in C code or hold the interpreter
-# -----------------------
-
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 3  # programs use SIGUSR1 and 2 themselves
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LONGEST = 64 << 10
@@ -128,9 +125,6 @@ def _new_text(path: Path, start: int) -> str:
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}"
 
-
-# --- Delivery to the program's thread, and the end of a process that cannot raise the error
-# ---------------------------
 
 _DELIVERY_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 4  # programs use SIGUSR1 and 2 themselves
 _IN_COLLECTIVE_S = 1.0  # a collective that waits ends with an error within this time
@@ -218,9 +212,6 @@ def _exit_process(state: WatchdogState, why: str) -> None:
         sys.stderr.flush()
     os._exit(_EXIT_STATUS)
 
-
-# --- The root cause of a transport's error: the report that some monitor thread makes a moment
-# later ------------------
 
 _TIMEOUT_S = 3.0  # in which the monitor threads find out why other ranks do not respond
 _ELASTIC_TIMEOUT_S = (

@@ -45,9 +45,6 @@ OWN_WORK_FACTOR = (
 SIMULTANEOUS_S = 2.0
 
 
-# --- Durations, by a clock that stands still while this process itself does not run
-# -----------------------------------
-
 _LONGEST_TICK_S = 0.5
 _WORDS = StateWords()
 
@@ -88,9 +85,6 @@ class ObservationClock:
         return self._now - since
 
 
-# --- Exceptions
-# --------------------------------------------------------------------------------------------------
-
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
@@ -128,10 +122,6 @@ def _unused_parameters(row: RankStatus) -> Finding:
         "Use the same layers on every rank, or pass DistributedDataParallel(..., "
         "find_unused_parameters=True).",
     )
-
-
-# --- Ranks that others wait for, and that will never come
-# -------------------------------------------------------------
 
 
 def missing_finding(
@@ -202,10 +192,6 @@ def _exit_finding(row: RankStatus, name: str, where: str, batches: int | None) -
     return Finding("left", sentence, (row.rank,), cause, advice)
 
 
-# --- Stragglers: ranks that others wait for, and that may come
-# --------------------------------------------------------
-
-
 def stall_finding(ranks: Collection[int], where: str, limit_s: float, stacks: str = "") -> Finding:
     """Return the finding for ranks that have not reached the call `where` within a limit.
 
@@ -256,9 +242,6 @@ def straggler_warning(
     return text
 
 
-# --- Ranks that hold up a call which they have made
-# -------------------------------------------------------------------------------------
-
 FROZEN_S = 1.0
 """A process that is stopped for a shorter time, in seconds, may only pass through that state."""
 
@@ -303,10 +286,6 @@ def held_up_warning(where: str, waited_s: float, waiting: str, reasons: Mapping[
     for rank, reason in reasons.items():
         text += f"\n  Rank {rank} is {reason}"
     return text
-
-
-# --- The other ranks of this host
-# -------------------------------------------------------------------------------------
 
 
 def local_finding(

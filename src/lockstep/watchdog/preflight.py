@@ -34,9 +34,6 @@ from .swaps import SwapDetector, are_swapped
 
 __all__ = ["CallInfo", "Digest", "ExpectedCalls", "PendingCheck", "PreflightCheck", "encode"]
 
-# --- The digest: a few words of each rank, combined by bitwise OR (pure)
-# ---------------------------------------------
-
 # Batches are compared among the ranks that are in the same loop. Loops are hashed into this many
 # slots; two loops in one slot cost an exchange, and are no error.
 _LOOP_SLOTS = 16
@@ -183,9 +180,6 @@ def _as_signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-# --- The call that is expected next (pure)
-# ----------------------------------------------------------------------------
-
 _MOST_EXPECTED = 4096
 _MOST_CERTAIN = 3  # a call is expected until others have come that often in its place, more or less
 
@@ -226,9 +220,6 @@ def _update(expected: list[int], fingerprint: int) -> bool:
         expected[:] = [fingerprint, 1]
     return False
 
-
-# --- The check of one group
-# -------------------------------------------------------------------------------------------
 
 _TIMEOUT = timedelta(seconds=5)  # for another rank to publish what it has called
 _POLL_S = 0.01

@@ -60,10 +60,6 @@ def _wait_for_message(work: Any, monitor: GroupMonitor) -> bool:
         monitor.awaited_messages.remove(work)
 
 
-# --- Works of asynchronous operations
-# ---------------------------------------------------------------------------------
-
-
 class WatchedWork(dist.Work):
     """A `Work` around the backend's own, whose errors say what has gone wrong.
 
@@ -179,9 +175,6 @@ class WatchedWork(dist.Work):
             future.add_done_callback(lambda _: recorder.leave(number, time.monotonic()))
         return future
 
-
-# --- Groups
-# --------------------------------------------------------------------------------------------------
 
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined,misc"

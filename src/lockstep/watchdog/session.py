@@ -254,9 +254,6 @@ class Session:
         delivery.await_root_cause(self.state, self.monitors, error, ranks)
 
 
-# --- The monitor thread, which looks ten times a second for reports, dead ranks, deadlocks and
-# stragglers -------------
-
 _TICK_S = 0.1
 _T = TypeVar("_T")
 _TRANSIENT = 50  # consecutive failures of a check that are not reported: five seconds
@@ -582,9 +579,6 @@ class MonitorThread:
         who = f"{ranks_in_words(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
         state.write_message(straggler_warning(missing, where, waited, who, limit_s, places))
 
-
-# --- The end of the program, with an exception or without
-# -------------------------------------------------------------
 
 _EXIT_PAUSE_S = 0.05
 _REQUESTED = (KeyboardInterrupt, SystemExit, GeneratorExit, InterruptedRunError)

@@ -47,9 +47,6 @@ __all__ = [
 _WORDS = StateWords()
 
 
-# --- What a rank is doing
-# ---------------------------------------------------------------------------------------------
-
 _STATES = {"runs": "runs", "waits": "waits", "left": "ended", "ended": "ended", "raised": "raised"}
 SILENT_S = 3.0
 """Seconds without a heartbeat that are noted; a monitor thread records ten of them a second."""
@@ -137,9 +134,6 @@ def describe_record(reader: RecorderReader, number: int) -> str:
     record = reader.record(raw)
     return f"{record.description} at {record.call_site}"
 
-
-# --- In which operation a rank waits
-# ----------------------------------------------------------------------------------
 
 # Rows are published as arrays, twice a second by each host: names of fields would be half of what
 # is sent.
@@ -259,9 +253,6 @@ def channel_key(sent: bool, group: int, source: int, target: int, tag: int) -> i
     """
     return digest(f"{'send' if sent else 'recv'} {group} {source} {target} {tag}")
 
-
-# --- What the ranks of a host publish
-# ---------------------------------------------------------------------------------
 
 # last collectives of a group that are published; those before were compared in earlier periods
 HISTORY = 6
@@ -484,10 +475,6 @@ def _add(states: list[GroupState], state: GroupState) -> None:
         equal.ranks += state.ranks
 
 
-# --- The states of several hosts, or of the ranks of one, together
-# ----------------------------------------------------
-
-
 class JobStates:
     """What hosts have published, together: a row for each rank, and the groups with their ranks on
     all hosts.
@@ -556,9 +543,6 @@ class JobStates:
             state.sent.get(wait.peer, {}).get(rank, 0), state.channels.get(wait.peer)
         )
 
-
-# --- The report on what the ranks were doing
-# --------------------------------------------------------------------------
 
 _SHOWN = 5  # last collectives, the one at which the ranks diverge included
 

@@ -19,10 +19,6 @@ from .scatter import Device, as_devices
 __all__ = ["ReplicaCopies", "copy_module", "replicate"]
 
 
-# --- Copies of modules and tensors
-# ------------------------------------------------------------------------------------
-
-
 def replicate(module_or_params: Any, devices: Iterable[Device]) -> list[Any]:
     """Return a copy for each of `devices`, independent of the original and of each other, without
     gradients.
@@ -105,9 +101,6 @@ def copy_module(module: nn.Module, device: torch.device, shared: bool = False) -
             hint=hint,
         ) from error
 
-
-# --- Copies kept up to date
-# -------------------------------------------------------------------------------------------
 
 # Attributes of these types are settings, such as the probability of dropout, and may change between
 # steps.

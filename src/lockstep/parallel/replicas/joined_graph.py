@@ -23,10 +23,6 @@ from .scatter import concatenate
 __all__ = ["Column", "ForwardPass", "Inputs", "Join", "allreduce_", "broadcast_", "reduce_"]
 
 
-# --- Collectives over devices of one process
-# --------------------------------------------------------------------------
-
-
 def allreduce_(tensors: Sequence[torch.Tensor]) -> None:
     """Replace each tensor, one for each device, by the sum of all: the same bits everywhere, in the
     order of the list.
@@ -126,10 +122,6 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
         raise ConfigError(
             "tensors", "dense tensors", found=str(tensors[0].layout), hint="Use to_dense()."
         )
-
-
-# --- Joined autograd graph
-# --------------------------------------------------------------------------------------------
 
 
 @dataclass

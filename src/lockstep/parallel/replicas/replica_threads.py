@@ -20,10 +20,6 @@ from .scatter import Device, as_devices, leaves
 __all__ = ["ReplicaError", "Settings", "Threads", "parallel_apply", "replica_error", "shapes_of"]
 
 
-# --- Errors of a replica
-# ----------------------------------------------------------------------------------------------
-
-
 class ReplicaError(LockstepError, RuntimeError):
     """The computation on one of several replicas failed; ``__cause__`` is the exception that it
     raised.
@@ -65,9 +61,6 @@ def shapes_of(inputs: Any) -> str:
 def _shape(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
-
-# --- Threads
-# --------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 

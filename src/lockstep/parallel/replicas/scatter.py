@@ -29,9 +29,6 @@ __all__ = [
 ]
 
 
-# --- Lists of devices
-# -------------------------------------------------------------------------------------------------
-
 Device = torch.device | str | int
 """A device, its name, or the number of an accelerator."""
 
@@ -93,10 +90,6 @@ def all_devices() -> list[torch.device]:
     if kind is None:
         return [torch.device("cpu")]
     return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
-
-
-# --- Scatter and gather
-# -----------------------------------------------------------------------------------------------
 
 
 def scatter(batch: Any, devices: Iterable[Device], dim: int = 0) -> list[Any]:
