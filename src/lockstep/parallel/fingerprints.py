@@ -112,11 +112,39 @@ def checksum(tensor: Tensor) -> Tensor:
         and flat.storage_offset() * flat.element_size() % 8 == 0
     ):
         bits = bits.view(torch.int64)  # ten times as fast as widening each value
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    sums = []
     for number, chunk in enumerate(torch.split(bits, _CHUNK)):
-        positions = torch.arange(len(chunk), device=chunk.device) + number * _CHUNK
-        total = total + mix_bits(chunk, positions).sum()
-    return total
+        factors = _factors(len(chunk), chunk.device)
+        if number:
+            factors = factors + _wrapped(number * _CHUNK * _ODD)
+        # As `mix_bits`, with half of the operations.
+        wide = chunk.to(torch.int64)
+        mixed = wide >> 32
+        mixed ^= wide
+        mixed *= factors
+        sums.append(mixed.sum())
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+_FACTORS: dict[torch.device, Tensor] = {}
+
+
+def _factors(count: int, device: torch.device) -> Tensor:
+    """Return the factors of `mix_bits` for the first positions, at most `_CHUNK`; they are kept.
+
+    Those of later chunks are larger by a multiple of `_CHUNK`, which is even.
+    """
+    kept = _FACTORS.get(device)
+    if kept is None or len(kept) < count:
+        kept = (torch.arange(count, device=device) * _ODD) | 1
+        if type(kept) is Tensor:  # and not a fake one of a mode
+            _FACTORS[device] = kept
+    return kept[:count]
+
+
+def _wrapped(number: int) -> int:
+    """Return a whole number as its lowest 64 bits, with a sign."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def mix_bits(bits: Tensor, positions: Tensor) -> Tensor:

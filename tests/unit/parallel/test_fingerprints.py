@@ -18,6 +18,7 @@ from lockstep.parallel.fingerprints import (
     checksum,
     checksum_of,
     fingerprint,
+    mix_bits,
     plain_names,
 )
 
@@ -319,5 +320,6 @@ def test_a_checksum_depends_on_values_signs_and_positions(
 def test_a_checksum_of_large_tensors_goes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1000)
     whole = checksum(values)
+    assert whole == mix_bits(values.view(torch.int64), torch.arange(500)).sum()
     monkeypatch.setattr("lockstep.parallel.fingerprints._CHUNK", 64)
     assert checksum(values) == whole

@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError, DataError, DivergedError, LockstepError
 from lockstep.parallel.distributed import Distributed
 from lockstep.parallel.replicas_strategy import Replicas
 from lockstep.topology import World
+from lockstep.training import guards
 from lockstep.training.guards import Decision, Guard, PendingStep
 from lockstep.training.step import TrainStep
 
@@ -235,6 +236,16 @@ def test_what_is_seen_beside_the_loss() -> None:
     assert not pending.has_overflowed
     assert pending.count == 8
     assert pending.learning_rate == 0.1
+
+
+def test_each_buffer_counts_once_in_the_order_of_the_model() -> None:
+    shared = nn.BatchNorm1d(3)
+    model = nn.Sequential(nn.Sequential(shared, nn.BatchNorm1d(2)), nn.BatchNorm1d(4), shared)
+    model.missing = None
+    model[1].register_buffer("same", shared.running_mean)
+    expected = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    found = guards._floating_buffers(model)
+    assert list(map(id, found)) == list(map(id, expected))
 
 
 def test_a_batch_that_the_model_changes_cannot_be_repeated() -> None:
