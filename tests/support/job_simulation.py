@@ -304,6 +304,7 @@ class Node:
         self.wants_to_leave = self.leaving = self.is_dead = self.is_lost = False
         self.began = 0.0  # its membership
         self.got: dict[tuple[tuple[int, ...], int, object], dict[int, tuple[bool, bool]]] = {}
+        world.check_number(self)
         world.nodes[self.number, id(self)] = self
         world.after(0.2, 1.2, self.join)
 
@@ -1001,19 +1002,25 @@ class World:
 
     def check_nothing_lost(self, node: Node, group: Group) -> None:
         """Check that the newest step is kept, or that nobody in reach has it any more."""
-        part = self.part_of(node.workers)
-        hosts = (
-            ()
-            if part is None or part.host._election.view is None
-            else part.host._election.view.hosts
-        )
-        for other in self.nodes.values():
-            at = self.part_of(other.workers)
-            is_in_reach = at is not None and at.number in hosts and not at.is_over
-            if is_in_reach and not other.is_dead and other.steps > group.first + 1:
+        for other in self.in_reach(node):
+            if other.steps > group.first + 1:
                 raise PropertyError(
                     f"{other.number} has made step {other.steps}, which is lost in {group.view}"
                 )
+
+    def check_number(self, node: Node) -> None:
+        """Check that no other worker of the same side of the job has the number of a new one."""
+        if any(other.number == node.number for other in self.in_reach(node)):
+            raise PropertyError(f"two workers have the number {node.number}")
+
+    def in_reach(self, node: Node) -> Iterator[Node]:
+        """Yield the living workers of the hosts with which that of a worker is in a view."""
+        part = self.part_of(node.workers)
+        view = None if part is None else part.host._election.view
+        for other in self.nodes.values() if view is not None else ():
+            at = self.part_of(other.workers)
+            if at is not None and at.number in view.hosts and not at.is_over and not other.is_dead:
+                yield other
 
     def note_step(self, node: Node, view: View, step: int) -> None:
         """A worker completes a step: no later group may have begun more than one step before it."""
@@ -1032,7 +1039,9 @@ class World:
 
         - A launcher is stopped just after the network to it was cut: it cannot hold the only
           worker, and the others, which have no state, begin without it.
-        - So is a launcher that leads, cut off with one that follows it and has the only worker.
+        - So is a launcher that leads, cut off with one that follows it and has the only worker; in
+          some of these schedules the worker was just started again, and who leads does not know yet
+          that it trains.
         - Two hosts accept a view, tell the one that proposes it, and are killed before the others,
           which that one does not reach, have read of it.
 
@@ -1053,6 +1062,10 @@ class World:
             self.at(since, self.fault_of, "isolate a0", lambda: self.cut(cut_off, 30.0))
             frozen = since + random.uniform(0.0, SILENT_S)
             self.at(frozen, self.fault_of, "freeze a0", lambda: self.freeze(self.launchers[0], 40))
+            if follows and random.random() < 0.7:
+                self.at(
+                    frozen - random.uniform(0.3, 1.5), self.fault_of, "worker a1", self.lose_all
+                )
         elif which == CRASHES_IN_A_VOTE:
             self.slots = [1] * 5
             SimulatedPath.is_shared = self.is_shared = False
@@ -1073,6 +1086,11 @@ class World:
             self.on_deliver = crash
         self.most = min(self.most, sum(self.slots))
         self.minimum = min(self.minimum, self.most)
+
+    def lose_all(self) -> None:
+        """Kill all workers."""
+        for node in list(self.nodes.values()):
+            node.exit(-9)
 
     def fault_of(self, what: str, call: Callable[[], None]) -> None:
         """Let this go wrong."""

@@ -644,7 +644,7 @@ class ElasticHost:
             ]
             job.tell(f"{''.join(gone)}{self._name} coordinates the job now")
         left = [host for host in lost if host in self._state.leaving and not job.workers_on(host)]
-        for host in lost:
+        for host in lost if not takes_over else ():
             job.host_lost(host)
         if (takes_over or lost) and not self._election.knows_all:
             job.fence()
@@ -666,7 +666,9 @@ class ElasticHost:
         assert self._view is not None
         self._send(
             self._view.leader,
-            AgentState(self._view.number, self._hosts[self._me], self._memory.report()),
+            AgentState(
+                self._view.number, self._hosts[self._me], self._state, self._memory.report()
+            ),
         )
 
     def _resume_if_due(self) -> None:
@@ -684,8 +686,15 @@ class ElasticHost:
         if self._election.view is view and len(states) == len(view.hosts) - 1:
             self._resumes = False
             for state in states:
+                if state.job.version > job.state.version:  # of which who led told that host only
+                    job.state = state.job
+            self._take_job_state(job.state)
+            for state in states:
                 self._add_to_job(job, state.host.number)
-            self._resume_job(job, [state.report for state in states])
+            # what a host remembers that has not heard of the newest start of all workers is of
+            # earlier ones, which have all ended
+            newest = [state for state in states if state.job.restarts == job.state.restarts]
+            self._resume_job(job, [state.report for state in newest])
 
     def _add_to_job(self, job: ElasticJob, host: int) -> None:
         """Let the job have a host, unless this one has never heard where it is, which its state

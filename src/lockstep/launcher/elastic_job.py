@@ -106,6 +106,7 @@ class JobState(Tagged, frozen=True):
         lost: how many workers were lost, or have left.
         joined: how many joined the training later.
         faulty: the workers that computed wrong numbers, whose devices are used no more.
+        version: how often it has changed; of two states the one that has more often is newer.
     """
 
     target: Integer
@@ -123,6 +124,7 @@ class JobState(Tagged, frozen=True):
     lost: Integer = 0
     joined: Integer = 0
     faulty: List[Integer] = ()
+    version: Integer = 0
 
 
 class Start(Tagged, frozen=True):
@@ -197,17 +199,19 @@ class Over(Tagged, frozen=True):
 
 
 class AgentState(Tagged, frozen=True):
-    """All that a host knows of its workers, for who leads; sent again at each new view of the
-    hosts, and connection.
+    """All that a host knows, for who leads; sent again at each new view of the hosts, and
+    connection.
 
     Attributes:
         view: the number of the newest view that the sender knows.
         host: the sender.
+        job: the newest state of the job that it has been told.
         report: on its workers.
     """
 
     view: Integer
     host: HostEntry
+    job: JobState
     report: HostReport
 
 
@@ -379,10 +383,10 @@ class ElasticJob:
                 self._retire(record.number)
         for number in self.state.stops[:1]:
             self.coordinator.stop(number)
-        # who led before may have started workers without this host having heard of it: no two
-        # workers have one number
-        started = max([self.state.started, *(number + 1 for number in self._living)])
-        self._change_state(is_ending=self.state.is_ending or has_finished, started=started)
+        self._change_state(
+            is_ending=self.state.is_ending or has_finished,
+            leaving=tuple(each for each in self.state.leaving if each in self.hosts),
+        )
 
     # --- events
     # ----------------------------------------------------------------------------------------------
@@ -407,7 +411,8 @@ class ElasticJob:
         for key, hosts in list(self._keeping.items()):
             hosts.discard(number)
             self._answer_if_kept(key)
-        self._change_state(leaving=tuple(each for each in self.state.leaving if each != number))
+        if number in self.state.leaving:
+            self._change_state(leaving=tuple(each for each in self.state.leaving if each != number))
 
     def fence(self) -> None:
         """A host was lost that may still run: for some time nobody begins without the state that it
@@ -613,7 +618,7 @@ class ElasticJob:
         )
 
     def _change_state(self, **values: object) -> None:
-        self.state = structs.replace(self.state, **values)
+        self.state = structs.replace(self.state, version=self.state.version + 1, **values)
         for host in self.hosts:
             self.send(host, self.state)
 

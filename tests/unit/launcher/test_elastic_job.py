@@ -682,3 +682,18 @@ def test_a_job_ends_if_it_needs_the_devices_that_compute_wrong_numbers() -> None
         "the training needs"
     )
     assert world.job.state.stops == (signal.SIGTERM,)
+
+
+def test_workers_whose_end_is_due_are_told_again_after_the_order_may_have_been_lost() -> None:
+    world = World((1, 1), 2)
+    world.train()
+    world.job.coordinator.failure = "no route"
+    world.job.supervise()
+    kills = world.of(Kill)
+    assert [kill.numbers for _, kill in kills] == [(0,), (1,)]
+    world.sent.clear()
+    world.job.supervise()
+    assert not world.of(Kill)
+    world.job.resume(reports_of(world), (), None)
+    world.job.supervise()
+    assert world.of(Kill) == kills

@@ -25,6 +25,31 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         )
 
 
+def test_it_knows_of_the_workers_of_which_another_host_alone_has_heard(world: World) -> None:
+    """Else it gives their numbers to others: two workers of the job would have the same."""
+    send = world.send
+    is_cut = False
+
+    def without_the_second(number: int, other: int, message: object) -> None:
+        if not (is_cut and (number, other) == (0, 1)):
+            send(number, other, message)
+
+    def lose_a_worker() -> None:
+        nonlocal is_cut
+        is_cut = True
+        nodes = world.parts[2].host._workers.nodes
+        next(iter(nodes.values())).exit(-9)
+
+    def lose_the_leader() -> None:
+        assert len({node.number for node in world.nodes.values()}) == world.most + 1
+        world.die(world.launchers[0], "killed", False)
+
+    world.send = without_the_second  # type: ignore[method-assign]
+    world.at(4.0, lose_a_worker)
+    world.at(4.15, lose_the_leader)
+    assert world.run() == "success"
+
+
 def test_nobody_remembers_what_was_before_all_workers_were_started_again(world: World) -> None:
     """Else workers that join are given what rank 0 had sent before, and a training that had been
     complete before is taken for complete.
@@ -43,3 +68,24 @@ def test_nobody_remembers_what_was_before_all_workers_were_started_again(world: 
     report = host._memory.report()
     assert report.completed == -1 and report.view is None
     assert not host._kept and host._events is None
+
+
+def test_it_takes_nothing_from_a_host_that_knows_earlier_workers_only(world: World) -> None:
+    """Else their group counts as the newest one, and all workers are started again in vain."""
+    send = world.send
+    is_cut = False
+
+    def without_the_third(number: int, other: int, message: object) -> None:
+        if not (is_cut and (number, other) == (0, 2)):
+            send(number, other, message)
+
+    def lose_all_workers() -> None:
+        nonlocal is_cut
+        is_cut = True
+        world.lose_all()
+
+    world.send = without_the_third  # type: ignore[method-assign]
+    world.at(4.0, lose_all_workers)
+    world.at(7.0, world.die, world.launchers[0], "killed", False)
+    assert world.run() == "success"
+    assert world.parts[1].host._state.restarts == 1
