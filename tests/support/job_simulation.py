@@ -155,6 +155,9 @@ class SimulatedMesh:
         return self.world.silent_s(self.own.number, host)
 
     def have_ended(self, hosts: Iterable[int]) -> bool:
+        for host in hosts:
+            if self.world.says_that_it_is_out(self.own.number, host):
+                self.on_link(host, Link.LOST)
         return all(self.world.is_refused(self.own.number, host) for host in hosts)
 
 
@@ -843,6 +846,11 @@ class World:
         found = self.parts[other]
         is_gone = found.is_over and found.launcher.dead != "power"
         return is_gone and not self.is_cut(self.parts[number].launcher, found.launcher)
+
+    def says_that_it_is_out(self, number: int, other: int) -> bool:
+        """Return whether a launcher tells a host that it is not `other` any more."""
+        runs = not self.parts[other].launcher.dead and self.parts[other].launcher.frozen_since < 0
+        return runs and self.is_refused(number, other)
 
     def silent_s(self, number: int, other: int) -> float:
         """Return for how long a host has not heard of another one, which sends something twice a

@@ -63,7 +63,7 @@ class Link(Enum):
     # it does not answer, or has ended after it did not: it may have gone on without this host
     SILENT = "silent"
     ENDED = "ended"  # its launcher has ended, and all that it has sent was read
-    LOST = "lost"  # its launcher has ended, and may have sent more
+    LOST = "lost"  # its launcher has ended, or takes part no more, and may have sent more
 
 
 class HostEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -112,10 +112,13 @@ class Welcome(Tagged, frozen=True):
 
 
 class Refused(Tagged, frozen=True):
-    """The answer to a host that is not let in, and why, or which other host to ask."""
+    """The answer to a host that is not let in, and why, or which other host to ask; with the other
+    half of the key, if the host that was dialled takes part no more.
+    """
 
     reason: str
     ask: HostEntry | None = None
+    key: str = ""
 
 
 Wire = Knock | Welcome | Refused
@@ -508,6 +511,9 @@ class Mesh:
         elif isinstance(message, Refused):
             self._refused.add(peer.host)
             self.forget(peer.host)
+            if hmac.compare_digest(message.key.encode(), self._answers.encode()):
+                self._probing.pop(peer.host, None)
+                self.on_link(peer.host, Link.LOST)
         else:
             raise OSError("another program listens there")
 
@@ -519,7 +525,8 @@ class Mesh:
         self._strangers.identified(peer)
         if knock.host.number >= 0 and knock.to != self.own.number:
             if knock.to in self._former or self.own.number >= 0:
-                self._send(peer, Refused(f"host {knock.to} has joined again, or wants to"))
+                reason = f"host {knock.to} has joined again, or wants to"
+                self._send(peer, Refused(reason, key=self._answers))
             # a host that is let in just now, and does not know its number yet, is dialled again
             self._close(peer)
             return

@@ -351,7 +351,7 @@ def test_a_host_that_joins_again_is_not_dialled_as_the_one_that_it_was() -> None
     with a_host(NEW, former=[1]) as first, a_host(2) as second:
         second.mesh.add_hosts([msgspec.structs.replace(first.entry, number=1)])
         turn_until(lambda: not second.mesh._dialling, first, second)
-        assert not first.links and not second.links
+        assert not first.links and second.links == [(1, Link.LOST)]
 
 
 def test_a_stranger_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -494,7 +494,7 @@ def test_a_launcher_that_has_joined_again_is_not_taken_for_the_host_that_it_was(
         first.mesh.own = msgspec.structs.replace(first.entry, number=2)
         second.mesh.add_hosts([first.entry])
         turn_until(lambda: second.mesh.have_ended([0]), first, second)
-        assert not first.links and not second.links and not second.mesh._dialling
+        assert not first.links and second.links == [(0, Link.LOST)] and not second.mesh._dialling
 
 
 def test_a_host_with_a_greater_number_that_has_joined_again_is_asked_who_it_is() -> None:
@@ -507,7 +507,7 @@ def test_a_host_with_a_greater_number_that_has_joined_again_is_asked_who_it_is()
             turn_until(lambda looks=looks: first.mesh._listens.get(1, 0) >= looks, first, second)
         turn_until(lambda: 1 in first.mesh._refused, first, second)
         assert first.mesh.have_ended([1])
-        assert not first.links and not second.links
+        assert first.links == [(1, Link.LOST)] and not second.links
 
 
 # --- A new host

@@ -14,15 +14,26 @@ SLOTS = [1, 2, 2]  # of three hosts, with a worker each
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def no_faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(World, "fault", lambda self: None)
     with simulated():
-        seeds = (World(seed) for seed in range(10_000))
-        yield next(
-            world
-            for world in seeds
-            if world.slots == SLOTS and world.minimum == 1 and world.most == len(SLOTS)
-        )
+        yield
+
+
+@pytest.fixture
+def world(no_faults: None) -> World:
+    return a_world(SLOTS)
+
+
+def a_world(slots: list[int]) -> World:
+    """Return a job on hosts with so many slots and without shared storage, a worker for each."""
+    worlds = (World(seed) for seed in range(10_000))
+    return next(
+        world
+        for world in worlds
+        if (world.slots, world.minimum, world.most, world.is_shared)
+        == (slots, 1, len(slots), False)
+    )
 
 
 def test_it_knows_of_the_workers_of_which_another_host_alone_has_heard(world: World) -> None:
@@ -89,3 +100,12 @@ def test_it_takes_nothing_from_a_host_that_knows_earlier_workers_only(world: Wor
     world.at(7.0, world.die, world.launchers[0], "killed", False)
     assert world.run() == "success"
     assert world.parts[1].host._state.restarts == 1
+
+
+def test_one_of_two_hosts_goes_on_when_the_other_one_wants_to_join_again(no_faults: None) -> None:
+    """Else it ends when the network is whole, as the other one might have gone on."""
+    world = a_world([1, 1])
+    world.parts[1].host._add_entries([world.parts[0].host._hosts[0]])
+    world.cut({"a1"}, 10.0)  # before it has heard of the view that it is in
+    assert world.run() == "success"
+    assert any("is outside" in line for line in world.log)
