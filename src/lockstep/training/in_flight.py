@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -193,10 +193,10 @@ class StepsInFlight:
         else:
             numbers = iter(queued.copy.read())
             loss = next(numbers)
-            asked = result.on_hand[2]
+            asked = result.on_hand.stop
             stop = next(numbers) if isinstance(asked, torch.Tensor) else asked
             if result.grad_norm is not None:
-                result = result.replaced(grad_norm=torch.tensor(next(numbers)))
+                result = replace(result, grad_norm=torch.tensor(next(numbers)))
             if result.replicas is not None and not queued.of_earlier_group:
                 result.replicas.settle(result.step, list(numbers))
             if loss - loss != 0 and not result.is_skipped:  # NaN or infinite

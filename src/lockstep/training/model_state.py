@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -215,17 +216,9 @@ class StateOfStep(ModelState):
         group; those to stop hold.
         """
         if isinstance(result, StepResult):
-            stop = result.on_hand[2] % REGROUP
-            return result.replaced(stop=stop, replicas=None).mapped(
-                lambda tensor: tensor.detach().cpu()
-            )
+            numbers = result.on_hand._replace(stop=result.on_hand.stop % REGROUP)
+            result = replace(result, on_hand=numbers, replicas=None)
         return super().for_others(result)
-
-    @override
-    def from_others(self, result: Any) -> Any:
-        if isinstance(result, StepResult):
-            return result.mapped(lambda tensor: tensor.to(self.comm.device))
-        return super().from_others(result)
 
     @override
     def of_operations(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -54,7 +55,7 @@ from .step_arguments import (
     parameters_of,
     resolve_strategy,
 )
-from .step_result import StepResult
+from .step_result import StepNumbers, StepResult
 from .torch_calls import clear_gradients
 from .torch_schedulers import rates_of
 from .totals import as_float, make_totals
@@ -547,14 +548,13 @@ class TrainStep:
                     # raises the error of a loss that counts nothing
                     self._checked_result(lr, totals, problem)
             loss_sum, count, stops = totals[:3]
-            seen = StepResult(
-                self.steps_done, loss_sum / count, stops, lr, count, self._samples_of(batch)
-            )
+            numbers = StepNumbers(loss_sum / count, count, stops)
+            seen = StepResult(self.steps_done, numbers, lr, self._samples_of(batch))
             self._finish_gradients(self._correction(batch.global_size, seen))
             pending = PendingStep(
                 step=self.steps_done,
                 batch=batch,
-                loss=seen.on_hand[0],
+                loss=seen.on_hand.loss,
                 count=count,
                 learning_rate=lr,
                 model=self.model,
@@ -699,9 +699,9 @@ class TrainStep:
         note_samples(batch.size)
         note_step(self.steps_done)
         if self.measured:
-            result = result.replaced(measured=self.measured)
+            result = replace(result, measured=self.measured)
             self.measured = {}
-        return result if norm is None else result.replaced(grad_norm=norm)
+        return result if norm is None else replace(result, grad_norm=norm)
 
     def _result(
         self, lr: Number, totals: Sums, problem: Any, batch: Batch, is_skipped: bool = False
@@ -720,7 +720,8 @@ class TrainStep:
         numbers = totals.tolist() if isinstance(totals, torch.Tensor) else totals
         loss_sum, count, stops, *marks = map(float, numbers)
         loss = loss_sum / count if count else math.nan
-        result = StepResult(self.steps_done, loss, stops, lr, count, is_skipped=is_skipped)
+        on_hand = StepNumbers(loss, count, stops)
+        result = StepResult(self.steps_done, on_hand, lr, is_skipped=is_skipped)
         if not math.isfinite(loss):
             raise_problem(problem, self.comm)  # rather than the loss, which is that of all workers
         if marks:
@@ -742,10 +743,8 @@ class TrainStep:
         samples = self._samples_of(batch)
         return StepResult(
             self.steps_done,
-            loss_sum / count,
-            stops,
+            StepNumbers(loss_sum / count, count, stops),
             lr,
-            count,
             samples,
             marks,
             replicas,

@@ -5,9 +5,9 @@ device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -22,18 +22,26 @@ _NOT_FINITE_AT_FIRST = (
 )
 
 
-_NOTHING: Mapping[str, torch.Tensor] = {}
+class StepNumbers(NamedTuple):
+    """The numbers of a step as they are: on the host, or 0-dim tensors on the device.
+
+    Attributes:
+        loss, stop: see the properties of `StepResult`.
+        counted: its `count`; a tuple has a method of that name.
+    """
+
+    loss: Number
+    counted: Number
+    stop: Number
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """The result of one step; the same on every worker. It cannot be changed, see `replaced`.
-
-    Args:
-        step, learning_rate, samples, marks, replicas, grad_norm, is_skipped: see the attributes.
-        loss, stop, count: see the attributes; numbers where they are on the host in any case.
+    """The result of one step; the same on every worker.
 
     Attributes:
         step: the number of this step, from 0.
+        on_hand: its numbers as they are; `loss`, `count` and `stop` are tensors in any case.
         learning_rate: the learning rate of the first parameter group; a tensor if it is one on a
             device.
         samples: samples in the global batch, if the gradients were assumed to be those of a mean
@@ -49,103 +57,20 @@ class StepResult:
         is_skipped: whether a guard has left the update out; the loss may then be not finite.
     """
 
-    __slots__ = (
-        "_count",
-        "_loss",
-        "_stop",
-        "grad_norm",
-        "is_skipped",
-        "learning_rate",
-        "marks",
-        "measured",
-        "replicas",
-        "samples",
-        "step",
-    )
-
-    _loss: Number
-    _stop: Number
-    _count: Number
     step: int
+    on_hand: StepNumbers
     learning_rate: Number
-    samples: int | None
-    marks: torch.Tensor | None
-    replicas: ReplicaCheck | None
-    grad_norm: torch.Tensor | None
-    measured: Mapping[str, torch.Tensor]
-    is_skipped: bool
-
-    def __init__(
-        self,
-        step: int,
-        loss: Number,
-        stop: Number,
-        learning_rate: Number,
-        count: Number,
-        samples: int | None = None,
-        marks: torch.Tensor | None = None,
-        replicas: ReplicaCheck | None = None,
-        grad_norm: torch.Tensor | None = None,
-        measured: Mapping[str, torch.Tensor] = _NOTHING,
-        is_skipped: bool = False,
-    ) -> None:
-        put = partial(object.__setattr__, self)
-        put("step", step)
-        put("_loss", loss)
-        put("_stop", stop)
-        put("learning_rate", learning_rate)
-        put("_count", count)
-        put("samples", samples)
-        put("marks", marks)
-        put("replicas", replicas)
-        put("grad_norm", grad_norm)
-        put("measured", measured)
-        put("is_skipped", is_skipped)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a StepResult cannot be changed: {name}")
-
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "loss": self._loss,
-            "stop": self._stop,
-            "learning_rate": self.learning_rate,
-            "count": self._count,
-            "samples": self.samples,
-            "marks": self.marks,
-            "replicas": self.replicas,
-            "grad_norm": self.grad_norm,
-            "measured": self.measured,
-            "is_skipped": self.is_skipped,
-        }
-
-    def replaced(self, **changes: Any) -> StepResult:
-        """Return a result with other values of these arguments."""
-        return StepResult(**{**self._arguments(), **changes})
-
-    def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
-        """Return a result with `fn` of each tensor."""
-        changed = {
-            name: fn(value)
-            for name, value in self._arguments().items()
-            if isinstance(value, torch.Tensor)
-        }
-        return self.replaced(
-            **changed, measured={name: fn(value) for name, value in self.measured.items()}
-        )
-
-    def __reduce__(self) -> tuple[type[StepResult], tuple[Any, ...]]:
-        return StepResult, tuple(self._arguments().values())
-
-    def __repr__(self) -> str:
-        arguments = [f"{name}={value!r}" for name, value in self._arguments().items()]
-        return f"StepResult({', '.join(arguments)})"
+    samples: int | None = None
+    marks: torch.Tensor | None = None
+    replicas: ReplicaCheck | None = None
+    grad_norm: torch.Tensor | None = None
+    measured: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    is_skipped: bool = False
 
     @property
     def loss(self) -> torch.Tensor:
         """0-dim tensor on the device, the mean over the global batch."""
-        return _as_tensor(self._loss)
+        return _as_tensor(self.on_hand.loss)
 
     @property
     def stop(self) -> torch.Tensor:
@@ -154,7 +79,7 @@ class StepResult:
 
         It is above zero if some worker requested a stop.
         """
-        return _as_tensor(self._stop)
+        return _as_tensor(self.on_hand.stop)
 
     @property
     def count(self) -> torch.Tensor:
@@ -163,12 +88,7 @@ class StepResult:
 
         Means over several steps are weighted by it.
         """
-        return _as_tensor(self._count)
-
-    @property
-    def on_hand(self) -> tuple[Number, Number, Number]:
-        """(loss, count, stop) as they are: numbers of the host, or 0-dim tensors on the device."""
-        return self._loss, self._count, self._stop
+        return _as_tensor(self.on_hand.counted)
 
     @property
     def lr(self) -> float:
@@ -193,8 +113,8 @@ class StepResult:
             self.replicas.settle(self.step, self.marks.tolist())
         if self.is_skipped:
             return
-        loss = float(self._loss)
-        count = float(self._count)
+        loss = float(self.on_hand.loss)
+        count = float(self.on_hand.counted)
         if not math.isfinite(loss):
             if count == 0:
                 raise DataError(

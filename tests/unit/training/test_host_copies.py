@@ -7,12 +7,12 @@ import torch
 
 from lockstep.errors import DivergedError
 from lockstep.training.in_flight import LAG, StepsInFlight
-from lockstep.training.step_result import StepResult
+from lockstep.training.step_result import StepNumbers, StepResult
 
 
 def result(step: int, loss: float = 1.0, stop: float = 0.0) -> StepResult:
     values = torch.tensor([loss, stop, 1.0]).unbind()
-    return StepResult(step, values[0], values[1], 0.1, values[2])
+    return StepResult(step, StepNumbers(values[0], values[2], values[1]), 0.1)
 
 
 @pytest.mark.parametrize(("device", "lag"), [("cpu", 0), ("meta", LAG)])

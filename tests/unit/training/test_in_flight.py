@@ -8,6 +8,7 @@ import gc
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from lockstep.training.callbacks.base import Row
 from lockstep.training.evaluate import evaluate
 from lockstep.training.in_flight import InFlightLimit, StepsInFlight
 from lockstep.training.recovery import REGROUP
-from lockstep.training.step_result import StepResult
+from lockstep.training.step_result import StepNumbers, StepResult
 from lockstep.training.trainer import Trainer
 
 OTHER = torch.device("meta")
@@ -36,7 +37,7 @@ OTHER = torch.device("meta")
 
 def result_of(step: int, loss: float = 1.0) -> StepResult:
     values = torch.tensor([loss, 0.0, 1.0]).unbind()
-    return StepResult(step, values[0], values[1], 0.1, values[2])
+    return StepResult(step, StepNumbers(values[0], values[2], values[1]), 0.1)
 
 
 # --- how far ahead
@@ -66,20 +67,21 @@ def test_after_a_regroup_only_losses_and_requests_to_stop_of_earlier_steps_count
     compared: list[int] = []
     steps_in_flight = StepsInFlight(OTHER, 3, lambda result, loss: told.append((result.step, loss)))
     replicas: Any = SimpleNamespace(settle=lambda step, sums: compared.append(step))
-    requested = result_of(0, 0.5).replaced(
-        stop=torch.tensor(REGROUP), replicas=replicas, marks=torch.ones(4)
-    )
+    result = result_of(0, 0.5)
+    numbers = result.on_hand._replace(stop=torch.tensor(REGROUP))
+    requested = replace(result, on_hand=numbers, replicas=replicas, marks=torch.ones(4))
     steps_in_flight.add(requested)
     steps_in_flight.regroup()
     steps_in_flight.check()
     assert (told, compared) == ([(0, 0.5)], [])
     for step in (1, 2, 3):
-        steps_in_flight.add(requested.replaced(step=step))
+        steps_in_flight.add(replace(requested, step=step))
         assert steps_in_flight.settle() == REGROUP * (
             step == 3
         )  # that of step 1, as all know that of step 0
     assert compared == [1]
-    steps_in_flight.add(requested.replaced(stop=torch.tensor(3 + 2 * REGROUP)))
+    numbers = result.on_hand._replace(stop=torch.tensor(3 + 2 * REGROUP))
+    steps_in_flight.add(replace(requested, on_hand=numbers))
     steps_in_flight.regroup()
     assert steps_in_flight.settle(whole=True) == 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from lockstep.parallel.strategy import Strategy
 from lockstep.topology import World
 from lockstep.training.precision import Precision, scale_gradients
 from lockstep.training.step import TrainStep
-from lockstep.training.step_result import StepResult
+from lockstep.training.step_result import StepNumbers, StepResult
 
 CPU = torch.device("cpu")
 LABELS = torch.tensor([0, 1, 2, 3])
@@ -94,7 +95,9 @@ def test_nothing_is_updated_by_a_loss_that_is_not_finite_or_counts_nothing() -> 
 
 def test_a_result_may_be_read_at_any_time() -> None:
     def result(loss: float, count: float) -> StepResult:
-        return StepResult(3, torch.tensor(loss), torch.zeros(()), 0.1, torch.tensor(count))
+        return StepResult(
+            3, StepNumbers(torch.tensor(loss), torch.tensor(count), torch.zeros(())), 0.1
+        )
 
     result(1.0, 4.0).check()
     with pytest.raises(DivergedError, match="inf at step 3"):
@@ -239,12 +242,13 @@ def test_gradients_of_a_mean_over_samples_are_not_multiplied_by_1(
 
 def test_workers_whose_losses_count_different_things_are_found() -> None:
     """Some have taken theirs for a mean over samples without a look at the device."""
-    result = StepResult(3, torch.tensor(1.0), torch.zeros(()), 0.1, torch.tensor(6.0), samples=4)
+    numbers = StepNumbers(torch.tensor(1.0), torch.tensor(6.0), torch.zeros(()))
+    result = StepResult(3, numbers, 0.1, samples=4)
     with pytest.raises(
         ConfigError, match="over the same on all workers, got one over 6 of 4 samples at step 3"
     ):
         result.check()
-    StepResult(3, torch.tensor(1.0), torch.zeros(()), 0.1, torch.tensor(4.0), samples=4).check()
+    replace(result, on_hand=numbers._replace(counted=torch.tensor(4.0))).check()
 
 
 class Kernels(TorchDispatchMode):
@@ -321,19 +325,18 @@ def test_a_learning_rate_on_a_device_is_not_read_by_the_step() -> None:
     # reading a value of the device meta is an error
     step.optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
     assert isinstance(step._begin(0), torch.Tensor)
-    assert (
-        StepResult(0, torch.ones(()), torch.zeros(()), torch.tensor(0.5), torch.ones(())).lr == 0.5
-    )
+    numbers = StepNumbers(torch.ones(()), torch.ones(()), torch.zeros(()))
+    assert StepResult(0, numbers, torch.tensor(0.5)).lr == 0.5
 
 
 def test_a_result_has_its_numbers_on_the_host_and_makes_tensors_when_they_are_read() -> None:
-    result = StepResult(3, 1.5, 0.0, 0.1, 6.0)
+    result = StepResult(3, StepNumbers(1.5, 6.0, 0.0), 0.1)
     assert result.on_hand == (1.5, 6.0, 0.0)
     assert (result.loss.dtype, result.loss.shape, float(result.loss)) == (torch.float64, (), 1.5)
     assert (float(result.count), float(result.stop)) == (6.0, 0.0)
     with pytest.raises(AttributeError, match="step"):
         result.step = 4
-    other = pickle.loads(pickle.dumps(result.replaced(grad_norm=torch.tensor(2.0))))
+    other = pickle.loads(pickle.dumps(replace(result, grad_norm=torch.tensor(2.0))))
     assert (other.step, other.on_hand, other.lr, float(other.grad_norm)) == (
         3,
         result.on_hand,

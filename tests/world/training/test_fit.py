@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,9 @@ def as_off_the_cpu(trainer: Trainer, poisoned: int) -> None:
 
     def step(*args: Any, **kwargs: Any) -> StepResult:
         result = run(*args, **kwargs)
-        return (
-            result.replaced(loss=result.loss * float("nan")) if result.step == poisoned else result
-        )
+        if result.step != poisoned:
+            return result
+        return replace(result, on_hand=result.on_hand._replace(loss=result.loss * float("nan")))
 
     trainer.step.run = step  # type: ignore[method-assign]
 

@@ -18,7 +18,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import CheckpointError, ConfigError, InterruptedRunError
 from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.callbacks import Checkpoints
-from lockstep.training.step_result import StepResult
+from lockstep.training.step_result import StepNumbers, StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import At, fit, images, make, send, timeless
@@ -336,7 +336,7 @@ def test_a_reason_to_stop_is_forgotten_at_the_next_call(tmp_path: Path) -> None:
 def test_losses_of_an_earlier_call_are_forgotten() -> None:
     trainer = make(None, [])
     nan, zero, one = torch.tensor([float("nan"), 0, 1]).unbind()
-    trainer.steps_in_flight.add(StepResult(0, nan, zero, 0.1, one))
+    trainer.steps_in_flight.add(StepResult(0, StepNumbers(nan, one, zero), 0.1))
     assert len(trainer.fit(images(), 1)) == 1
 
 
