@@ -75,7 +75,7 @@ ROLES = [
     ),
     *("client", "messages"),  # of a job, and of an elastic one; all messages, and those of a job
     # commands have the names of what they command
-    *("blame", "diff", "ledger", "replay", "timeline", "verify"),
+    *("blame", "diff", "ledger", "replay", "timeline"),
     *("loss", "trainer"),  # MXNet's own modules
 ]
 

@@ -19,7 +19,7 @@ from .train_options import resolve
 from .verify_script import verify_script
 
 if TYPE_CHECKING:
-    from ..training.verify import Record
+    from ..verification.trained_bits import Record
 
 _DESCRIPTION = """\
 Run the first steps of the same training at each number of workers, and report
@@ -170,7 +170,7 @@ def _verify(title: str, options: TrainOptions, counts: Sequence[int], steps: int
     from rich.console import Console
 
     with Activity("lockstep verify: loading PyTorch"):
-        from ..training.verify import first_divergence, likely_cause
+        from ..verification.trained_bits import first_divergence, likely_cause
 
     console = Console(highlight=False, markup=False, emoji=False)
     records = []
@@ -212,7 +212,7 @@ def _verify(title: str, options: TrainOptions, counts: Sequence[int], steps: int
 
 def _run(options: TrainOptions, workers: int, steps: int) -> Record:
     from ..launcher import launch
-    from ..training.verify import record
+    from ..verification.trained_bits import record
 
     # without virtual workers the default depends on the host and the number of workers
     result: Record = launch(record, options, steps, workers=workers, threads=options.threads or 1)

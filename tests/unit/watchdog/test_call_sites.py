@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.training import verify
+from lockstep.training import trainer
 from lockstep.watchdog import delivery
 from lockstep.watchdog.call_sites import CallSites, describe, is_internal, stack_of
 
@@ -80,9 +80,9 @@ def test_a_stack_shows_the_users_frames_and_not_those_of_libraries() -> None:
     ]
     assert stack_of(frames) == ("/home/me/train.py:7 in main (inside matplotlib/cbook.py:3 in f)",)
     assert stack_of(frames[:2]) == ("matplotlib/cbook.py:3 in f", "matplotlib/axis.py:4 in g")
-    command = [*frames[:2], (verify.__file__, 1, "run")]
+    command = [*frames[:2], (trainer.__file__, 1, "run")]
     (shown,) = stack_of(command)
-    assert "lockstep/training/verify.py:1 in run" in shown
+    assert "lockstep/training/trainer.py:1 in run" in shown
     assert shown.endswith(" (inside matplotlib/cbook.py:3 in f)")
     assert stack_of([]) == ()
 
@@ -120,7 +120,7 @@ def test_a_stack_does_not_show_how_multiprocessing_has_started_the_process() -> 
 def test_a_program_without_a_line_of_the_users_is_where_lockstep_is() -> None:
     program = """
 import sys, threading
-from lockstep.training import verify
+from lockstep.training import trainer
 from lockstep.watchdog.call_sites import CallSites
 
 def of_lockstep():
@@ -128,7 +128,7 @@ def of_lockstep():
     CallSites(texts.append).lookup(sys._getframe())
     print(texts[0].splitlines()[0])
 
-code = of_lockstep.__code__.replace(co_filename=verify.__file__)
+code = of_lockstep.__code__.replace(co_filename=trainer.__file__)
 thread = threading.Thread(target=type(of_lockstep)(code, globals()))
 def spawn_main(): pass  # as in the line with which multiprocessing starts a process
 spawn_main.__module__ = "multiprocessing.spawn"
@@ -137,4 +137,4 @@ thread.start(); thread.join()
     shown = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
-    assert shown.strip().endswith("lockstep/training/verify.py:8 in of_lockstep")
+    assert shown.strip().endswith("lockstep/training/trainer.py:8 in of_lockstep")

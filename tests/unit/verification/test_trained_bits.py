@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.training.verify import (
+from lockstep.verification.trained_bits import (
     Divergence,
     Record,
     Step,

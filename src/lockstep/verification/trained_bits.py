@@ -1,5 +1,5 @@
-"""Verifies that a training gives the same bits at several numbers of workers: the first divergence
-and its cause.
+"""The bits of a training from its options, as `lockstep train` runs it, at several numbers of
+workers: its first steps, where two runs diverge, and why.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 from ..checkpoint.names import plain_names
 from ..communicator import init
 from ..parallel.invariant import Invariant
-from .options import TrainOptions
-from .trainer import Trainer
-from .training_run import load_data, make_trainer
+from ..training.options import TrainOptions
+from ..training.trainer import Trainer
+from ..training.training_run import load_data, make_trainer
 
 __all__ = ["Divergence", "Record", "Step", "first_divergence", "likely_cause", "record"]
 
