@@ -215,6 +215,7 @@ class FlightRecorder:
         rejected: int = 0,
         now: float = 0.0,
         tag: int = 0,
+        loop: int | None = None,
     ) -> int:
         """Record the start of a collective or message and return the number of its record.
 
@@ -231,11 +232,13 @@ class FlightRecorder:
             rejected: how many earlier calls of this group the backend has rejected.
             now: in seconds of the monotonic clock, which is read if this is 0.
             tag: of a message.
+            loop: over batches, to which it belongs; 0 for none, None for the rank's current one.
         """
         self.count = number = self.count + 1
         at = self._ring + number % RING * RECORD.size
         now = now or time.monotonic()
-        compared = number, key, sequence, call.fingerprint, line, self.batch, self.loop
+        loop = self.loop if loop is None else loop
+        compared = number, key, sequence, call.fingerprint, line, self.batch, loop
         RECORD.pack_into(
             self.memory,
             at,
@@ -256,6 +259,10 @@ class FlightRecorder:
             uints[self._last_sequences + slot] = sequence
         uints[_AT_RECORDS] = number
         return number
+
+    def set_sequence(self, slot: int, sequence: int) -> None:
+        """Note that the rank has begun that collective of a group, which is not recorded."""
+        self.uints[self._last_sequences + slot] = sequence
 
     def compared_bytes(self, number: int) -> bytes | bytearray:
         """Return the fields of that record that ranks compare; see `layout.COMPARED`."""

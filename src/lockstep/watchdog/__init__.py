@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..errors import TransportError
+    from .rounds import Rounds
 
 __all__ = [
     "exclude_group",
@@ -22,6 +23,7 @@ __all__ = [
     "report_exception",
     "report_exit",
     "uninstall",
+    "watch_rounds",
     "watch_wait",
 ]
 
@@ -93,6 +95,36 @@ def exclude_group(group: Any) -> None:
     patches = _loaded_patches()
     if patches is not None:
         patches.exclude_group(group)
+
+
+def watch_rounds(
+    group: Any, purpose: Callable[[], str], warning_s: float, stall_s: float, setting: str
+) -> Rounds | None:
+    """Watch the rounds of `group`, in which its ranks negotiate what to do next, and no longer its
+    collectives; every rank of it must call this.
+
+    A rank may come to a round late, as it has nothing to negotiate before: rounds have time limits
+    of their own. A rank for which others wait and that dies, is stopped, exits or raises an
+    exception is reported as ever.
+
+    Args:
+        group: a process group of torch.distributed.
+        purpose: returns for what this rank waits, such as "allreduce 'x'", for reports; it is
+            called in another thread.
+        warning_s: seconds after which ranks that are missing from a round are warned about; inf for
+            never.
+        stall_s: seconds after which they are an error; inf for never.
+        setting: the name of the option that sets `stall_s`, for reports.
+
+    Returns:
+        The rounds, of which this rank says when each begins and ends; None if the group is not
+        watched.
+    """
+    patches = _loaded_patches()
+    if patches is None:
+        return None
+    rounds: Rounds | None = patches.watch_rounds(group, purpose, warning_s, stall_s, setting)
+    return rounds
 
 
 def watch_wait(group: Any, operation: str) -> AbstractContextManager[Callable[[], None]]:

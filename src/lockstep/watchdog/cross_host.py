@@ -693,7 +693,7 @@ class CrossHost:
 
     def _check_stragglers(self, job: JobStates) -> Finding | None:
         """Warn of stragglers on other hosts; return the finding if they have exceeded the limit."""
-        limits = self._state.limits
+        limits_of_groups = {monitor.key: monitor.limits for monitor in self._monitors}
         states = self._states.values()
         activities = {rank: text for state in states for rank, text in state.activities.items()}
         own_work = {rank for state in states for rank in state.own_work}
@@ -701,9 +701,12 @@ class CrossHost:
         for key, waiting, missing in find_stragglers(job):
             call = waiting.last_call()
             seconds = waiting.seconds
+            limits = limits_of_groups.get(key, self._state.limits)
             limit_s = max(limits.stall_s, waiting.limit_s)
             if self._state.seconds_since_solo(seconds) >= limit_s:
-                return stall_finding(missing, call, limit_s).at(key, waiting.pending)
+                return stall_finding(missing, call, limit_s, limits.setting).at(
+                    key, waiting.pending
+                )
             # ranks of one host warn of each other themselves
             hosts = {job.host_of[rank] for rank in (*missing, *waiting.ranks)}
             warning = key, waiting.pending, not held_up.keys().isdisjoint(missing)

@@ -192,13 +192,16 @@ def _exit_finding(row: RankStatus, name: str, where: str, batches: int | None) -
     return Finding("left", sentence, (row.rank,), cause, advice)
 
 
-def stall_finding(ranks: Collection[int], where: str, limit_s: float, stacks: str = "") -> Finding:
+def stall_finding(
+    ranks: Collection[int], where: str, limit_s: float, setting: str, stacks: str = ""
+) -> Finding:
     """Return the finding for ranks that have not reached the call `where` within a limit.
 
     Args:
         ranks: these ranks.
         where: the call in which others wait for them.
         limit_s: seconds.
+        setting: the name of what sets this limit.
         stacks: what the cause refers to, where the report has the stacks of these ranks.
     """
     return Finding(
@@ -208,7 +211,7 @@ def stall_finding(ranks: Collection[int], where: str, limit_s: float, stacks: st
         f"{'It is' if len(ranks) == 1 else 'They are'} slow or in an endless loop{stacks}, or "
         "only some ranks call this collective.",
         "Speed up the slow part, or let all ranks do it, and call every collective on every rank "
-        "of its group. --stall-timeout (LOCKSTEP_STALL_TIMEOUT) sets this limit.",
+        f"of its group. {setting} sets this limit.",
     )
 
 

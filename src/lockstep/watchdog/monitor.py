@@ -107,6 +107,7 @@ class GroupMonitor:
         coalesced: by thread, the calls that are to be started as one.
         peers: the other members on this host.
         remote_ranks: the other members, on other hosts.
+        limits: time limits and modes; those of the watchdog unless the group has its own.
         preflight: compares calls across hosts; None if all members are on one host, or calls cannot
             be compared.
         sizes_must_fit: whether a message that is larger than its receive ends the receiver's
@@ -141,6 +142,7 @@ class GroupMonitor:
         self.pending_receives: deque[PendingCall] = deque()
         self.threads_inside: set[int] = set()
         self.coalesced: dict[int, list[PendingCall]] = {}
+        self.limits = state.limits
         self.preflight: PreflightCheck | None = None
         self.awaited_messages: list[Any] = []
         self.abandoned: list[Any] = []

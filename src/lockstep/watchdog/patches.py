@@ -35,6 +35,7 @@ from .last_rank import LastRankWatch
 from .preflight import PreflightCheck
 from .process_groups import replace_group, watch_group
 from .rendezvous import NoSpaceError, rendezvous
+from .rounds import Rounds
 from .session import Session, record_exception, record_exit
 from .shared_state import Limits, WatchdogState
 
@@ -48,6 +49,7 @@ __all__ = [
     "report_exception",
     "report_exit",
     "uninstall",
+    "watch_rounds",
     "watch_wait",
 ]
 
@@ -609,6 +611,15 @@ def exclude_group(group: Any) -> None:
     """See `watchdog.exclude_group`."""
     if _watchdog is not None and _watchdog.session is not None:
         _watchdog.session.exclude_group(group)
+
+
+def watch_rounds(
+    group: Any, purpose: Callable[[], str], warning_s: float, stall_s: float, setting: str
+) -> Rounds | None:
+    """See `watchdog.watch_rounds`."""
+    if _watchdog is None or _watchdog.session is None:
+        return None
+    return _watchdog.session.watch_rounds(group, purpose, warning_s, stall_s, setting)
 
 
 @contextmanager

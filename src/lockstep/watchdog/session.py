@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from .diagnosis import (
 from .monitor import GroupMonitor
 from .rendezvous import Rendezvous
 from .report import Finding
+from .rounds import Rounds, shown_limit
 from .shared_state import Limits, PendingCall, WatchdogState
 from .states import (
     JobStates,
@@ -63,6 +64,7 @@ class Session:
         state: what the parts share.
         monitors: of the groups of this rank that are watched.
         groups: the process groups whose waits end when something goes wrong, with their monitors.
+        rounds: of the groups whose ranks negotiate, with their monitors.
         is_interrupted: whether the membership of an elastic job has ended the waits.
     """
 
@@ -73,6 +75,7 @@ class Session:
         state.raise_root_cause = self.raise_root_cause
         self.monitors: list[GroupMonitor] = []
         self.groups: dict[Any, GroupMonitor] = {}
+        self.rounds: dict[GroupMonitor, Rounds] = {}
         self.cross_host = CrossHost(state, self.monitors)
         self._stacks = StackFile(state.folder, state.recorder)
         self._sockets = sockets
@@ -90,7 +93,7 @@ class Session:
         self.state.keeps_log = log is not None
         self._exit_hooks = ExitHooks(self.state, self.cross_host, close)
         self._thread = MonitorThread(
-            self.state, self.monitors, self.cross_host, self._delivery, log
+            self.state, self.monitors, self.cross_host, self._delivery, self.rounds, log
         )
 
     def close(self) -> None:
@@ -142,12 +145,34 @@ class Session:
     def exclude_group(self, group: Any) -> None:
         """Stop monitoring a group; its waits still end when something goes wrong."""
         monitor = self.groups.get(group)
-        if monitor is not None and group.watchdog_monitor is not None:
+        if monitor is not None and monitor in self.monitors:
             group.watchdog_monitor = None
             self.remove_monitor(monitor)
 
+    def watch_rounds(
+        self,
+        group: Any,
+        purpose: Callable[[], str],
+        warning_s: float,
+        stall_s: float,
+        setting: str,
+    ) -> Rounds | None:
+        """Monitor the rounds of a group in place of its collectives; for the arguments see
+        `Rounds`. None if the group is not monitored.
+        """
+        monitor = self.groups.get(group)
+        if monitor is None or monitor not in self.monitors:
+            return None
+        group.watchdog_monitor = None
+        rounds = Rounds(monitor, purpose, warning_s, stall_s, setting)
+        self.rounds[monitor] = rounds
+        return rounds
+
     def remove_monitor(self, monitor: GroupMonitor) -> None:
         """Stop monitoring what `monitor` monitors."""
+        rounds = self.rounds.pop(monitor, None)
+        if rounds is not None:
+            rounds.close()
         monitor.close()
         with self.state.lock:
             self.monitors.remove(monitor)
@@ -268,6 +293,7 @@ class MonitorThread:
         monitors: of the groups of this rank; the list may change.
         cross_host: publishes and polls the states of hosts.
         delivery: raises the error in the program's thread.
+        rounds: of the groups whose ranks negotiate; they may change.
         log: gets all records, if they are kept.
     """
 
@@ -277,12 +303,14 @@ class MonitorThread:
         monitors: Sequence[GroupMonitor],
         cross_host: CrossHost,
         delivery: ErrorDelivery,
+        rounds: Mapping[GroupMonitor, Rounds],
         log: RecordLog | None = None,
     ) -> None:
         self._state = state
         self._monitors = monitors
         self._cross_host = cross_host
         self._delivery = delivery
+        self._rounds = rounds
         self._log = log
         self._stop = threading.Event()
         self._cycles = CycleSearch()
@@ -350,6 +378,7 @@ class MonitorThread:
     def _check_all(self) -> None:
         state = self._state
         self._try(self._reap_completed)
+        self._try(self._record_long_rounds)
         self._try(self._write_log)
         self._try(state.update_last_solo)
         self._try(self._cross_host.tick, self._clock.tick())
@@ -369,6 +398,10 @@ class MonitorThread:
     def _reap_completed(self) -> None:
         for monitor in list(self._monitors):
             monitor.reap_completed()
+
+    def _record_long_rounds(self) -> None:
+        for rounds in list(self._rounds.values()):
+            rounds.record_long()
 
     def _write_log(self) -> None:
         if self._log is not None:
@@ -432,7 +465,7 @@ class MonitorThread:
         if not missing:
             return self._check_held_up(first, monitor.ranks_within(first.sequence), monitor)
         return monitor.diagnose(first, missing, self._clock) or self._check_stragglers(
-            first, missing, monitor.ranks, monitor.key
+            first, missing, monitor.ranks, monitor
         )
 
     def _check_messages(self) -> Finding | None:
@@ -466,7 +499,7 @@ class MonitorThread:
             )
         if peer is not None and peer.knows_channels and is_matched:
             return None  # data moves
-        return self._check_stragglers(pending, [raw.peer], (state.rank, raw.peer), raw.key)
+        return self._check_stragglers(pending, [raw.peer], (state.rank, raw.peer), monitor)
 
     def _pending_receive(self) -> RawRecord | None:
         """Return the first receive for which a stream waits, if any."""
@@ -478,17 +511,23 @@ class MonitorThread:
     # --- stragglers
 
     def _check_stragglers(
-        self, pending: PendingCall, missing: list[int], ranks: tuple[int, ...], key: int
+        self,
+        pending: PendingCall,
+        missing: list[int],
+        ranks: tuple[int, ...],
+        monitor: GroupMonitor,
     ) -> Finding | None:
         state = self._state
-        limits = self._state.limits
+        limits = monitor.limits
+        key = monitor.key
         waited = self._clock.observed_s((key, pending.number))
         stalled = (
             0.0
             if self._is_any_stopped(missing)
             else self._clock.observed_s(("stalled", key, pending.number))
         )
-        if limits.debugging or waited < limits.warning_s:
+        limit_s = max(limits.stall_s, monitor.limit_s)
+        if limits.debugging or waited < min(limits.warning_s, limit_s):
             return None
         busy = [
             rank
@@ -497,21 +536,20 @@ class MonitorThread:
         ]
         culprits = busy or missing
         where = describe_record(state.own, pending.number)
-        group_limit_s = next(
-            (monitor.limit_s for monitor in self._monitors if monitor.key == key), 0.0
-        )
-        limit_s = max(limits.stall_s, group_limit_s)
         if state.seconds_since_solo(stalled) >= limit_s:
-            return stall_finding(culprits, where, limit_s, ", as the stack shows").at(
+            stacks = ", as the stack shows"
+            return stall_finding(culprits, where, limit_s, limits.setting, stacks).at(
                 key, pending.sequence
             )
+        if waited < limits.warning_s:
+            return None
         last = self._warned.get((key, pending.number), 0.0)
         waiting = set(ranks) - set(missing)
         if all(rank in state.peers and state.peers[rank].activity_is_own for rank in culprits):
             last = max(last, limits.warning_s * OWN_WORK_FACTOR / _REPEAT_FACTOR)
         if state.rank == min(waiting, default=state.rank) and waited > last * _REPEAT_FACTOR:
             self._warned = {(key, pending.number): waited}
-            self._warn(where, culprits, sorted(waiting), waited, limit_s)
+            self._warn(where, culprits, sorted(waiting), waited, shown_limit(limit_s))
         return None
 
     def _check_held_up(

@@ -43,6 +43,7 @@ class Limits:
             not reported.
         heartbeat_s: seconds after which a host that does not respond is lost.
         expects_losses: whether the job is elastic, so that the loss of a rank is no error.
+        setting: the name of what sets `stall_s`, for reports.
     """
 
     strict: bool
@@ -51,6 +52,7 @@ class Limits:
     debugging: bool
     heartbeat_s: float = 30.0
     expects_losses: bool = False
+    setting: str = "--stall-timeout (LOCKSTEP_STALL_TIMEOUT)"
 
     @classmethod
     def read(cls) -> Limits:

@@ -72,9 +72,10 @@ class Host:
 
     def wait_since(self, entered: float) -> None:
         first = SimpleNamespace(entered=entered)
-        self.monitors[:] = [
-            SimpleNamespace(remote_ranks=(0,), key=9, ranks=(0, 1, 2), first_pending=lambda: first)
-        ]
+        monitor = SimpleNamespace(remote_ranks=(0,), key=9, ranks=(0, 1, 2))
+        monitor.first_pending = lambda: first
+        monitor.limits = self.state.limits
+        self.monitors[:] = [monitor]
 
     def rows(self, *rows: tuple[int, str]) -> None:
         told = [[rank, state, "ValueError: no", "", 1] for rank, state in rows]

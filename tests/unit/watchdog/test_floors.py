@@ -13,7 +13,7 @@ FLOORS = (
     ("call_sites", "report"),
     ("report_text", "signatures", "swaps", "states", "rendezvous", "last_rank", "call_order"),
     ("mismatch", "deadlock", "diagnosis", "shared_state"),
-    ("preflight", "monitor", "cross_host", "delivery"),
+    ("preflight", "monitor", "cross_host", "delivery", "rounds"),
     ("session", "process_groups"),
     ("patches",),
 )

@@ -26,6 +26,7 @@ def bare_thread(**state: Any) -> Any:
     written: list[str] = []
     found._state = cast("Any", SimpleNamespace(rank=0, write_message=written.append, **state))
     found._monitors = []
+    found._rounds = {}
     found._stop, found._clock = threading.Event(), ObservationClock()
     return found, written
 
@@ -139,7 +140,8 @@ def straggler(
     made._state.own = None
     patch.setattr(session, "describe_record", lambda *_: "all_gather(x) at a.py:3 in f")
     made._clock = SimpleNamespace(observed_s=lambda _: waited)
-    assert made._check_stragglers(PendingCall(1, 1, 0.0), [0], (0, 1), 7) is None
+    monitor = SimpleNamespace(key=7, limits=limits, limit_s=0.0)
+    assert made._check_stragglers(PendingCall(1, 1, 0.0), [0], (0, 1), monitor) is None
     return "".join(said)
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import re
-import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +13,10 @@ import torch
 import torch.distributed as dist
 
 import lockstep.compat.horovod.torch as hvd
-from lockstep.compat.horovod.engine import stall_inspector
 
 
 def store() -> Any:
     return dist.distributed_c10d._get_default_store()
-
-
-@pytest.fixture(autouse=True)
-def with_a_patient_store(pool: Any) -> Iterator[None]:
-    """The store answers in time, however busy the host is."""
-
-    def set_(seconds: float) -> float:
-        before, stall_inspector._STORE_TIMEOUT_S = stall_inspector._STORE_TIMEOUT_S, seconds
-        return before
-
-    (before, *_) = pool.run(set_, 50.0, workers=3, init=False)
-    yield
-    pool.run(set_, before, workers=3, init=False)
 
 
 def test_a_repeated_operation_takes_one_collective(pool: Any) -> None:
@@ -120,50 +103,6 @@ def test_ranks_that_submit_something_else_than_predicted(pool: Any) -> None:
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_rank_that_is_stopped_is_named(pool: Any, backend: str) -> None:
-    def body() -> str:
-        hvd.init()
-        hvd.barrier()
-        if hvd.rank() == 1:
-            store().set("pid", str(os.getpid()))
-            store().wait(["over"])
-            with pytest.raises(hvd.HorovodInternalError) as caught:
-                hvd.allreduce(torch.ones(1), name="x")
-        else:
-            stopped = int(store().get("pid"))
-            os.kill(stopped, signal.SIGSTOP)
-            try:
-                with pytest.raises(hvd.HorovodInternalError) as caught:
-                    hvd.allreduce(torch.ones(1), name="x")
-            finally:
-                os.kill(stopped, signal.SIGCONT)
-            store().set("over", "")
-        hvd.shutdown()
-        return str(caught.value)
-
-    for text in pool.run(body, backend=backend):
-        assert "rank 1 (process " in text
-        assert "is stopped" in text
-
-
-def test_a_rank_that_does_not_come_is_an_error_on_all(pool: Any) -> None:
-    def body() -> str:
-        hvd.init()
-        if hvd.rank() == 1:
-            store().wait(["over0", "over2"])
-        with pytest.raises(hvd.HorovodInternalError) as caught:
-            hvd.allreduce(torch.ones(1), name="x")
-        store().set(f"over{hvd.rank()}", "")
-        hvd.shutdown()
-        return str(caught.value)
-
-    limit = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.5"}
-    for text in pool.run(body, workers=3, backend="shm", env=limit):
-        # others may have been late too, on a busy host
-        assert re.search(r"ranks? (0 and )?1\b.* not submitted allreduce 'x'", text)
-
-
 def test_the_failure_of_one_rank_is_reported_to_the_others(pool: Any) -> None:
     def body() -> str:
         hvd.init()
@@ -180,7 +119,7 @@ def test_the_failure_of_one_rank_is_reported_to_the_others(pool: Any) -> None:
         return str(caught.value)
 
     first, second = pool.run(body, backend="shm")
-    assert "rank 1: MemoryError: none left" in first
+    assert "rank 1 gave up" in first
     assert "MemoryError: none left" in second
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Any
 
@@ -175,39 +174,3 @@ def test_process_sets(pool: Any) -> None:
             assert found["rank"] == rank // 2
             assert (found["sum"], found["root"], found["gather"]) == (2.0, 2.0, [0.0, 2.0])
             assert (found["object"], found["objects"]) == (2, [0, 2])
-
-
-def test_a_stall_is_reported_where_ranks_wait(pool: Any) -> None:
-    class Kept(logging.Handler):
-        def __init__(self) -> None:
-            super().__init__()
-            self.texts: list[str] = []
-            self.there = threading.Event()
-
-        def emit(self, record: logging.LogRecord) -> None:
-            self.texts.append(record.getMessage())
-            self.there.set()
-
-    def body() -> list[str]:
-        hvd.init()
-        kept = Kept()
-        logging.getLogger("lockstep.horovod").addHandler(kept)
-        if hvd.rank() == 0:
-            handle = hvd.allreduce_async(torch.ones(1), name="x")
-            hvd.allreduce_async(torch.ones(1), name="y")
-            waiting = threading.Thread(target=hvd.synchronize, args=(handle,))
-            waiting.start()
-            assert kept.there.wait(50)
-            dist.distributed_c10d._get_default_store().set("said", "")
-            waiting.join()
-        else:
-            dist.distributed_c10d._get_default_store().wait(["said"])
-            hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="y"))
-            hvd.allreduce(torch.ones(1), name="x")
-        hvd.barrier()
-        logging.getLogger("lockstep.horovod").removeHandler(kept)
-        hvd.shutdown()
-        return kept.texts
-
-    first, _ = pool.run(body, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.01"})
-    assert first[0].startswith("rank 1 has not submitted allreduce 'x'")

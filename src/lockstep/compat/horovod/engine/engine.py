@@ -14,15 +14,17 @@ from typing import Any
 import torch
 
 from lockstep import Communicator, devices, watchdog
-from lockstep.errors import ConfigError
+from lockstep.environment import variables
+from lockstep.errors import ConfigError, TransportError
 from lockstep.watchdog.delivery import is_transport_error
+from lockstep.watchdog.rounds import Rounds
 
 from . import operation_log
 from .execution import abort_waits, destroy_group, execute, matching_requests
 from .negotiation import NegotiationMessages, RawCollectives, negotiation_device
 from .request import JOIN_KEY, MessageTable, Request, Response, internal_error
 from .response_cache import ResponseCache
-from .stall_inspector import StallInspector
+from .stall_inspector import StallInspector, StallLimits, operations_in_words
 
 __all__ = ["Engine"]
 
@@ -82,7 +84,6 @@ class Engine:
         self._completed = (
             0  # operations, including those that this rank, having joined, did not submit
         )
-        watchdog.exclude_group(comm.group)
         self._message_table = MessageTable(comm.size)
         self._collectives = RawCollectives(comm)
         device = negotiation_device(comm)
@@ -107,15 +108,23 @@ class Engine:
         self._background = threading.Thread(
             target=self._run_background, name="lockstep horovod", daemon=True
         )
+        # without the watchdog nobody inspects anything
+        self._rounds: Rounds | None = None
         self._inspector: StallInspector | None = None
         if comm.size > 1:
-            self._inspector = StallInspector(
-                comm,
-                lambda: list(self._requests.values()),
-                self._message_table.missing_ranks,
-                self._abort,
+            limits = StallLimits.from_variables(variables())
+            self._rounds = watchdog.watch_rounds(
+                comm.group, self._purpose, limits.warn_s, limits.shutdown_s, limits.setting
             )
+            if self._rounds is not None:
+                self._inspector = StallInspector(
+                    comm.rank, limits, self._rounds, self._message_table
+                )
             self._background.start()
+
+    def _purpose(self) -> str:
+        """Return for what this rank runs cycles, for the watchdog's reports."""
+        return operations_in_words(list(self._requests.values())) or "a cycle of Horovod"
 
     def name_for(self, kind: str) -> str:
         """Return a name for an unnamed request: the same for the n-th one of its kind on every
@@ -165,6 +174,8 @@ class Engine:
     def _result(self, request: Request) -> Any:
         _wait_for_event(request.result_ready)
         if request.error is not None:
+            if self._rounds is not None:
+                self._rounds.note_raised()
             raise request.error
         return request.result
 
@@ -182,20 +193,10 @@ class Engine:
         """Leave the set of ranks: pending requests of this rank fail with `reason`, those of the
         other ranks too.
         """
-        inspector = self._inspector
-        self._inspector = None
-        # another thread is in a collective, which is about to be aborted
-        if inspector is not None and self._in_cycle:
-            inspector.publish_reason(f"rank {self.comm.rank}: {reason}")
-        self._abort(reason)
-        if inspector is not None:
-            inspector.close()
+        with self._lock:
+            self._fail(reason)
         if self._background.is_alive() and self._background is not threading.current_thread():
             self._background.join(timeout=5.0)
-
-    def _abort(self, cause: BaseException | str) -> None:
-        with self._lock:
-            self._fail(cause)
 
     # The callers of the following methods hold `_lock`.
 
@@ -223,6 +224,8 @@ class Engine:
                     self._run_cycle(own_waiters=1)
                 else:
                     self._changed.wait(_IDLE_S)
+        except TransportError as report:  # the watchdog's, which a signal raises in the main thread
+            self._fail(report)
         finally:
             self._waiters -= 1
             if self._urgent and self._requests:
@@ -268,15 +271,19 @@ class Engine:
         try:
             self._in_cycle = True
             self._pending_bytes = 0
+            rounds = self._rounds
+            if rounds is not None:
+                rounds.begin()
             self._lock.release()
             try:
                 if (log := operation_log.active) is not None:
                     log.cycle_started()
                 responses = self._negotiate_and_execute(new)
             except BaseException as error:
-                inspector = self._inspector
-                failure = error if inspector is None else inspector.find_cause(error)
+                failure = error if rounds is None else rounds.root_cause(error)
             finally:
+                if rounds is not None:
+                    rounds.end()
                 self._lock.acquire()
         finally:
             self._in_cycle = False
@@ -326,6 +333,8 @@ class Engine:
         """Announce the requests `new`, execute what all ranks have submitted, and return the
         responses to it.
         """
+        if self._inspector is not None:
+            self._inspector.check(list(self._requests.values()))
         if self._response_cache.has_prediction and (confirmed := self._confirm_prediction(new)):
             return confirmed
         own = [request.message for request in new]

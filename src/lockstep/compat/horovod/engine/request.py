@@ -123,6 +123,10 @@ class MessageTable:
             key, signatures, tuple(rank for rank in sorted(self._joined) if rank not in signatures)
         )
 
+    def waiting_ranks(self, key: bytes) -> list[int]:
+        """Return the ranks that have submitted the request `key` and wait for it."""
+        return sorted(self._submitted.get(key, ()))
+
     def missing_ranks(self, key: bytes) -> list[int]:
         """Return the ranks that have neither joined nor, as far as this rank knows, submitted the
         request `key`.
