@@ -55,8 +55,9 @@ SAMPLE_S = 0.08
 EVERY_S = 10.0  # between two samples of what is held
 BETWEEN_EVENTS_S = (15.0, 60.0)
 WARM_UP_S = 600.0  # before the first counts: allocators and caches have their size by then
-HANG_S = 120.0  # without a step
+HANG_S = 600.0  # without a step; the machine may be busy with other things
 LOAD_S = 3.0
+WINDOW_S = 60.0  # in which nothing happens to the job; longer than an epoch with its evaluation
 IS_ISOLATED = "LONG_RUN_IS_ISOLATED"  # a variable of the environment
 
 COUNTS = {
@@ -84,6 +85,9 @@ GROWTH = ("resident", "private", "allocated", "objects", "run_mb")
 """Of which the growth over all samples is shown; other counts depend on the number of workers."""
 
 MUST_NOT_GROW = ("descriptors", "sockets", "threads", "processes", "shm", "temporary", "run_files")
+"""Of which the least of a window is compared: at the instant of a sample a worker may load its last
+samples, write a file or answer a question.
+"""
 
 
 # --- what is held
@@ -314,9 +318,12 @@ class LongRun:
         """What is held when as many workers train as at the start, and nothing happens to them."""
         self.resize(WORKERS)
         self.go_on(HANG_S, lambda: self.has(WORKERS))
-        self.go_on(30.0)
+        self.go_on(WINDOW_S)
         self.go_on(HANG_S, lambda: self.has(WORKERS))
-        return self.take_sample()
+        last = self.take_sample()
+        return least(
+            [sample for sample in self.samples if last["seconds"] - sample["seconds"] < WINDOW_S]
+        )
 
     # --- from the start to the end
 
@@ -380,6 +387,31 @@ def train_undisturbed(epochs: int) -> dict[str, Any]:
 
 # --- what is shown
 # --------------------------------------------------------------------------------------------------
+
+
+def least(window: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last sample of a window, with the least that was seen of what must not grow."""
+    last = window[-1]
+    complete = [sample for sample in window if sample["workers"] == last["workers"]]
+    held = []
+    for row in last["held"]:
+        same = [
+            earlier
+            for sample in complete
+            for earlier in sample["held"]
+            if earlier["pid"] == row["pid"]
+        ]
+        held.append(row | least_of(same))
+    return last | least_of(complete) | {"held": held}
+
+
+def least_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The least of each count that must not grow."""
+    return {
+        count: min(row[count] for row in rows if count in row)
+        for count in MUST_NOT_GROW
+        if count in rows[-1]
+    }
 
 
 def slope(samples: Sequence[dict[str, Any]], role: str, count: str, after: float) -> float | None:
