@@ -24,6 +24,7 @@ __all__ = [
     "keyword_names",
     "number",
     "output_file",
+    "parse_host",
     "parse_number",
     "parse_whole",
     "path",
@@ -166,6 +167,27 @@ def parse_number(
         raise ConfigError(
             argument, expected or _in_words(kind, least, above, most, below), text, hint
         ) from None
+
+
+def parse_host(argument: str, text: object, expected: str = "a host's name or address") -> str:
+    """Return the name or address of a host, which may be unknown here.
+
+    Args:
+        argument: the argument's name.
+        text: its value.
+        expected: what it stands for, in words.
+
+    Raises:
+        ConfigError: it can be none: it is empty, or a part between two dots is empty or too long.
+    """
+    host = str(text).strip()
+    try:
+        host.encode("idna")  # as Python does to look it up, with an error of another type
+    except UnicodeError:
+        raise ConfigError(argument, expected, text) from None
+    if not host or "\0" in host:
+        raise ConfigError(argument, expected, text)
+    return host
 
 
 def _in_words(

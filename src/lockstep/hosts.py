@@ -110,7 +110,8 @@ def _parse_entry(text: str, where: str) -> Host:
         hint = f"Write [{text}] for an IPv6 address." if _is_ipv6(text) else ""
         raise ConfigError(where, _FORM, text, hint)
     slots = 1 if match["slots"] is None else _parse_slots(match["slots"], where)
-    return Host(match["v6"] or match["name"], slots, match["user"] or "")
+    name = match["v6"] or arguments.parse_host(where, match["name"], _FORM)
+    return Host(name, slots, match["user"] or "")
 
 
 def _parse_slots(text: str, where: str) -> int:

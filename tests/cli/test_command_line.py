@@ -18,6 +18,7 @@ from lockstep import environment, launcher
 from lockstep.cli import main, train
 from lockstep.cli.main import _parser
 from lockstep.errors import ConfigError, WorkerError
+from lockstep.launcher.worker_options import MetricsOptions, WorkerOptions
 from lockstep.training import training_run
 from lockstep.training.options import TrainOptions
 
@@ -94,13 +95,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         runs.append(options)
         return {}
 
-    def launch(fn: Any, options: TrainOptions, workers: int) -> dict[str, Any]:
-        runs.append((workers, options))
+    def run_on_workers(of_workers: WorkerOptions, fn: Any, options: TrainOptions) -> dict[str, Any]:
+        runs.append((of_workers.workers, options))
         return {}
 
     runs: list[Any] = []
     monkeypatch.setattr(training_run, "run", here)
-    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(launcher, "run_on_workers", run_on_workers)
     return runs
 
 
@@ -143,6 +144,35 @@ def test_virtual_workers_and_what_goes_with_them(
         options.cross_check,
         options.on_spike,
     )
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_metrics_come_from_a_launcher_also_with_one_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int
+) -> None:
+    pytest.importorskip("prometheus_client")
+    launched: list[WorkerOptions] = []
+
+    def run_on_workers(of_workers: WorkerOptions, *_: Any) -> dict[str, Any]:
+        launched.append(of_workers)
+        return {}
+
+    monkeypatch.setattr(launcher, "run_on_workers", run_on_workers)
+    words = f"--metrics-port 0 --metrics-host ::1 --metrics-file job.prom --workers {workers}"
+    assert main(["train", "--quiet", *words.split()]) == 0
+    (of_workers,) = launched
+    assert of_workers.workers == workers
+    assert of_workers.watch.metrics == MetricsOptions(0, "::1", str(tmp_path / "job.prom"))
+
+
+def test_metrics_are_options_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(["train", "--quiet", "--metrics-port", "9400"]) == 2
+    assert "--metrics-port: expected none in a worker, got '9400'" in capsys.readouterr().err
+    assert not started
 
 
 def test_devices_of_replicas(started: list[Any]) -> None:
@@ -417,7 +447,7 @@ def test_errors_of_workers(
     def launch(*_: Any, **__: Any) -> None:
         raise WorkerError(1, kind, reason, "its traceback", 2)
 
-    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(launcher, "run_on_workers", launch)
     assert main(["train", "--workers", "2"]) == 2
     assert capsys.readouterr().err == f"lockstep train: error: {said}"
 

@@ -28,6 +28,7 @@ from lockstep.launcher.remote_command import (
     remote_environment,
     requested_variables,
 )
+from lockstep.launcher.worker_options import WorkerOptions
 from lockstep.training import training_run
 from support import golden_texts
 from support.documented_code import subcommands
@@ -102,6 +103,7 @@ train.py --lr 0.1 -- -np 3
 --hosts a,a train.py
 -H a --hostfile hosts train.py
 --hostfile nowhere train.py
+-H a..b:2 train.py
 -H a --nnodes 2 train.py
 -H a --nodes auto train.py
 -H a:2,b:1 -np 4 train.py
@@ -109,6 +111,7 @@ train.py --lr 0.1 -- -np 3
 -H a -p 70000 train.py
 --nnodes 0 train.py
 --nnodes few train.py
+--nnodes 2 --master-addr a..b train.py
 --nnodes 2 train.py
 --nnodes 2 --node-rank 2 --master-addr a train.py
 --node-rank 1 train.py
@@ -235,9 +238,13 @@ TRAIN = """
 --workers 1 --virtual-workers 4 --on-spike skip --cross-check 10
 --workers 1 --model gpt --data text:book.txt --context 64 --layers 2 --heads 2 --width 32 --dropout 0.1
 --workers 1 --data-dir folder --tokenizer t.json --data text:book.txt
+--workers 1 --metrics-port 9400 --metrics-host 0.0.0.0 --metrics-file job.prom
 --config a.yaml
 --config a.yaml --lr 0.5 --workers 1
 
+--metrics-port x
+--metrics-host a..b --metrics-port 9400
+--metrics-file job.txt
 --workers 0
 --workers two
 --model lenett
@@ -322,9 +329,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     found: list[Any] = []
     monkeypatch.setattr(start, "start", lambda config, listed: found.append(config))
     monkeypatch.setattr(training_run, "run", lambda options: found.append(options) or {})
-    monkeypatch.setattr(
-        launcher, "launch", lambda run, options, workers: found.append(options) or {}
-    )
+
+    def run_on_workers(of_workers: WorkerOptions, _: object, options: Any) -> dict[str, Any]:
+        metrics = of_workers.watch.metrics
+        found.extend([options] if metrics is None else [options, metrics])
+        return {}
+
+    monkeypatch.setattr(launcher, "run_on_workers", run_on_workers)
     monkeypatch.setattr("lockstep.cli.train._print_summary", lambda run_dir, result: None)
     yield found
 

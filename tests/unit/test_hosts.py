@@ -43,6 +43,7 @@ def test_the_arguments_of_ssh() -> None:
         ("-oProxyCommand=x", "got '-oProxyCommand=x'"),
         ("-l@a", "got '-l@a'"),
         ("@a", "got '@a'"),
+        ("a..b:2", "got 'a..b'"),
         ("fe80::1", "Write [fe80::1] for an IPv6 address."),
         ("[a]", "got '[a]'"),
         ("a:2,b,a:2", "each host once, got 'a'"),

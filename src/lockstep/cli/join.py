@@ -66,13 +66,14 @@ def run_command(parsed: argparse.Namespace) -> int:
         print(request(elastic_job(parsed.show or None).control, "address"))
         return 0
     host, _, port = (parsed.address or "").rpartition(":")
+    expected = "the address that `lockstep join --show` prints on a machine of the job"
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        expected = "the address that `lockstep join --show` prints on a machine of the job"
         raise ConfigError("HOST:PORT", expected, parsed.address or "nothing")
+    host = arguments.parse_host("HOST:PORT", host.strip("[]"), expected)
     workers = parsed.workers
     if workers is not None:
         workers = arguments.parse_whole("-np", workers, least=1, most=120)
     from ..launcher import elastic_node
 
-    elastic_node.join_running_job(host.strip("[]"), int(port), workers)
+    elastic_node.join_running_job(host, int(port), workers)
     return 0

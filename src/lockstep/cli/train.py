@@ -9,6 +9,8 @@ from typing import Any
 from .. import environment, other_names
 from ..activity import Activity
 from ..errors import ConfigError, LockstepError
+from ..launcher.options import METRICS, JobOptions
+from ..launcher.worker_options import MetricsOptions, WatchdogOptions, WorkerOptions
 from ..option_table import options_of
 from ..registry import import_path_here
 from ..training.options import FILES, TrainOptions
@@ -62,6 +64,9 @@ exit codes:
 """
 
 
+_METRICS_OPTIONS = [entry for entry in options_of(JobOptions) if entry.group == METRICS]
+
+
 def add_to(commands: Any, name: str) -> None:
     """Add this command to the subparsers `commands`."""
     parser = commands.add_parser(
@@ -75,6 +80,7 @@ def add_to(commands: Any, name: str) -> None:
         allow_abbrev=False,
     )
     parser.add_options(options_of(TrainOptions))
+    parser.add_options(_METRICS_OPTIONS)
     text = "YAML, TOML or JSON file with options, e.g. a line `epochs: 20`; flags take precedence"
     parser.group(FILES).add_argument("--config", metavar="FILE", help=text)
     parser.group(FILES).add_argument(
@@ -87,14 +93,32 @@ def run_command(parsed: argparse.Namespace) -> int:
     """Run the command with the `parsed` arguments, and return the exit code."""
     import_path_here()
     options = resolve(parsed)
+    metrics = _metrics(parsed)
     workers = choose_workers(options)
-    if workers == 1 or environment.is_launched():
+    # the metrics of a single worker come from a launcher as well
+    if environment.is_launched() or (workers == 1 and metrics is None):
         result = _run_in_process(options)
     else:
-        result = _run_launched(options, workers)
+        result = _run_launched(options, workers, metrics)
     if environment.find_world().is_first and not options.quiet:
         _print_summary(Path(str(options.run_dir)), result)
     return 0
+
+
+def _metrics(parsed: argparse.Namespace) -> MetricsOptions | None:
+    """Return where the metrics of the run go; None if nowhere.
+
+    Raises:
+        ConfigError: a launcher has started this process.
+        MissingPackageError: what serves or writes them is not installed.
+    """
+    names = [entry.name for entry in _METRICS_OPTIONS if hasattr(parsed, entry.name)]
+    if names and environment.is_launched():
+        hint = "Give it to the launcher: `lockstep run --metrics-port 9400 -m lockstep train`."
+        raise ConfigError(names[0], "none in a worker", getattr(parsed, names[0]), hint)
+    return JobOptions.parse(
+        {"program": (), **{name: getattr(parsed, name) for name in names}}
+    ).metrics()
 
 
 def choose_workers(options: TrainOptions) -> int:
@@ -139,12 +163,18 @@ def _run_in_process(options: TrainOptions) -> dict[str, Any]:
     return run(options)
 
 
-def _run_launched(options: TrainOptions, workers: int) -> dict[str, Any]:
+def _run_launched(
+    options: TrainOptions, workers: int, metrics: MetricsOptions | None
+) -> dict[str, Any]:
     with Activity("lockstep train: loading PyTorch", shown=not options.quiet):
-        from ..launcher import launch
+        from ..launcher import run_on_workers
 
+    threads = max(1, environment.usable_cores() // workers)
+    watch = WatchdogOptions(metrics=metrics)
     try:
-        result: dict[str, Any] = launch(_run_in_process, options, workers=workers)
+        result: dict[str, Any] = run_on_workers(
+            WorkerOptions(workers, threads, watch=watch), _run_in_process, options
+        )
     except LockstepError as error:
         run_dir = Path(str(options.run_dir))
         if error.report_json and run_dir.is_dir():

@@ -25,7 +25,7 @@ from .host_requirements import check_loopback
 from .options import check_network
 from .worker_options import SAVE_GRACE, WorkerOptions
 
-__all__ = ["attach_report", "check_process", "check_settings", "launch"]
+__all__ = ["attach_report", "check_process", "check_settings", "launch", "run_on_workers"]
 
 T = TypeVar("T")
 
@@ -106,19 +106,27 @@ def launch(
         expected = 'a text such as "4 hosts, 25Gbit, 50us", or a VirtualNetwork'
         arguments.instance("network", emulated, VirtualNetwork, expected)
     check_network(emulated, workers)
-    check_process()
-    from . import fork_server
-
-    fork_server.check_memory(workers)
-    fork_server.start_fork_server()  # first, so that it loads PyTorch while this process continues
-    with interruption.deferred_signals():
-        from . import links, local, log_multiplexer, worker_status
-
     cores = environment.usable_cores()
     emulated = None if emulated is None else emulated.resolved(workers, cores)
     options = WorkerOptions(
         workers, threads or max(1, cores // workers), grace, exit_grace=grace, network=emulated
     )
+    return run_on_workers(options, fn, *args, **kwargs)
+
+
+def run_on_workers(
+    options: WorkerOptions, fn: Callable[..., T], *args: object, **kwargs: object
+) -> T:
+    """Do what `launch` does, with any options that workers have; only their number is checked."""
+    arguments.whole("workers", options.workers, least=1, most=MAX_WORKERS)
+    check_process()
+    from . import fork_server
+
+    fork_server.check_memory(options.workers)
+    fork_server.start_fork_server()  # first, so that it loads PyTorch while this process continues
+    with interruption.deferred_signals():
+        from . import links, local, log_multiplexer, worker_status
+
     with temporary_job_folder() as folder, ExitStack() as stack:
         call = folder / "call"
         value = folder / "value"
@@ -126,7 +134,7 @@ def launch(
         if in_notebook():
             shown = log_multiplexer.NotebookOutput()
             stack.enter_context(environment.with_variables({"LOCKSTEP_DISPLAY": "notebook"}))
-            pipes = log_multiplexer.pipe_output(folder, range(workers), shown.write)
+            pipes = log_multiplexer.pipe_output(folder, range(options.workers), shown.write)
             output: log_multiplexer.OutputTarget = stack.enter_context(pipes)
         else:
             output = stack.enter_context(log_multiplexer.inherit_output())

@@ -44,7 +44,7 @@ from .pulse import ELASTIC_LIMIT_S, Patience, Pulse
 from .script import Script
 from .supervisor import WatchdogFiles, WorkerSupervisor, program_name
 from .terminal import lend_terminal
-from .worker_options import EXIT_GRACE, MetricsOptions, WatchdogOptions, WorkerOptions
+from .worker_options import EXIT_GRACE, WatchdogOptions, WorkerOptions
 from .worker_status import WorkerResults, first_failure, raise_failure
 from .workers import Workers
 
@@ -626,12 +626,8 @@ def _watchdog_options(config: JobOptions) -> WatchdogOptions:
     mode = "off" if config.no_watchdog else "strict" if config.strict else None
     timeline = None if config.timeline is None else str(Path(config.timeline).absolute())
     folder = "" if config.output_dir is None else str(Path(config.output_dir).absolute())
-    metrics = None
-    is_first = config.node_rank == 0  # which serves the metrics of the whole job
-    if is_first and (config.metrics_port is not None or config.metrics_file is not None):
-        file = "" if config.metrics_file is None else str(Path(config.metrics_file).absolute())
-        metrics = MetricsOptions(config.metrics_port, config.metrics_host, file)
-        metrics.check()
+    # the first host serves the metrics of the whole job
+    metrics = config.metrics() if config.node_rank == 0 else None
     return WatchdogOptions(mode, config.stall_timeout, timeline, folder, metrics)
 
 

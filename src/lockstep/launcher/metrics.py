@@ -79,6 +79,13 @@ class MetricsExport:
             self._log(f"lockstep: {self._messages.popleft()}")
 
     def _run(self) -> None:
+        try:
+            self._serve_and_write()
+        except Exception as error:  # no job ends because it cannot be measured
+            self._say_once(f"no metrics any more: {type(error).__name__}: {error}")
+
+    def _serve_and_write(self) -> None:
+        """Open the port and write the file, again and again, until this is closed."""
         options = self._options
         next_try = 0.0
         while not self._is_closing.is_set():
@@ -102,9 +109,10 @@ class MetricsExport:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._server = _Server(family, address[:2])
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+            reason = getattr(error, "strerror", None) or error
             self._say_once(
-                f"no metrics at {host}:{port}: {error.strerror or error}; the job goes on, and "
+                f"no metrics at {host}:{port}: {reason}; the job goes on, and "
                 f"tries again every {_RETRY_S:g} s"
             )
             return

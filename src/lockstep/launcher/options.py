@@ -20,7 +20,7 @@ from ..errors import ConfigError, counted
 from ..hosts import Host, parse_hosts, read_hostfile
 from ..network import VirtualNetwork, parse_network
 from ..option_table import Typed, choice, integer, names, number, option, options_of, values_of
-from .worker_options import METRICS_HOST, SAVE_GRACE
+from .worker_options import METRICS_HOST, SAVE_GRACE, MetricsOptions
 
 __all__ = ["AUTO", "JobOptions", "check_debug_rank", "check_network"]
 
@@ -316,6 +316,7 @@ class JobOptions:
         "--master-addr",
         group=HOSTS,
         metavar="ADDR",
+        parse=arguments.parse_host,
         help="name or address of the first host, as the others reach it",
     )
     master_port: int = option(
@@ -449,6 +450,7 @@ class JobOptions:
         "--metrics-host",
         group=METRICS,
         metavar="ADDR",
+        parse=arguments.parse_host,
         to_hosts=True,
         help="with --metrics-port: the address at which they are served; 0.0.0.0 for all of this "
         "host, to anybody who reaches it",
@@ -560,6 +562,19 @@ class JobOptions:
             if words:
                 given[each.variable] = words[1] if each.metavar else "1"
         return given
+
+    def metrics(self) -> MetricsOptions | None:
+        """Return where the metrics of the job go; None if nowhere.
+
+        Raises:
+            MissingPackageError: what serves or writes them is not installed.
+        """
+        if self.metrics_port is None and self.metrics_file is None:
+            return None
+        file = "" if self.metrics_file is None else str(Path(self.metrics_file).absolute())
+        metrics = MetricsOptions(self.metrics_port, self.metrics_host, file)
+        metrics.check()
+        return metrics
 
     # --- What does not go together
 

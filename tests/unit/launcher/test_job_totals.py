@@ -307,6 +307,29 @@ def test_options_that_make_no_metrics_are_refused() -> None:
         assert name in str(caught.value).replace("-", "_")
 
 
+def test_a_name_that_no_host_can_have_is_said(said: list[str]) -> None:
+    pytest.importorskip("prometheus_client")
+    with pytest.raises(ConfigError, match=r"metrics_host.*expected a host's name or address"):
+        JobOptions.parse({"metrics_host": "a..b", "program": ("train.py",)})
+    export = MetricsExport(MetricsOptions(port=9400, host="a..b"), said.append)
+    export.publish(TOTALS)
+    export.close()
+    assert len(said) == 1 and said[0].startswith("lockstep: no metrics at a..b:9400: ")
+
+
+def test_whatever_ends_the_thread_is_said(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    pytest.importorskip("prometheus_client")
+
+    def fail(self: MetricsExport, host: str, port: int) -> None:
+        raise RuntimeError("of any kind")
+
+    monkeypatch.setattr(MetricsExport, "_open", fail)
+    export = MetricsExport(MetricsOptions(port=0), said.append)
+    export.publish(TOTALS)
+    export.close()
+    assert said == ["lockstep: no metrics any more: RuntimeError: of any kind"]
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.arguments.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--metrics-port.*lockstep-train\[metrics\]"):
