@@ -70,6 +70,17 @@ def write_stream(folder: Path, images: torch.Tensor, labels: torch.Tensor) -> No
         (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def data_folder(run_dir: Path) -> Path:
+    """Where the files of a run's stream are."""
+    return run_dir.parent / f"{run_dir.name}-data"
+
+
+def digits_stream(run_dir: Path) -> Any:
+    """The stream of a run."""
+    files = str(data_folder(run_dir) / "*.jsonl")
+    return lockstep.data.Stream(files, map=as_sample, shuffle_window=256)
+
+
 def make_network(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A network, and its optimizer."""
     if name == "mlp":
@@ -123,10 +134,10 @@ def main() -> None:
     all_images[bad] = damaged(images[bad], damage)
     data: torch.utils.data.Dataset[Sample] = Digits(all_images, labels)
     if source == "stream":
-        folder = Path(run_dir).parent / f"{Path(run_dir).name}-data"
+        folder = data_folder(Path(run_dir))
         if not folder.exists():
             write_stream(folder, all_images, labels)
-        data = lockstep.data.Stream(str(folder / "*.jsonl"), map=as_sample, shuffle_window=256)
+        data = digits_stream(Path(run_dir))
     order = lockstep.Loader(data, GLOBAL_BATCH, seed=seed).order(0)
     place = int((order == bad).nonzero())
     step = place // GLOBAL_BATCH

@@ -44,7 +44,8 @@ class SpikeRule:
             by `early_jump` in place of `jump`.
         watched_others: so many of the other columns.
         early_jump: see above. Of eight small networks with up to four times their learning rate, no
-            healthy run had more than 6.8 times the largest norm before in its first 33 steps.
+            healthy run had more than 6.8 times the largest norm before in its first 33 steps, or
+            more than 1.5 times that of step 0 in step 1.
         least: number of values that must come before a spike.
         apart: of several spikes with fewer steps between them the first counts: the others may be
             its consequences.
@@ -59,7 +60,7 @@ class SpikeRule:
     watched: int = 32
     watched_others: int = 8
     early_jump: float = 10.0
-    least: int = 2
+    least: int = 1
     apart: int = 16
 
 
