@@ -233,7 +233,8 @@ class CrossCheck(Guard):
 
     def _passed_on(self, distance: int) -> _Pass | None:
         """Send this worker's pass to the one at a distance in the ring; returns what comes in."""
-        comm, own = self._comm, self._own
+        comm = self._comm
+        own = self._own
         sent = None
         if own is not None:
             sent = replace(own, data=map_tensors(lambda tensor: tensor.cpu(), own.data))
@@ -247,7 +248,8 @@ class CrossCheck(Guard):
 
     def _check_passes(self, pending: PendingStep) -> Decision:
         """Repeat the pass of another worker, and judge where the gradients differ."""
-        comm, distance = self._comm, self._distance(pending.step)
+        comm = self._comm
+        distance = self._distance(pending.step)
         own = self._listed(self._digests)
         first = comm.allgather_object((own, self._repeated(self._other, pending)))
         self.checked_passes += 1
@@ -299,7 +301,8 @@ class CrossCheck(Guard):
         """
         self._digests = {}
         if self._own is not None:
-            reducer, shard = self._strategy.reducer, self._own.shard
+            reducer = self._strategy.reducer
+            shard = self._own.shard
             self._hooks = self._noting(self._digests, lambda: reducer.shard == shard)
 
     def _stop_watching(self) -> None:

@@ -116,7 +116,9 @@ class _Search:
     """
 
     def __init__(self, comm: Communicator, shards: Sequence[ShardAlone], size: int) -> None:
-        self._comm, self._shards, self._size = comm, shards, size
+        self._comm = comm
+        self._shards = shards
+        self._size = size
         self._forward = 0
         self._backward = 0
 
@@ -133,7 +135,8 @@ class _Search:
         self._forward += len(results)
         self._backward += len(results)
         bad = [shard for shard, loss, _, gradients in results if not _is_finite(loss, gradients)]
-        kind, largest = "gradient", 0.0
+        kind = "gradient"
+        largest = 0.0
         if sum(self._comm.allgather_object(len(bad))):
             kind = "not finite"
             samples = gathered(
@@ -170,7 +173,8 @@ class _Search:
         shares = [(_inner(gradients, total) / square, shard) for shard, gradients in results]
         found = gathered(self._comm, self._halved(shares, total, square))
         found.sort(key=lambda culprit: -abs(culprit.share))
-        held, named = 0.0, []
+        held = 0.0
+        named: list[Culprit] = []
         for culprit in found:  # over all workers; each has looked at its own shards
             if held < _ENOUGH:
                 named.append(culprit)
@@ -208,7 +212,8 @@ class _Search:
             is_part = len(rows) < len(shard.indices)
             if is_part and abs(share) < _SEVERAL * len(rows) / self._size:
                 continue
-            half, rest = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+            half = rows[: len(rows) // 2]
+            rest = rows[len(rows) // 2 :]
             gradients = torch.autograd.grad(
                 losses[shard.number][half].sum() / self._size,
                 list(shard.parameters.values()),
@@ -238,7 +243,8 @@ class _Search:
                 norms = [shard.buffers_norm(_padded(half)) for half in halves]
                 self._forward += 2
                 worse = int(norms[1] > norms[0])
-                rows, norm = halves[worse], norms[worse]
+                rows = halves[worse]
+                norm = norms[worse]
             best.append((norm, shard.indices[rows[0]]))
         _, index = max(gathered(self._comm, best))
         return [Culprit(index)]

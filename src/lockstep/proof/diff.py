@@ -76,9 +76,12 @@ class PlannedDiff:
     def __init__(self, one: Ledger, other: Ledger) -> None:
         settings = differences(one.starts[0], other.starts[0])
         common = np.intersect1d(one.steps["step"], other.steps["step"])
-        difference, also, same = None, [], 0
+        difference: Difference | None = None
+        also: list[Difference] = []
+        same = 0
         for step in common.tolist():
-            was, now = values_of(one.find(step)), values_of(other.find(step))
+            was = values_of(one.find(step))
+            now = values_of(other.find(step))
             difference = first_difference(step, was, now)
             if difference is not None:
                 break

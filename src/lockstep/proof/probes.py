@@ -107,7 +107,8 @@ def debug(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any])
     """Open the debugger of Python, with the model, the batch and the samples' numbers at hand."""
     import pdb  # noqa: T100 - what --debug asks for
 
-    model, indices = trainer.model, batch.indices.tolist()  # noqa: F841 - for whoever debugs
+    model = trainer.model  # noqa: F841 - for whoever debugs
+    indices = batch.indices.tolist()  # noqa: F841 - for whoever debugs
     shards = [] if why_not_alone(trainer.step) else shards_of(trainer.step, batch)  # noqa: F841
     step = trainer.step.steps_done
     print(

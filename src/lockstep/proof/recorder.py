@@ -272,14 +272,16 @@ class Recorder(RunGuard):
         self._has_failed = True
         text = "%s: the ledger cannot be written: %s. The training continues without it."
         _log.warning(text, self.run_dir, error.strerror or error)
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         if writer is not None:
             writer.close()
 
     def _close(self) -> None:
         self._write_queued(0, flush=True)
         self._queued.clear()
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         if writer is not None:
             writer.close()
 

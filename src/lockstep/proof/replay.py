@@ -314,7 +314,8 @@ def _step_of(checkpoint: Path) -> int:
 
 def _seconds(steps: Any) -> float:
     """Return how long steps took; NaN for fewer than two of a start."""
-    total, pairs = 0.0, 0
+    total = 0.0
+    pairs = 0
     for number in range(1, len(steps)):
         if steps["start"][number] == steps["start"][number - 1]:
             total += float(steps["seconds"][number] - steps["seconds"][number - 1])

@@ -198,7 +198,8 @@ class Replay(RunGuard):
         """Compare the step with the ledger; after that of the request, write the answer and end the
         program.
         """
-        trainer, request = self._trainer, self._request
+        trainer = self._trainer
+        request = self._request
         assert trainer is not None
         record = self._ledger.find(pending.step)
         if record is not None:

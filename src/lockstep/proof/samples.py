@@ -52,7 +52,8 @@ def describe(dataset: Any, index: int, data: Any) -> str:
 def _place(dataset: Any, index: int) -> str:
     """Return the file that a sample lies in, where the data set says so; "" elsewhere."""
     while isinstance(dataset, Subset):
-        index, dataset = int(dataset.indices[index]), dataset.dataset
+        index = int(dataset.indices[index])
+        dataset = dataset.dataset
     with suppress(Exception):  # of the user's data set
         if hasattr(dataset, "locate"):
             path, record = dataset.locate(index)

@@ -326,7 +326,8 @@ def differences(one: Start, other: Start, ignored: Sequence[str] = ()) -> list[s
         one, other: the starts.
         ignored: names of further fields that are not compared.
     """
-    left, right = msgspec.to_builtins(one), msgspec.to_builtins(other)
+    left = msgspec.to_builtins(one)
+    right = msgspec.to_builtins(other)
     for start in (left, right):
         for name in (*_NOT_COMPARED, *ignored):
             start.pop(name, None)
