@@ -1,5 +1,5 @@
-"""Draws pictures for the documentation: the screen of a training, of a report on a desync, and a
-run's curve.png.
+"""Draws pictures for the documentation: the screen of a training, of a report on a desync, of what
+"Prove it" shows, and a run's curve.png.
 
 Each command runs in a terminal of tmux, whose screen becomes an SVG file in docs/figures/. Needs
 tmux and rich.
@@ -54,6 +54,68 @@ dist.barrier()
 """
 
 
+DAMAGED = """
+import os
+
+import torch
+
+import lockstep
+
+lockstep.init()
+torch.manual_seed(0)
+digits, _ = lockstep.data.digits()
+images, labels = digits.collated_batch(list(range(len(digits))))
+if "DAMAGED" in os.environ:
+    images[int(os.environ["DAMAGED"])] *= 1000
+model = lockstep.models.lenet()
+trainer = lockstep.Trainer(
+    model,
+    torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    torch.nn.CrossEntropyLoss(),
+    global_batch_size=48,
+    virtual_workers=6,
+    run_dir=os.environ.get("RUN", "runs/a"),
+    callbacks=[lockstep.callbacks.Checkpoints("10steps")],
+    on_spike=os.environ.get("ON_SPIKE"),
+)
+trainer.fit(torch.utils.data.TensorDataset(images, labels), epochs=1)
+"""
+
+FAULTY = """
+import torch
+
+import lockstep
+
+comm = lockstep.init()
+torch.manual_seed(0)
+digits, _ = lockstep.data.digits()
+model = lockstep.models.lenet()
+
+def flip(gradient):
+    if comm.rank == 1 and trainer.step.steps_done >= 7:  # its chip is defective from here on
+        gradient = gradient.clone()
+        gradient.view(torch.int32)[0, 0] ^= 1 << 22
+    return gradient
+
+model[-1].weight.register_hook(flip)
+trainer = lockstep.Trainer(
+    model,
+    torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    torch.nn.CrossEntropyLoss(),
+    global_batch_size=48,
+    virtual_workers=6,
+    cross_check=4,
+    callbacks=[],
+)
+trainer.fit(digits, epochs=1)
+"""
+
+DAMAGED_SAMPLE = 797  # which step 20 uses
+
+MAKE_HEALTHY = "RUN=runs/a python train.py"
+MAKE_DAMAGED = f"RUN=runs/b DAMAGED={DAMAGED_SAMPLE} python train.py"
+
+
 @dataclass(frozen=True)
 class Picture:
     """A terminal after a command.
@@ -65,6 +127,7 @@ class Picture:
         ready: whether a screen's text is the one to draw.
         rows: of the terminal.
         file: of the program's run, which is the picture instead of the screen; "" for the screen.
+        before: a command that comes before, and is not shown; "" for none.
     """
 
     name: str
@@ -73,6 +136,7 @@ class Picture:
     ready: Callable[[str], bool]
     rows: int
     file: str = ""
+    before: str = ""
 
     @property
     def path(self) -> Path:
@@ -97,7 +161,39 @@ PICTURES = (
         30,
         "runs/digits/curve.png",
     ),
+    Picture(
+        "blame",
+        DAMAGED,
+        "lockstep blame runs/b",
+        lambda text: "To leave it out" in text,
+        10,
+        before=MAKE_DAMAGED,
+    ),
+    Picture(
+        "spike",
+        DAMAGED,
+        f"RUN=runs/c DAMAGED={DAMAGED_SAMPLE} ON_SPIKE=skip lockstep run -np 2 train.py; "
+        "lockstep ledger runs/c --steps 18:23",
+        lambda text: "names the samples" in text,
+        14,
+    ),
+    Picture(
+        "diff",
+        DAMAGED,
+        "lockstep diff runs/a runs/b",
+        lambda text: "first difference in" in text,
+        9,
+        before=f"{MAKE_HEALTHY}; {MAKE_DAMAGED}",
+    ),
+    Picture(
+        "cross_check",
+        FAULTY,
+        "lockstep run -np 3 train.py",
+        lambda text: "error:" in text and text.rstrip().endswith("$"),
+        8,
+    ),
 )
+_DEADLINE_S = 300.0  # on a busy machine as well
 
 
 def screen(picture: Picture, columns: int = 100) -> str:
@@ -112,11 +208,10 @@ def screen(picture: Picture, columns: int = 100) -> str:
         size = ["-x", str(columns), "-y", str(picture.rows)]
         subprocess.run(["tmux", "new-session", "-d", "-s", session, *size, shell], check=True)
         try:
-            subprocess.run(
-                ["tmux", "send-keys", "-t", session, f"clear; {picture.command}", "Enter"],
-                check=True,
-            )
-            deadline = time.monotonic() + 60.0
+            before = f"({picture.before}) > /dev/null 2>&1; " if picture.before else ""
+            typed = f"{before}clear; {picture.command}"
+            subprocess.run(["tmux", "send-keys", "-t", session, typed, "Enter"], check=True)
+            deadline = time.monotonic() + _DEADLINE_S
             while time.monotonic() < deadline:
                 shown = _capture(session)
                 if picture.ready(re.sub(r"\x1b\[[\d;]*m", "", shown)):
@@ -144,6 +239,7 @@ def draw(picture: Picture, columns: int = 100) -> None:
     lines = [
         f"$ {picture.command}",
         *screen(picture, columns).splitlines(),
+        "",  # below it there is room for underscores
     ]  # what was typed has been cleared
     if picture.file:
         return
