@@ -221,7 +221,7 @@ class TextTable:
         self.memory = memory
         self._start = start
         self.on_wraparound: Callable[[], None] = (
-            _do_nothing  # called when cached numbers may soon refer to overwritten texts
+            do_nothing  # called when cached numbers may soon refer to overwritten texts
         )
         self._numbers: dict[str, int] = {}
         self._next = 1  # 0 is the empty text
@@ -262,8 +262,8 @@ def read_text(memory: memoryview, start: int, number: int) -> str:
     return bytes(memory[at + _HEAD.size : at + _HEAD.size + length]).decode(errors="replace")
 
 
-def _do_nothing() -> None:
-    return
+def do_nothing() -> None:
+    """Do nothing, for a table that nobody caches numbers of."""
 
 
 _SHM = Path("/dev/shm")

@@ -30,6 +30,7 @@ from .layout import (
     Layout,
     StateWords,
     TextTable,
+    do_nothing,
     rank_file,
 )
 
@@ -147,6 +148,7 @@ class FlightRecorder:
         views = (self.uints, self.floats, self._signed, self.memory)
         self._set_views(bytearray(self.layout.total))
         self.texts.memory = self.memory
+        self.texts.on_wraparound = do_nothing  # the table and who caches its numbers form a cycle
         for view in views:
             view.release()
         self._map.close()

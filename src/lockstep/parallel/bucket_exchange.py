@@ -4,6 +4,7 @@ in which autograd has left them.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -174,7 +175,7 @@ class BucketExchange(GradientExchange):
     """
 
     def __init__(self, bucket: Bucket, layout: SubtreeLayout, pieces: PiecesInFlight) -> None:
-        self._bucket = bucket
+        self._bucket: Bucket = weakref.proxy(bucket)  # which has this exchange
         self._layout = layout
         self._pieces = pieces
         self._plain = layout.is_plain_sum(bucket.parameters[0])
@@ -267,7 +268,7 @@ class OwnerExchange(GradientExchange):
     def __init__(
         self, bucket: Bucket, layout: SubtreeLayout, pieces: PiecesInFlight, owner: int
     ) -> None:
-        self._bucket = bucket
+        self._bucket: Bucket = weakref.proxy(bucket)  # which has this exchange
         self._layout = layout
         self._pieces = pieces
         self._owner = owner

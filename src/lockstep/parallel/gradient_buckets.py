@@ -79,16 +79,13 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], virtual_workers: int) -> None:
         self.parameters = list(parameters)
-        self.tree: TreeSum[Gradients] = TreeSum(virtual_workers, self._add)
         self._unused: list[Gradients] = []
+        # with a method of the bucket, both would stay until Python looks for cycles
+        self.tree: TreeSum[Gradients] = TreeSum(virtual_workers, partial(_add, self._unused))
         self.pending = len(self.parameters)
         self.exchange: GradientExchange | None = None
         self.is_sent = False
         self._offsets, self.numel = _offsets(self.parameters)
-
-    def _add(self, left: Gradients, right: Gradients) -> Gradients:
-        self._unused.append(right)
-        return add_gradients(left, right)
 
     def release(self) -> None:
         """Free the memory of one set of gradients that has been added to another; called before a
@@ -144,6 +141,12 @@ class Bucket:
             view_like(p, flat, offset)
             for p, offset in zip(self.parameters, self._offsets, strict=True)
         ]
+
+
+def _add(unused: list[Gradients], left: Gradients, right: Gradients) -> Gradients:
+    """Add two sets of gradients in place of `left`, and keep the memory of the other one."""
+    unused.append(right)
+    return add_gradients(left, right)
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
@@ -357,8 +360,6 @@ class GradientHooks:
             passes: how many backward passes complete a gradient.
             on_further_pass: called when a parameter gets a gradient after that.
         """
-        self._on_ready = on_ready
-        self._on_further_pass = on_further_pass
         self.order = []
         if buckets is not self._buckets:
             self.remove()
@@ -367,6 +368,8 @@ class GradientHooks:
                 hook = partial(self._on_gradient, bucket)
                 for p in bucket.parameters:
                     self._hooks.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._on_ready = on_ready
+        self._on_further_pass = on_further_pass
         self._passes_left = {p: passes for bucket in buckets for p in bucket.parameters}
 
     def _on_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
@@ -388,6 +391,8 @@ class GradientHooks:
             hook.remove()
         self._hooks = []
         self._buckets = ()
+        self._on_ready = lambda _: None
+        self._on_further_pass = refuse_further_pass
 
     def record_versions(self, parameters: Sequence[nn.Parameter]) -> None:
         """Record the versions of the gradients of `parameters` before a backward pass that adds to

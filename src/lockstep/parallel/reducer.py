@@ -92,10 +92,9 @@ class Reducer:
         self._in_place = self.virtual_workers == 1 and not one_pass
         self._any_order = exchange is not None
         self._exchange = exchange
+        self._has_exchanges = exchange is not None or comm.size > 1
         self._pieces = PiecesInFlight()
         self._owner_of = owner_of
-        if exchange is None and comm.size > 1:
-            self._exchange = self._exchange_of
         self._trained: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
         self._hooks = GradientHooks()
@@ -176,7 +175,9 @@ class Reducer:
                 p.grad = None
 
     def _exchange_of(self, bucket: Bucket) -> GradientExchange:
-        """Return the exchange of a bucket over the communicator."""
+        """Return the exchange of a bucket over the workers."""
+        if self._exchange is not None:
+            return self._exchange(bucket)
         if self._owner_of is None:
             return BucketExchange(bucket, self._layout, self._pieces)
         owner = self._owner_of[bucket.parameters[0]]
@@ -184,8 +185,8 @@ class Reducer:
 
     def _make_buckets(self, order: list[nn.Parameter]) -> None:
         """Group parameters, in the order in which gradients arrive, into buckets."""
-        limit = None if self._exchange is None else BUCKET
-        alone = None if self._exchange is None else ALONE
+        limit = BUCKET if self._has_exchanges else None
+        alone = ALONE if self._has_exchanges else None
         groups = group_parameters(order, limit, alone, self._owner_of)
         self._set_buckets([self._make_bucket(group) for group in groups])
 
@@ -194,14 +195,10 @@ class Reducer:
 
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         """Use `buckets` from now on, each with an exchange of its own."""
-        # A bucket, its tree and its exchange refer to each other: without this, a set of gradients
-        # would stay until Python looks for such cycles.
-        for bucket in self._buckets:
-            bucket.clear()
         self._buckets = buckets
-        if self._exchange is not None:
+        if self._has_exchanges:
             for bucket in buckets:
-                bucket.exchange = self._exchange(bucket)
+                bucket.exchange = self._exchange_of(bucket)
 
     def open(
         self,
@@ -225,7 +222,7 @@ class Reducer:
         if self.one_pass:
             passes = 1
             self._hooks.record_versions(self._trained if second else [])
-        if passes is not None and shard == self.local_shards[-1] and self._exchange is not None:
+        if passes is not None and shard == self.local_shards[-1] and self._has_exchanges:
             self._hooks.expect(self._buckets, self._send_ready, passes, on_further_pass)
 
     def _is_second(self, shard: int) -> bool:
@@ -271,7 +268,7 @@ class Reducer:
             self._hooks.check_one_pass(self._trained)
             if self.shard % 2 == 0 and self.shard + 1 in self.local_shards:
                 return
-        if self._in_place and self._exchange is None:
+        if self._in_place and not self._has_exchanges:
             return
         for bucket in self._buckets:
             if not bucket.is_sent:
@@ -286,7 +283,7 @@ class Reducer:
             self._send(bucket, [((shard, 1), [p.grad for p in bucket.parameters])])
             return
         bucket.collect((shard - 1, 2) if self._is_second(shard) else (shard, 1))
-        if self._exchange is not None and shard == self.local_shards[-1]:
+        if self._has_exchanges and shard == self.local_shards[-1]:
             self._send(bucket, bucket.tree.partial_sums)
             if self._owner_of is None:
                 bucket.retire()
@@ -315,8 +312,9 @@ class Reducer:
         return self._sent > 0
 
     def abandon(self) -> None:
-        """Take no more notice of gradients until the next `open`."""
+        """Take no more notice of gradients, and of messages under way, until the next `open`."""
         self._hooks.remove()
+        self._pieces.abandon()  # what they do on arrival refers to them
 
     def finish(self) -> None:
         """Set the gradient of each parameter to its sum over all shards of all workers, and
@@ -325,7 +323,7 @@ class Reducer:
         if not self._any_order:  # otherwise the next step needs them at once
             self._hooks.remove()
         with observers.active().reducing(self.comm.size):
-            if self._in_place and self._exchange is None:
+            if self._in_place and not self._has_exchanges:
                 for p in self._trained:
                     if p.grad is None:
                         p.grad = torch.zeros_like(p)
@@ -338,7 +336,7 @@ class Reducer:
         self._sent = 0
         if self.one_pass and not self._known_order:
             self._known_order = True
-            if self._exchange is not None:
+            if self._has_exchanges:
                 self._reorder_buckets(self._hooks.order)
 
     def _set_gradients(self) -> None:

@@ -114,6 +114,11 @@ class Session:
         state.rendezvous.lock.close()
         if state.rendezvous.owns_folder:
             self._remove_files()
+        # Nothing more is found out. With the session's own methods the state and the session would
+        # form a cycle, and stay with all that they hold until Python looks for such cycles: in an
+        # elastic job some hundred changes of workers later.
+        state.fail = state.raise_root_cause = _do_nothing
+        state.poll_report = _has_ended
 
     def _remove_files(self) -> None:
         """Remove this rank's files, and the folder with the last of them."""
@@ -277,6 +282,15 @@ class Session:
         within seconds.
         """
         delivery.await_root_cause(self.state, self.monitors, error, ranks)
+
+
+def _do_nothing(*_: object) -> None:
+    """What a closed session does about a failure."""
+
+
+def _has_ended() -> bool:
+    """Whether the report of a closed session is there: nobody has to wait for one."""
+    return True
 
 
 _TICK_S = 0.1
