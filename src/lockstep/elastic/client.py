@@ -20,10 +20,9 @@ from .keys import Answer
 from .membership import (
     Commit,
     Down,
-    Events,
     Finish,
+    Keep,
     Lease,
-    Publish,
     Regroup,
     Up,
     View,
@@ -114,9 +113,9 @@ class MembershipClient:
                 self._leased_until = message.until
             case Answer():
                 self._answers[message.request] = message
-            case Publish():
+            case Keep():
                 # the next rank 0 sends a result again, if it does not know that it was sent
-                if not 0 <= message.training <= self._last_result:
+                if not 0 <= message.training <= self._last_result and message.value is not None:
                     self.published.append(message.value)
                     self._last_result = max(self._last_result, message.training)
             case Finish(how="stop"):
@@ -199,7 +198,7 @@ class MembershipClient:
         Raises:
             MembershipChangedError: the generation is over; the value may have been kept.
         """
-        self.request(self.generation, lambda number: Publish(value, number, training))
+        self.request(self.generation, lambda number: Keep(value, number, training))
 
     def published_value(self, number: int) -> bytes:
         """Return the value that rank 0 sent as number `number`, from 0; waits for it."""
@@ -219,9 +218,9 @@ class MembershipClient:
             MembershipChangedError: this worker's generation is over.
         """
         if states is None:
-            self.send(Events(commit))
+            self.send(Keep(None, commit=commit))
         else:
-            self.request(self.generation, lambda number: Events(commit, states, number))
+            self.request(self.generation, lambda number: Keep(states, number, commit=commit))
 
     # --- the group
     # ----------------------------------------------------------------------------------------------

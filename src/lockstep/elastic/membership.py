@@ -37,12 +37,11 @@ __all__ = [
     "Commit",
     "Coordinator",
     "Down",
-    "Events",
     "Finish",
     "HostMemory",
     "HostReport",
+    "Keep",
     "Lease",
-    "Publish",
     "Regroup",
     "Up",
     "View",
@@ -97,31 +96,34 @@ class WorkerState(Tagged, frozen=True):
     faulty: bool = False
 
 
-class Events(Tagged, frozen=True):
-    """Rank 0's callbacks have seen all up to this commit; with their states, if these have changed.
-
-    A `request` of 0 or more is answered when all hosts have kept it.
-    """
-
-    commit: Commit
-    states: bytes | None = None
-    request: Integer = -1
-
-
-class Publish(Tagged, frozen=True):
-    """A value that rank 0 has sent to all before the training, or the result of a training, for
-    workers that join later.
+class Keep(Tagged, frozen=True):
+    """What rank 0 has sent to all before the training, the result of a training, or what its
+    callbacks have seen: all hosts keep it for workers that join later.
 
     Attributes:
-        value: pickled.
+        value: pickled; of callbacks their states, None if these have not changed.
         request: a number of 0 or more is answered when all hosts have kept the value.
         training: the number of the training whose result it is, which the next rank 0 sends again
             if it does not know that it was sent; -1 for another value.
+        commit: up to which rank 0's callbacks have seen all; None for another value.
+        worker: the number of the worker that has sent it, which who leads fills in.
     """
 
-    value: bytes
+    value: bytes | None
     request: Integer = -1
     training: Integer = -1
+    commit: Commit | None = None
+    worker: Integer = -1
+
+    @property
+    def is_of_callbacks(self) -> bool:
+        """Whether it says what rank 0's callbacks have seen: of these the newest counts."""
+        return self.commit is not None
+
+    def after(self, earlier: Keep | None) -> Keep:
+        """Return what is to be kept of rank 0's callbacks after what was kept `earlier`."""
+        value = earlier.value if self.value is None and earlier is not None else self.value
+        return structs.replace(self, value=value)
 
 
 class Wish(Tagged, frozen=True):
@@ -195,10 +197,10 @@ class Finish(Tagged, frozen=True):
     number: Integer = 0
 
 
-Up = Hello | WorkerState | Events | Publish | StoreRequest
+Up = Hello | WorkerState | Keep | StoreRequest
 """From a worker to the coordinator."""
 
-Down = Regroup | Wish | View | Lease | Answer | Publish | Finish
+Down = Regroup | Wish | View | Lease | Answer | Keep | Finish
 """From the coordinator to a worker."""
 
 
@@ -272,7 +274,7 @@ class HostMemory:
     view: View | None = None
     generation: int = 0
     _workers: dict[int, WorkerRecord] = field(default_factory=dict)
-    _unanswered: dict[int, Publish | Events] = field(default_factory=dict)
+    _unanswered: dict[int, Keep] = field(default_factory=dict)
     _completed: int = -1
     _finished: list[int] = field(default_factory=list)
 
@@ -291,7 +293,7 @@ class HostMemory:
                 self._finished.append(number)
 
     @property
-    def unanswered(self) -> list[tuple[int, Publish | Events]]:
+    def unanswered(self) -> list[tuple[int, Keep]]:
         """What workers wait for all hosts to keep, which a new coordinator has to be asked
         again.
         """
@@ -327,7 +329,7 @@ class HostMemory:
                 self._change(number, published=0)
             case WorkerState():
                 self._change(number, state=message)
-            case Publish() | Events():
+            case Keep():
                 if message.request >= 0:
                     self._unanswered[number] = message
 
@@ -340,7 +342,7 @@ class HostMemory:
                 self.generation = max(self.generation, message.generation)
                 self.view = message
                 self._change(number, is_member=True)
-            case Publish():
+            case Keep():
                 if number in self._workers:
                     self._change(number, published=self._workers[number].published + 1)
             case Answer():
@@ -410,7 +412,7 @@ class Coordinator:
         folder: of the training's run; "" without one.
         is_fenced: whether the first group must wait, as a host that was lost may have formed it
             with others.
-        to_keep: what all hosts have to keep, each with the number of the worker that has sent it.
+        to_keep: what all hosts have to keep.
     """
 
     expected: int
@@ -425,17 +427,17 @@ class Coordinator:
     most: int = UNLIMITED
     folder: str = ""
     is_fenced: bool = False
-    to_keep: deque[tuple[int, Publish | Events]] = field(default_factory=deque)
+    to_keep: deque[Keep] = field(default_factory=deque)
     _workers: dict[int, _Worker] = field(default_factory=dict)
     _messages: deque[tuple[int, Down]] = field(default_factory=deque)
-    _published: list[Publish] = field(default_factory=list)
+    _published: list[Keep] = field(default_factory=list)
     _keys: dict[int, Keys] = field(default_factory=dict)
     _seniority: int = 0
     _wished: bool = False
     _at_boundary: bool = False  # whether the members regroup between two steps, and not within one
     _newest: View | None = None
     _stop: Finish | None = None
-    _events: Events = field(default_factory=lambda: Events(NO_STATE))
+    _events: Keep = field(default_factory=lambda: Keep(None, commit=NO_STATE))
     _broken: tuple[Commit, int] = (NO_STATE, 0)
 
     def take_messages(self) -> Iterator[tuple[int, Down]]:
@@ -534,12 +536,9 @@ class Coordinator:
                 self._greet(worker)
             case WorkerState():
                 self._take_state(worker, message)
-            case Events():
+            case Keep():
                 self.keep(message)
-                self.to_keep.append((worker.number, message))
-            case Publish():
-                self.keep(message)
-                self.to_keep.append((worker.number, message))
+                self.to_keep.append(structs.replace(message, worker=worker.number))
             case _:
                 self._use_keys(worker, message)
 
@@ -550,10 +549,10 @@ class Coordinator:
         if self._stop is not None:
             self._send(worker, self._stop)
 
-    def keep(self, message: Publish | Events) -> None:
+    def keep(self, message: Keep) -> None:
         """Keep what rank 0 has sent for others."""
-        if isinstance(message, Events):
-            self._events = Events(message.commit, message.states or self._events.states)
+        if message.is_of_callbacks:
+            self._events = message.after(self._events)
             return
         self._published.append(message)
         for worker in self._workers.values():
@@ -827,8 +826,8 @@ class Coordinator:
             tuple(worker.host for worker in new),
             tuple(worker.state.commit for worker in new),
             source.number,
-            self._events.commit,
-            self._events.states,
+            self._events.commit or NO_STATE,
+            self._events.value,
             self._training_of(stay[0]) if stay else -1,
         )
         self._newest = view

@@ -21,11 +21,10 @@ from .. import environment, messages
 from ..elastic.control import ControlSocket, Reply, Request
 from ..elastic.membership import (
     LEASE_S,
-    Events,
     HostMemory,
     HostReport,
+    Keep,
     Lease,
-    Publish,
     Regroup,
     Up,
     View,
@@ -51,21 +50,15 @@ from ..system.job_folders import temporary_job_folder
 from .claims import SharedFolder
 from .elastic_job import (
     AgentState,
-    CutOff,
     ElasticJob,
     Ended,
     ForLeader,
     FromWorker,
     HostMessages,
-    Hosts,
     JobState,
-    Keep,
     Kept,
     Kill,
-    Look,
-    Looked,
     Over,
-    Saved,
     Start,
     Tell,
     ToWorker,
@@ -170,8 +163,8 @@ class ElasticHost:
         self._log = setup.multiplexer.write_message
         self._hosts: dict[int, HostEntry] = {entry.number: entry}
         self._memory = HostMemory(entry.number)
-        self._kept: list[tuple[int, Publish]] = []  # with the worker that has sent it
-        self._events: Events | None = None
+        self._kept: list[Keep] = []
+        self._events: Keep | None = None
         self._state = JobState(0)
         self._job: ElasticJob | None = None
         self._workers = HostWorkers(setup, folder, selector, self._from_worker)
@@ -190,7 +183,9 @@ class ElasticHost:
         self._are_held = self._wants_to_leave = False
         self._next_tick = self._next_poll = self._next_lease = 0.0
         self._over: Over | None = None
-        self._checkpoint = ""
+        self._checkpoint = self._saved = ""  # of this host's workers; and which is to be told
+        self._sees_claims = False
+        self._unreachable: tuple[int, ...] = ()  # as it was told
         self._shared = SharedFolder()
         self._cut_off = _CutOffHosts()
         self._said = ""
@@ -263,7 +258,6 @@ class ElasticHost:
             self._mesh.on_knock = self._let_in
         others = self._hosts.keys() - {self._me}
         for host in others:
-            self._send(host, Hosts(tuple(self._hosts.values())))
             self._election.set_link(host, Link.CONNECTED)
         self._election.add(*others)
         self._tick_election()
@@ -308,9 +302,6 @@ class ElasticHost:
         entry = msgspec.structs.replace(knock.host, number=number)
         self._add_entries([entry])
         self._to_add.add(entry.number)
-        for host in self._hosts_in_view():
-            if host != self._me:
-                self._send(host, Hosts((entry,)))
         return Welcome("", entry.number, self._me, tuple(self._hosts.values()), self._spec)
 
     def check(self, knock: Knock) -> About:
@@ -439,8 +430,8 @@ class ElasticHost:
         self._workers.supervise(self._state, self._memory.members_in_training)
         checkpoint = self._workers.newest_checkpoint()
         if checkpoint != self._checkpoint:
-            self._checkpoint = checkpoint
-            self._to_leader(Saved(checkpoint))
+            self._checkpoint = self._saved = checkpoint
+            self._tell_state()
         if self._mesh is not None and time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK_S
             self._say_what_it_waits_for()
@@ -531,8 +522,10 @@ class ElasticHost:
             self._job = None
 
     def _tell_whom_it_does_not_reach(self) -> None:
-        if self._election.is_settled and self._election.unanswered:
-            self._to_leader(CutOff(tuple(self._election.unanswered)))
+        if self._election.is_settled and self._unreachable != tuple(self._election.unanswered):
+            self._tell_state()
+        if self._job is not None and self._leads:
+            self._leave_out(self._job)
 
     def _end_if_all_others_have(self) -> None:
         """End what this host waits for in vain: nobody is left who could tell it how the others
@@ -625,7 +618,8 @@ class ElasticHost:
             self._job = None
             self._resumes = False
             self._inbox.clear()
-            self._tell_state()
+            self._cut_off.forget()
+            self._look_for_claims()
             self._repeat_requests()
             return
         if before is None:
@@ -659,17 +653,24 @@ class ElasticHost:
         for host in new if not takes_over else ():
             self._add_to_job(job, host)
         self._broken.clear()
-        self._look()
+        self._make_shared_folder()
+        self._look_for_claims()
 
     def _tell_state(self) -> None:
-        """Send who leads all that this host knows of its workers."""
-        assert self._view is not None
-        self._send(
-            self._view.leader,
-            AgentState(
-                self._view.number, self._hosts[self._me], self._state, self._memory.report()
-            ),
+        """Send who leads all that this host knows."""
+        if self._view is None:
+            return
+        self._unreachable = tuple(self._election.unanswered)
+        state = AgentState(
+            self._view.number,
+            self._hosts[self._me],
+            self._state,
+            self._memory.report(),
+            self._saved,
+            self._sees_claims,
+            self._unreachable,
         )
+        self._send(self._view.leader, state)
 
     def _resume_if_due(self) -> None:
         """Let the coordinator go on with what the hosts know of their workers, as soon as all have
@@ -681,9 +682,10 @@ class ElasticHost:
         view = self._view
         if job is None or view is None or not self._resumes or not self._election.leads:
             return
-        states = [self._states[host] for host in view.hosts if host in self._states]
+        others = [host for host in view.hosts if host != self._me]
+        states = [self._states[host] for host in others if host in self._states]
         states = [state for state in states if state.view == view.number]
-        if self._election.view is view and len(states) == len(view.hosts) - 1:
+        if self._election.view is view and len(states) == len(others):
             self._resumes = False
             for state in states:
                 if state.job.version > job.state.version:  # of which who led told that host only
@@ -712,10 +714,10 @@ class ElasticHost:
 
     def _tell_new_host(self, host: int) -> None:
         """Send a host that has joined what the others keep."""
-        for number, message in self._kept:
-            self._send(host, Keep(number, message))
+        for message in self._kept:
+            self._send(host, message)
         if self._events is not None:
-            self._send(host, Keep(-1, self._events))
+            self._send(host, self._events)
         if self._memory.view is not None:
             self._send(host, ToWorker(-1, self._memory.view))
 
@@ -733,7 +735,8 @@ class ElasticHost:
         self._inbox.mark(self._me)
         for host, ended in self._inbox.drop_reported():
             job.ended(host, ended)
-        job.resume([self._memory.report(), *reports], self._kept, self._events)
+        kept = self._kept if self._events is None else [*self._kept, self._events]
+        job.resume([self._memory.report(), *reports], kept)
         self._repeat_requests()
 
     def _link_changed(self, host: int, link: Link) -> None:
@@ -791,16 +794,16 @@ class ElasticHost:
             self._link_changed(host, message)
         elif isinstance(message, ElectionMessage):
             self._election.receive(host, message)
-        elif isinstance(message, AgentState):
-            self._states[host] = message
-            if host not in self._hosts:  # another host has let it in, and was lost
-                self._add_entries([message.host])
-            self._inbox.mark(host)
         elif isinstance(message, ForLeader):
+            if isinstance(message, AgentState):
+                self._states[host] = message
+                if host not in self._hosts:  # another host has let it in, and was lost
+                    self._add_entries([message.host])
+                self._inbox.mark(host)
             if isinstance(message, Ended) and host != self._me:
                 message = message.without_pickle()
             self._inbox.add(host, message)
-        elif host == self._election.leader or isinstance(message, Over | Hosts):
+        elif host == self._election.leader or isinstance(message, Over):
             self._obey(message)
 
     def _handle_queued(self) -> None:
@@ -815,20 +818,20 @@ class ElasticHost:
                     job.ended(host, message)
                 case Kept(worker, request):
                     job.kept(host, worker, request)
-                case Saved(path):
-                    job.saved(path)
-                case Looked(path, found):
-                    self._note_looked(host, path, found)
-                case CutOff(hosts):
-                    self._leave_out(job, host, hosts)
+                case AgentState():
+                    if message.saved:
+                        job.saved(message.saved)
+                    self._cut_off.note(host, message.unreachable)
+                    self._note_claims_seen(job, host, message)
                 case Request():
                     self._answer(job, host, message)
         if job.state.folder and not self._shared.path:
-            self._look()
+            self._make_shared_folder()
+        if self._shared.path:
+            job.claims_in(self._shared.path)
 
-    def _leave_out(self, job: ElasticJob, host: int, others: Sequence[int]) -> None:
+    def _leave_out(self, job: ElasticJob) -> None:
         """Go on without a host that another one does not reach, though this one reaches both."""
-        self._cut_off.note(host, others)
         for pair in self._cut_off.overdue(self._hosts_in_view()):
             one, other = (self._hosts[number] for number in pair)
             job.tell(
@@ -856,15 +859,11 @@ class ElasticHost:
                 self._workers.kill(numbers, gently)
             case ToWorker(number, inner):
                 self._deliver(number, inner)
-            case Keep(number, kept):
-                self._keep(number, kept)
-            case Hosts(hosts):
-                self._add_entries(hosts)
+            case Keep():
+                self._keep(message)
             case Tell(text):
                 self._workers.note(text)
                 self._told.append(f"{time.strftime('%H:%M:%S')} {text}")
-            case Look(path):
-                self._to_leader(Looked(path, Path(path).exists()))
             case Over():
                 self._over = message
                 self.knows_outcome = True
@@ -881,7 +880,13 @@ class ElasticHost:
             self._memory = HostMemory(self._me)
             self._kept.clear()
             self._events = None
+        before = self._state
         self._state = state
+        self._add_entries([host for host in state.hosts if self._hosts.get(host.number) != host])
+        if state.checkpoint != before.checkpoint:
+            self._saved = ""  # the job knows of it, or of a newer one
+        if state.claims != before.claims:
+            self._look_for_claims()
 
     def _deliver(self, number: int, message: Any) -> None:
         self._memory.note_down(number, message)
@@ -890,43 +895,44 @@ class ElasticHost:
                 self._renew_leases([number])
             self._workers.send(number, message)
 
-    def _keep(self, worker_number: int, message: Publish | Events) -> None:
-        if isinstance(message, Events):
-            states = message.states or (self._events.states if self._events is not None else None)
-            self._events = Events(message.commit, states)
-        elif (worker_number, message.request) not in [
-            (number, kept.request) for number, kept in self._kept
-        ]:
-            self._kept.append((worker_number, message))
+    def _keep(self, message: Keep) -> None:
+        known = [(kept.worker, kept.request) for kept in self._kept]
+        if message.is_of_callbacks:
+            self._events = message.after(self._events)
+        elif (message.worker, message.request) not in known:
+            self._kept.append(message)
         if message.request >= 0:
-            self._to_leader(Kept(worker_number, message.request))
+            self._to_leader(Kept(message.worker, message.request))
 
     # --- shared storage
     # ----------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Find out whether all hosts see the folder of the run, so that the succession can be
-        claimed there.
+    def _make_shared_folder(self) -> None:
+        """Make a folder within that of the run, or use the one that there is, so that the
+        succession can be claimed there if all hosts see it.
         """
         job = self._job
         if job is None or not job.state.folder or self._mesh is None:
             return
         view = self._election.view
         self._shared.make(Path(job.state.folder), view.claims if view is not None else "")
-        for host in job.hosts:
-            self._send(host, Look(self._shared.path))
 
-    def _note_looked(self, host: int, path: str, found: bool) -> None:
-        job = self._job
+    def _look_for_claims(self) -> None:
+        """Tell who leads whether this host sees the folder of claims, with all else."""
+        self._sees_claims = bool(self._state.claims) and Path(self._state.claims).exists()
+        self._tell_state()
+
+    def _note_claims_seen(self, job: ElasticJob, host: int, state: AgentState) -> None:
+        """Note whether a host sees the folder of claims: views are claimed if all do."""
         view = self._election.view
-        if path != self._shared.path or job is None:
-            return
-        if found:
+        if not self._shared.path or state.job.claims != self._shared.path:
+            return  # it has not looked yet
+        if state.sees_claims:
             self._shared.seen_by.add(host)
         elif view is not None and view.claims:
             self._election.set_claims("")
         if self._shared.seen_by >= job.hosts.keys() and len(job.hosts) > 1:
-            self._election.set_claims(path)
+            self._election.set_claims(self._shared.path)
 
     # --- requests of users
     # --------------------------------------------------------------------------------------------
@@ -1072,7 +1078,6 @@ class _Inbox:
 _CUT_OFF_S = (
     5.0  # after which this host itself would have noticed that one of the two does not answer
 )
-_REPEATED_S = 3 * _TICK_S
 _REFUSED_S = 10.0
 _MOST_REFUSED_S = 600.0
 
@@ -1082,16 +1087,19 @@ class _CutOffHosts:
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, int], float] = {}
-        self._last: dict[tuple[int, int], float] = {}
         self._refused: dict[str, tuple[float, float]] = {}  # until when, and for how long
 
     def note(self, host: int, others: Iterable[int]) -> None:
-        """Note that a host does not reach others."""
+        """Note which others a host does not reach now."""
         now = time.monotonic()
+        before = self._since
+        self._since = {pair: since for pair, since in before.items() if pair[0] != host}
         for pair in ((host, other) for other in others):
-            if now - self._last.get(pair, -math.inf) > _REPEATED_S:
-                self._since[pair] = now
-            self._last[pair] = now
+            self._since[pair] = before.get(pair, now)
+
+    def forget(self) -> None:
+        """Another host leads from here on, which is told anew."""
+        self._since.clear()
 
     def overdue(self, hosts: Sequence[int]) -> list[tuple[int, int]]:
         """Return the first two of the `hosts`, in order of seniority, for which that has lasted too
@@ -1099,11 +1107,7 @@ class _CutOffHosts:
         """
         now = time.monotonic()
         for pair, since in self._since.items():
-            if (
-                set(pair) <= set(hosts)
-                and now - since >= _CUT_OFF_S
-                and now - self._last[pair] <= _REPEATED_S
-            ):
+            if set(pair) <= set(hosts) and now - since >= _CUT_OFF_S:
                 senior, junior = sorted(pair, key=hosts.index)
                 return [(senior, junior)]
         return []

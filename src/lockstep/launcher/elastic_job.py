@@ -20,9 +20,8 @@ from ..elastic.membership import (
     Commit,
     Coordinator,
     Down,
-    Events,
     HostReport,
-    Publish,
+    Keep,
     Regroup,
     Up,
     View,
@@ -36,22 +35,16 @@ from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
 
 __all__ = [
     "AgentState",
-    "CutOff",
     "ElasticJob",
     "Ended",
     "ForLeader",
     "FromWorker",
     "HostMessages",
-    "Hosts",
     "JobState",
-    "Keep",
     "Kept",
     "Kill",
     "Limits",
-    "Look",
-    "Looked",
     "Over",
-    "Saved",
     "Start",
     "Tell",
     "ToWorker",
@@ -92,6 +85,7 @@ class JobState(Tagged, frozen=True):
 
     Attributes:
         target: the number of workers that the job shall have.
+        hosts: that take part.
         first: the number of the first worker since all were started.
         started: how many workers have been started.
         restarts: how often all workers have been started again.
@@ -99,6 +93,7 @@ class JobState(Tagged, frozen=True):
         progress: the greatest commit before the last start of all workers.
         resume: the checkpoint from which all workers were started again; "" without one.
         folder: of the run; "" as long as it is not known, or if there is none.
+        claims: the folder in which views are claimed once all hosts see it; "" without one.
         checkpoint: the newest one.
         stops: the signals with which the job was asked to end.
         is_ending: whether the job ends.
@@ -110,6 +105,7 @@ class JobState(Tagged, frozen=True):
     """
 
     target: Integer
+    hosts: List[HostEntry] = ()
     first: Integer = 0
     started: Integer = 0
     restarts: Integer = 0
@@ -117,6 +113,7 @@ class JobState(Tagged, frozen=True):
     progress: Commit = NO_STATE
     resume: str = ""
     folder: str = ""
+    claims: str = ""
     checkpoint: str = ""
     stops: List[Integer] = ()
     is_ending: bool = False
@@ -164,29 +161,10 @@ class ToWorker(Tagged, frozen=True):
     message: Down
 
 
-class Keep(Tagged, frozen=True):
-    """Keep what a worker has sent for others, and say so."""
-
-    worker: Integer
-    message: Publish | Events
-
-
-class Hosts(Tagged, frozen=True):
-    """These hosts take part as well."""
-
-    hosts: List[HostEntry]
-
-
 class Tell(Tagged, frozen=True):
     """Note what has happened, for `lockstep top`."""
 
     text: str
-
-
-class Look(Tagged, frozen=True):
-    """Look whether there is a file."""
-
-    path: str
 
 
 class Over(Tagged, frozen=True):
@@ -199,20 +177,27 @@ class Over(Tagged, frozen=True):
 
 
 class AgentState(Tagged, frozen=True):
-    """All that a host knows, for who leads; sent again at each new view of the hosts, and
-    connection.
+    """All that a host knows, for who leads; sent again at each new view of the hosts and
+    connection, and when anything else than `report` has changed.
 
     Attributes:
         view: the number of the newest view that the sender knows.
         host: the sender.
         job: the newest state of the job that it has been told.
-        report: on its workers.
+        report: on its workers, which say themselves what changes.
+        saved: the newest checkpoint that its workers have saved; "" if the job knows of it, or of
+            a newer one.
+        sees_claims: whether it sees the folder in which views are to be claimed.
+        unreachable: the hosts of the view that it does not reach.
     """
 
     view: Integer
     host: HostEntry
     job: JobState
     report: HostReport
+    saved: str = ""
+    sees_claims: bool = False
+    unreachable: List[Integer] = ()
 
 
 class FromWorker(Tagged, frozen=True):
@@ -245,42 +230,10 @@ class Kept(Tagged, frozen=True):
     request: Integer
 
 
-class Saved(Tagged, frozen=True):
-    """A worker of this host has saved a checkpoint."""
-
-    path: str
-
-
-class Looked(Tagged, frozen=True):
-    """Whether this host sees a file."""
-
-    path: str
-    found: bool
-
-
-class CutOff(Tagged, frozen=True):
-    """This host does not reach some hosts of the view."""
-
-    hosts: List[Integer]
-
-
-ForLeader = FromWorker | Ended | Kept | Saved | Looked | CutOff | Request
+ForLeader = AgentState | FromWorker | Ended | Kept | Request
 """What the launchers of all hosts send to the one that leads."""
 
-HostMessages = (
-    ForLeader
-    | AgentState
-    | JobState
-    | Start
-    | Kill
-    | ToWorker
-    | Keep
-    | Hosts
-    | Tell
-    | Look
-    | Over
-    | Reply
-)
+HostMessages = ForLeader | JobState | Start | Kill | ToWorker | Keep | Tell | Over | Reply
 """All messages between them."""
 
 
@@ -347,23 +300,20 @@ class ElasticJob:
     def resume(
         self,
         reports: Iterable[HostReport],
-        kept: Iterable[tuple[int, Publish]],
-        events: Events | None,
+        kept: Iterable[Keep],
     ) -> None:
         """Go on with what the hosts know of their workers; the workers of all other hosts are lost.
 
         Args:
             reports: of the hosts.
-            kept: the values that all hosts keep, each with the worker that has sent it.
-            events: what rank 0's callbacks have seen.
+            kept: what all hosts keep.
         """
         reports = list(reports)
         self.coordinator = self._new_coordinator(self.coordinator.generation)
-        for number, message in kept:
-            self._published.add((number, message.request))
+        for message in kept:
+            if not message.is_of_callbacks:
+                self._published.add((message.worker, message.request))
             self.coordinator.keep(message)
-        if events is not None:
-            self.coordinator.keep(events)
         self.coordinator.resume(reports)
         has_finished = any(
             number >= self.state.first for report in reports for number in report.finished
@@ -440,10 +390,12 @@ class ElasticJob:
 
     def receive(self, number: int, message: Up) -> None:
         """A worker has sent a message."""
-        if isinstance(message, Publish) and (number, message.request) in self._published:
-            # asked again, as the launcher that led is gone
-            self.coordinator.to_keep.append((number, message))
-            return
+        if isinstance(message, Keep):
+            message = structs.replace(message, worker=number)
+            if (number, message.request) in self._published:
+                # asked again, as the launcher that led is gone
+                self.coordinator.to_keep.append(message)
+                return
         self.coordinator.receive(number, message)
         if isinstance(message, WorkerState) and message.faulty:
             self._retire(number)
@@ -504,8 +456,10 @@ class ElasticJob:
         self._dismissed.add(number)
         if number in self.state.faulty:
             return
-        self._change_state(faulty=(*self.state.faulty, number))
-        self._set_slots(host, self.hosts[host].slots - 1)
+        before = self.hosts[host]
+        self.hosts[host] = structs.replace(before, slots=before.slots - 1)
+        self._change_state(faulty=(*self.state.faulty, number))  # which tells of the slot as well
+        self._fit_to_slots(host)
         self.tell(
             f"rank {self.rank_of(number)}{self._on_host(host)} computes wrong numbers and leaves; "
             f"its device is used no more"
@@ -533,6 +487,11 @@ class ElasticJob:
         """A checkpoint was saved."""
         if path != self.state.checkpoint:
             self._change_state(checkpoint=path)
+
+    def claims_in(self, folder: str) -> None:
+        """Views are to be claimed in a folder, once all hosts see it."""
+        if folder != self.state.claims:
+            self._change_state(claims=folder)
 
     def kept(self, host: int, worker: int, request: int) -> None:
         """A host has kept what a worker has sent."""
@@ -618,7 +577,9 @@ class ElasticJob:
         )
 
     def _change_state(self, **values: object) -> None:
-        self.state = structs.replace(self.state, version=self.state.version + 1, **values)
+        version = self.state.version + 1
+        hosts = tuple(self.hosts.values())
+        self.state = structs.replace(self.state, version=version, hosts=hosts, **values)
         for host in self.hosts:
             self.send(host, self.state)
 
@@ -841,19 +802,19 @@ class ElasticJob:
     def _set_slots(self, host: int, slots: int) -> str:
         """Let a host have more or fewer workers from now on."""
         before = self.hosts[host]
-        after = self.hosts[host] = structs.replace(before, slots=slots)
-        for each in self.hosts:
-            self.send(each, Hosts((after,)))
+        self.hosts[host] = structs.replace(before, slots=slots)
         if slots > before.slots:
             self._use_slots(slots - before.slots)
         else:
-            self._let_leave(self._staying_on(host)[slots:])
-            living = len(self._staying())
-            free = sum(self._free_slots(each) for each in self.hosts)
-            self._change_state(
-                target=max(self.limits.minimum, min(self.state.target, living + free))
-            )
+            self._fit_to_slots(host)
         return f"{before.name} had {counted(before.slots, 'slot')}, and has {slots} now"
+
+    def _fit_to_slots(self, host: int) -> None:
+        """Let workers of a host leave that has fewer slots now."""
+        self._let_leave(self._staying_on(host)[self.hosts[host].slots :])
+        living = len(self._staying())
+        free = sum(self._free_slots(each) for each in self.hosts)
+        self._change_state(target=max(self.limits.minimum, min(self.state.target, living + free)))
 
     def _use_slots(self, more: int) -> None:
         """Let the job have more workers, of which there are as many slots as `more`."""
@@ -952,12 +913,11 @@ class ElasticJob:
 
     def _keep(self) -> None:
         while self.coordinator.to_keep:
-            number, message = self.coordinator.to_keep.popleft()
-            key = number, message.request
+            message = self.coordinator.to_keep.popleft()
             if message.request >= 0:
-                self._keeping[key] = set(self.hosts)
+                self._keeping[message.worker, message.request] = set(self.hosts)
             for host in self.hosts:
-                self.send(host, Keep(number, message))
+                self.send(host, message)
 
     def _answer_if_kept(self, key: tuple[int, int]) -> None:
         if key in self._keeping and not self._keeping[key]:

@@ -22,7 +22,7 @@ from lockstep.elastic.membership import (
     Finish,
     Hello,
     HostMemory,
-    Publish,
+    Keep,
     Regroup,
     Up,
     View,
@@ -664,12 +664,12 @@ def test_a_group_that_fails_again_and_again_at_one_step_ends_the_job() -> None:
 
 def test_what_rank_0_sent_is_repeated_to_those_that_join_only() -> None:
     coordinator = formed(1)
-    coordinator.receive(0, Publish(b"one"))
+    coordinator.receive(0, Keep(b"one"))
     assert told(coordinator) == []
     coordinator.started(1)
     coordinator.receive(1, Hello(1))
-    coordinator.receive(0, Publish(b"two"))
-    assert told(coordinator) == [(1, Publish(b"one")), (1, Publish(b"two"))]
+    coordinator.receive(0, Keep(b"two"))
+    assert told(coordinator) == [(1, Keep(b"one")), (1, Keep(b"two"))]
 
 
 def test_keys_belong_to_their_generation() -> None:
@@ -799,5 +799,5 @@ def test_who_waits_to_join_is_told_what_rank_0_sends_meanwhile() -> None:
     coordinator = formed(1)
     start(coordinator, 1)
     told(coordinator)
-    coordinator.receive(0, Publish(b"result", 7))
-    assert told(coordinator) == [(1, Publish(b"result", 7))]
+    coordinator.receive(0, Keep(b"result", 7))
+    assert told(coordinator) == [(1, Keep(b"result", 7))]

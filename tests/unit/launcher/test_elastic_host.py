@@ -27,7 +27,7 @@ from lockstep.elastic.mesh import (
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launcher import elastic_node
 from lockstep.launcher.elastic_host import ElasticHost, OutsideError, _Inbox
-from lockstep.launcher.elastic_job import Ended, FromWorker, HostMessages, Saved
+from lockstep.launcher.elastic_job import Ended, FromWorker, HostMessages, Kept
 from lockstep.launcher.elastic_node import Listener
 from lockstep.launcher.elastic_workers import HostSetup
 
@@ -39,7 +39,7 @@ def ended(number: int) -> Ended:
 def test_what_a_report_says_is_not_handled_again() -> None:
     inbox = _Inbox()
     before: list[HostMessages] = [
-        Saved("one"),
+        Kept(3, 1),
         FromWorker(3, WorkerState()),
         ended(3),
         Request(1, "resize", 2),

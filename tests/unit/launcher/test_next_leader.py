@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.elastic.membership import Events, Finish, Publish, View, WorkerState
+from lockstep.elastic.membership import Finish, Keep, View, WorkerState
 from lockstep.launcher.elastic_job import JobState
 from support.job_simulation import World, simulated
 
@@ -71,8 +71,8 @@ def test_nobody_remembers_what_was_before_all_workers_were_started_again(world: 
     host._memory.note_up(0, WorkerState("done", 3, (0, 5), fit=0))
     host._memory.note_down(0, Finish("complete", 0))
     host._memory.ended(0, in_good_order=False)
-    host._keep(0, Publish(b"value"))
-    host._keep(0, Events((0, 5), b"states"))
+    host._keep(Keep(b"value", worker=0))
+    host._keep(Keep(b"states", commit=(0, 5), worker=0))
     host._obey(JobState(2, first=0, started=1))
     assert host._memory.report().completed == 0 and host._kept and host._events is not None
     host._obey(JobState(2, first=1, started=1, restarts=1))
