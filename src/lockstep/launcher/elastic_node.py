@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from typing_extensions import override
 
 from .. import environment, messages
 from ..activity import Activity
@@ -41,7 +42,7 @@ from ..elastic.mesh import (
 )
 from ..errors import ConfigError, LockstepError, counted
 from ..job.connection import Connection, take_turn
-from ..job.messages import JobIsOver, Request, TakesPart
+from ..job.messages import HostFailure, Request, TakesPart
 from ..stores import listen
 from ..system.heartbeat import address_towards
 from .elastic_host import ALONE_S, About, ElasticHost, OutsideError, WireMessage, describe_ended
@@ -51,14 +52,13 @@ from .host_description import describe_host
 from .links import interface_with_address
 from .local import elastic_setup
 from .log_multiplexer import LogMultiplexer
-from .node import failure_of
+from .node import HostPart, failure_of
 from .options import JobOptions
 from .script import HOROVOD_SETUP, Script
-from .starter import Starter
 
 T = TypeVar("T")
 
-__all__ = ["JobSpec", "join_job", "join_running_job", "run_as_node"]
+__all__ = ["ElasticPart", "JobSpec", "join_job", "join_running_job"]
 
 _KNOCK_S = 5.0
 _RETRY_S = 0.5
@@ -144,73 +144,70 @@ class Listener:
 # ---------------------------------------------------------------------------
 
 
-def run_as_node(
-    script: Script, config: JobOptions, workers: int, problem: str, starter: Starter | None
-) -> None:
-    """Run this host's part of an elastic job, as `lockstep run` was told, or as its starter tells
-    it.
+class ElasticPart(HostPart):
+    """This host's part of an elastic job, which goes on without its starter."""
 
-    Args:
-        script: the program.
-        config: of the run.
-        workers: that this host may have.
-        problem: why it cannot run them, or "".
-        starter: of this launcher; None if it was not started by `lockstep run -H`.
+    def __init__(self, script: Script, workers: int, problem: str) -> None:
+        super().__init__(script, workers, problem)
+        self._listener: Listener | None = None
+        self._host: ElasticHost | None = None  # None as long as this host takes no part
+        self._has_ended_job = False
 
-    Raises:
-        LockstepError: this host cannot run them.
-        as `found_job` and `join_job`.
-    """
-    if starter is None:
-        if problem:
-            raise LockstepError(problem)
-        multiplexer = LogMultiplexer(
-            (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
-        )
-        address = str(config.master_addr)
-        listener = Listener(address, config.master_port) if config.node_rank == 0 else None
-        _run_part(
-            script,
-            config,
-            workers,
-            multiplexer,
-            address,
-            config.master_port,
-            listener,
-            lambda host: None,
-        )
-        return
-    description = describe_host(workers, problem)
-    listeners: list[Listener] = []
+    @override
+    def listen(self, address: str, port: int) -> int:
+        self._listener = Listener(address, port)
+        return self._listener.port
 
-    def listen(
-        address: str,
-    ) -> int:  # only now is it known by which address the other hosts reach this one
-        listeners.append(Listener(address))
-        return listeners[0].port
+    @override
+    def run(self, config: JobOptions, log: LogMultiplexer, address: str, port: int) -> None:
+        if self.starter is None and self.description.problem:
+            raise LockstepError(self.description.problem)
+        workers = self.description.workers
+        _run_part(self.script, config, workers, log, address, port, self._listener, self._watch)
 
-    connection = environment.variables().get("SSH_CONNECTION", "")
-    begin = starter.meet(msgspec.structs.replace(description, connection=connection), listen)
-    if begin is None:
-        return
-    followed = _FollowedStarter(starter)
-    listener = listeners[0] if listeners else None
-    try:
-        _run_part(
-            script,
-            replace(config, quiet=True),
-            workers,
-            starter.log,
-            begin.address,
-            begin.port,
-            listener,
-            followed.watch,
-        )
-    except (LockstepError, KeyboardInterrupt) as error:
-        starter.end(error, failure_of(error) if isinstance(error, LockstepError) else None)
-    finally:
-        if followed.host is not None and followed.host.knows_outcome:
-            starter.send(JobIsOver())
+    def _watch(self, host: ElasticHost | None) -> None:
+        """Pass signals and requests on to `host`, and tell the starter where it listens."""
+        self._host = host
+        if host is not None and self.starter is not None:
+            own = host.mesh.own
+            self.starter.send(TakesPart(own.address, own.port))
+
+    @override
+    def take(self, request: Request) -> None:
+        if request.what == "signal":
+            self._signal(request.number)
+        elif request.what == "end":
+            self._has_ended_job = True
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGINT)  # ends the grace period
+        elif self._host is not None:
+            self._host.requests.append((request.what, request.number))
+        elif request.what == "leave":  # it tries to join again
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @override
+    def lose_starter(self) -> None:
+        if self._has_ended_job or self.starter is None:
+            return
+        _write_to_file()
+        self.starter.log.keep()
+        if self._host is not None:
+            self._host.has_new_reader = True
+
+    def _signal(self, number: int) -> None:
+        if self._host is None:
+            os.kill(os.getpid(), number)
+        else:
+            self._host.job_signals.append(number)
+
+    @override
+    def failure_of(self, error: LockstepError) -> HostFailure | None:
+        return failure_of(error)
+
+    @property
+    @override
+    def knows_outcome(self) -> bool:
+        return self._host is not None and self._host.knows_outcome
 
 
 def _run_part(
@@ -235,57 +232,6 @@ def _run_part(
 
 Watch = Callable[[ElasticHost | None], None]
 """Called with this host before its part begins, and with None when it has ended and joins again."""
-
-
-class _FollowedStarter:
-    """Passes on what the starter asks; the job goes on without it.
-
-    Args:
-        starter: of this launcher.
-
-    Attributes:
-        host: this host; None as long as it takes no part.
-    """
-
-    def __init__(self, starter: Starter) -> None:
-        self.host: ElasticHost | None = None
-        self._starter = starter
-        self._has_ended_job = False
-        starter.follow(self._take, self._lost)
-
-    def watch(self, host: ElasticHost | None) -> None:
-        """Pass signals and requests on to `host`, and tell the starter where it listens."""
-        self.host = host
-        if host is not None:
-            own = host.mesh.own
-            self._starter.send(TakesPart(own.address, own.port))
-
-    def _take(self, request: Request) -> None:
-        if request.what == "signal":
-            self._signal(request.number)
-        elif request.what == "end":
-            self._has_ended_job = True
-            self._signal(signal.SIGTERM)
-            self._signal(signal.SIGINT)  # ends the grace period
-        elif self.host is not None:
-            self.host.requests.append((request.what, request.number))
-        elif request.what == "leave":  # it tries to join again
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def _lost(self) -> None:
-        if self._has_ended_job:
-            return
-        _write_to_file()
-        self._starter.log.keep()
-        if self.host is not None:
-            self.host.has_new_reader = True
-
-    def _signal(self, number: int) -> None:
-        host = self.host
-        if host is None:
-            os.kill(os.getpid(), number)
-        else:
-            host.job_signals.append(number)
 
 
 def _write_to_file() -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from abc import ABC, abstractmethod
 from contextlib import closing, suppress
 from dataclasses import replace
 
 import msgspec
+from typing_extensions import override
 
 from .. import environment
 from ..errors import InterruptedRunError, LockstepError, WorkerError
-from ..job.messages import AgentFailure, HostDescription, HostFailure, Request
+from ..job.messages import AgentFailure, HostFailure, JobIsOver, Request
 from ..system.heartbeat import address_towards
 from .host_description import describe_host
 from .links import FIRST, FixedHosts, interface_with_address, listen_for_hosts
@@ -26,19 +28,67 @@ from .script import Script
 from .starter import Starter
 from .worker_options import FAILURE_GRACE
 
-__all__ = ["failure_of", "run_as_node"]
+__all__ = ["FixedPart", "HostPart", "failure_of", "run_as_node"]
 
 
-def run_as_node(
-    script: Script, config: JobOptions, workers: int, problem: str, starter: Starter | None
-) -> None:
-    """Meet the other hosts, and run the workers of this one.
+class HostPart(ABC):
+    """This host's part of a job on several hosts.
 
     Args:
         script: the program.
-        config: of the run.
         workers: of this host; what they need is prepared.
         problem: why this host cannot run them, or "".
+
+    Attributes:
+        description: of this host.
+        starter: of this launcher; None if it was not started by `lockstep run -H`.
+    """
+
+    def __init__(self, script: Script, workers: int, problem: str) -> None:
+        self.script = script
+        self.description = describe_host(workers, problem)
+        self.starter: Starter | None = None
+
+    @abstractmethod
+    def listen(self, address: str, port: int) -> int:
+        """Listen there for the launchers of the other hosts; 0 for a port that the system chooses.
+        Returns the port.
+        """
+
+    @abstractmethod
+    def run(self, config: JobOptions, log: LogMultiplexer, address: str, port: int) -> None:
+        """Run this part to its end.
+
+        Args:
+            config: of the run.
+            log: prints the workers' lines.
+            address, port: where the launcher of the first host listens, or of any that takes part.
+        """
+
+    @abstractmethod
+    def take(self, request: Request) -> None:
+        """The starter asks for something."""
+
+    @abstractmethod
+    def lose_starter(self) -> None:
+        """The starter or the connection to it is gone."""
+
+    def failure_of(self, error: LockstepError) -> HostFailure | None:
+        """Return the failure of a worker that the starter is to be told with `error`."""
+        return None
+
+    @property
+    def knows_outcome(self) -> bool:
+        """Whether the job is over for all hosts, though not all need have told their starter so."""
+        return False
+
+
+def run_as_node(part: HostPart, config: JobOptions, starter: Starter | None) -> None:
+    """Run this host's part of a job, as `lockstep run` was told, or as its starter tells it.
+
+    Args:
+        part: of this host.
+        config: of the run.
         starter: of this launcher; None if it was not started by `lockstep run -H`.
 
     Raises:
@@ -46,100 +96,81 @@ def run_as_node(
         WorkerError: the rank that failed first, on any host.
         as `start.start`.
     """
-    if starter is not None:
-        _run_for_starter(script, config, workers, problem, starter)
+    if starter is None:
+        log = LogMultiplexer(
+            (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
+        )
+        address = str(config.master_addr)
+        if config.node_rank == FIRST:
+            part.listen(address, config.master_port)
+        part.run(config, log, address, config.master_port)
         return
-    multiplexer = LogMultiplexer(
-        (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
-    )
-    address = str(config.master_addr)
-    port = config.master_port
-    listener = listen_for_hosts(address, port) if config.node_rank == FIRST else None
-    hosts = FixedHosts(address, port, config.node_rank, config.nnodes)
-    _run(script, config, describe_host(workers, problem), multiplexer, hosts, listener)
-
-
-def _run_for_starter(
-    script: Script, config: JobOptions, workers: int, problem: str, starter: Starter
-) -> None:
-    """Execute the commands of the starter, and report to it."""
-    description = describe_host(workers, problem)
-    listeners: list[socket.socket] = []
-
-    def listen(
-        address: str,
-    ) -> int:  # only now is it known by which address the other hosts reach this one
-        listeners.append(listen_for_hosts(address, 0))
-        return int(listeners[0].getsockname()[1])
-
+    part.starter = starter
     connection = environment.variables().get("SSH_CONNECTION", "")
-    begin = starter.meet(msgspec.structs.replace(description, connection=connection), listen)
+    description = msgspec.structs.replace(part.description, connection=connection)
+    # only now is it known by which address the other hosts reach this one
+    begin = starter.meet(description, lambda address: part.listen(address, 0))
     if begin is None:
         return
-    starter.follow(_take_request, _end_this_host)
-    hosts = FixedHosts(begin.address, begin.port, config.node_rank, config.nnodes)
-    listener = listeners[0] if listeners else None
+    starter.follow(part.take, part.lose_starter)
     try:
-        _run(
-            script, replace(config, quiet=True), description, starter.log, hosts, listener, starter
-        )
+        part.run(replace(config, quiet=True), starter.log, begin.address, begin.port)
     except (LockstepError, KeyboardInterrupt) as error:
-        starter.end(error)
+        failure = part.failure_of(error) if isinstance(error, LockstepError) else None
+        starter.end(error, failure)
+    finally:
+        if part.knows_outcome:
+            starter.send(JobIsOver())
 
 
-def _take_request(request: Request) -> None:
-    if request.what == "signal":
-        os.kill(os.getpid(), request.number)
+class FixedPart(HostPart):
+    """This host's part of a job with a fixed number of workers, which ends with its starter."""
 
+    def __init__(self, script: Script, workers: int, problem: str) -> None:
+        super().__init__(script, workers, problem)
+        self._listener: socket.socket | None = None
 
-def _end_this_host() -> None:
-    """The starter or the connection to it is gone: end this host's part of the job."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # the second signal ends the grace period
-        os.kill(os.getpid(), number)
+    @override
+    def listen(self, address: str, port: int) -> int:
+        self._listener = listen_for_hosts(address, port)
+        return int(self._listener.getsockname()[1])
 
+    @override
+    def take(self, request: Request) -> None:
+        if request.what == "signal":
+            os.kill(os.getpid(), request.number)
 
-def _run(
-    script: Script,
-    config: JobOptions,
-    description: HostDescription,
-    multiplexer: LogMultiplexer,
-    hosts: FixedHosts,
-    listener: socket.socket | None,
-    starter: Starter | None = None,
-) -> None:
-    """Run this host's part, and agree with the others on the first failure.
+    @override
+    def lose_starter(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):  # the second signal ends the grace period
+            os.kill(os.getpid(), number)
 
-    Args:
-        script: the program.
-        config: of the run.
-        description: of this host.
-        multiplexer: prints the workers' lines.
-        hosts: of the job.
-        listener: where the others connect, if this host is the first.
-        starter: of this launcher.
-    """
-    own: HostFailure | None = None
-    error: LockstepError | None = None
-    with closing(hosts):
-        hosts.meet(description, config, listener)
-        _choose_interface(config, hosts)
-        try:
-            run_host_share(script, config, description.workers, multiplexer, hosts)
-        except InterruptedRunError:
-            raise
-        except LockstepError as raised:
-            _check_interruption(raised, hosts)
-            own = failure_of(raised, hosts.clock_offset_ns)
-            error = raised
-        if own is not None and starter is not None:
-            starter.send(AgentFailure(own))
-        first = hosts.end(own, FAILURE_GRACE + 2)
-    if first is not None:
-        if own is None or own.rank != first.rank:  # one host shows the traceback
-            first = msgspec.structs.replace(first, traceback="")
-        raise first.as_error()
-    if error is not None:
-        raise error
+    @override
+    def run(self, config: JobOptions, log: LogMultiplexer, address: str, port: int) -> None:
+        """Run this host's workers, and agree with the other hosts on the first failure."""
+        own: HostFailure | None = None
+        error: LockstepError | None = None
+        hosts = FixedHosts(address, port, config.node_rank, config.nnodes)
+        with closing(hosts):
+            hosts.meet(self.description, config, self._listener)
+            _choose_interface(config, hosts)
+            try:
+                run_host_share(self.script, config, self.description.workers, log, hosts)
+            except InterruptedRunError:
+                raise
+            except LockstepError as raised:
+                _check_interruption(raised, hosts)
+                own = failure_of(raised, hosts.clock_offset_ns)
+                error = raised
+            if own is not None and self.starter is not None:
+                self.starter.send(AgentFailure(own))
+            first = hosts.end(own, FAILURE_GRACE + 2)
+        if first is not None:
+            if own is None or own.rank != first.rank:  # one host shows the traceback
+                first = msgspec.structs.replace(first, traceback="")
+            raise first.as_error()
+        if error is not None:
+            raise error
 
 
 def _check_interruption(error: LockstepError, hosts: FixedHosts) -> None:

@@ -207,8 +207,8 @@ def _run_on_several_hosts(script: Script, config: JobOptions, starter: Starter |
         with deferred_signals():
             from . import elastic_node, node
 
-    module = node if config.elastic is None else elastic_node
-    module.run_as_node(script, config, workers, problem, starter)
+    kind = node.FixedPart if config.elastic is None else elastic_node.ElasticPart
+    node.run_as_node(kind(script, workers, problem), config, starter)
 
 
 def _prepare_host(script: Script, config: JobOptions, workers: int) -> str:
