@@ -48,9 +48,12 @@ def dispatch_by_device(group: Group) -> Group:
     torch.distributed does not use its own table of backends for a group that is written in Python,
     so the group keeps one: a backend is made for its first tensor, which is at the same call on
     every rank.
+
+    A method that the class has wrapped by `or_device_backend` in part is left as it is.
     """
     for name in OPERATIONS:
-        setattr(group, name, _or_device_backend(name, getattr(group, name)))
+        if name not in getattr(group, "dispatches", ()):
+            setattr(group, name, or_device_backend(name, getattr(group, name)))
     for name in ("shutdown", "abort"):
         setattr(group, name, _and_device_backends(name, getattr(group, name)))
     for name in ("_start_coalescing", "_end_coalescing", "_get_backend"):
@@ -59,7 +62,9 @@ def dispatch_by_device(group: Group) -> Group:
     return group
 
 
-def _or_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def or_device_backend(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method` of a group, with calls for another device passed on to its backend."""
+
     @functools.wraps(method)
     def call(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -133,7 +133,7 @@ class MpiContext:
         """
         if asynchronous:
             return self._collectives.enqueue(operation, steps, timeout or self.timeout, result)
-        return self._collectives.run(operation, lambda: steps, lambda: timeout or self.timeout)
+        return self._collectives.run(operation, lambda: steps, (), lambda: timeout or self.timeout)
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> CPUWork:
         """Send `tensor` to `target` in the background; completed when `tensor` may be written to

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -245,29 +245,41 @@ class OpQueue:
     def run(
         self,
         operation: str,
-        begin: Callable[[], Steps | None],
+        begin: Callable[..., Steps | None],
+        arguments: tuple[Any, ...],
         get_timeout: Callable[[], float],
         has_spun: bool = False,
     ) -> CPUWork:
         """Run an operation synchronously, after those that are queued.
 
+        A small collective takes less time than a few calls of Python: nothing is made here that is
+        not needed.
+
         Args:
             operation: its name, for errors.
             begin: starts it, and returns the steps that are left, or None.
+            arguments: of `begin`.
             get_timeout: seconds that it may take; called when it has to wait.
             has_spun: whether it has spun already when its steps wait.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             self._wait_for_lock(operation)
         try:
             if not self._operations:
                 self._owner = threading.get_ident()
-                self._run(operation, begin, get_timeout, has_spun)
+                try:
+                    rest = begin(*arguments)
+                    if rest is not None:
+                        self._finish(operation, rest, get_timeout(), has_spun)
+                except BaseException as error:
+                    if self._fail is not None:
+                        self._fail(error)
+                    raise
                 return COMPLETED
         finally:
             self._owner = 0
             self._lock.release()
-        work = self.enqueue(operation, _begun(begin), get_timeout(), [])
+        work = self.enqueue(operation, _begun(begin, arguments), get_timeout(), [])
         work.wait()
         return work
 
@@ -280,25 +292,10 @@ class OpQueue:
             )
         self._lock.acquire()
 
-    def _run(
-        self,
-        operation: str,
-        begin: Callable[[], Steps | None],
-        get_timeout: Callable[[], float],
-        has_spun: bool,
-    ) -> None:
-        backoff = None
-        try:
-            for awaited in begin() or ():
-                if backoff is None:
-                    backoff = Backoff(
-                        operation, get_timeout(), self._check, self._oversubscribed or has_spun
-                    )
-                backoff.pause(awaited)
-        except BaseException as error:
-            if self._fail is not None:
-                self._fail(error)
-            raise
+    def _finish(self, operation: str, rest: Steps, timeout: float, has_spun: bool) -> None:
+        backoff = Backoff(operation, timeout, self._check, self._oversubscribed or has_spun)
+        for awaited in rest:
+            backoff.pause(awaited)
 
     def enqueue(
         self,
@@ -447,7 +444,7 @@ class OpQueue:
         return None
 
 
-def _begun(begin: Callable[[], Steps | None]) -> Steps:
-    steps = begin()
+def _begun(begin: Callable[..., Steps | None], arguments: tuple[Any, ...]) -> Steps:
+    steps = begin(*arguments)
     if steps is not None:
         yield from steps

@@ -116,7 +116,7 @@ class ShmContext:
         queue = self._require_open().collectives
         if asynchronous:
             return queue.enqueue(operation, steps, timeout or self.timeout, result)
-        return queue.run(operation, lambda: steps, lambda: timeout or self.timeout)
+        return queue.run(operation, lambda: steps, (), lambda: timeout or self.timeout)
 
     def run_native(
         self,
@@ -129,15 +129,16 @@ class ShmContext:
         dtype_code: int,
     ) -> CPUWork:
         """Run a collective synchronously in the native extension; see `begin`."""
-        resources = self._require_open()
+        resources = self._resources
+        if self._failure or resources is None:
+            resources = self._require_open()  # raises
         buffers = resources.buffers
         return resources.collectives.run(
             kind,
-            lambda: begin(
-                buffers, KINDS[kind], root, dtype_code, inputs, outputs, buffers.spins, keep_alive
-            ),
+            begin,
+            (buffers, KINDS[kind], root, dtype_code, inputs, outputs, buffers.spins, keep_alive),
             lambda: timeout_of(opts) or self.timeout,
-            has_spun=True,
+            True,
         )
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> CPUWork:

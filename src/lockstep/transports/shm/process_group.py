@@ -9,8 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ..device_groups import dispatch_by_device
+from ..device_groups import dispatch_by_device, or_device_backend
 from ..process_group import TransportGroup
 from ..runtime.backoff import Steps
 from ..runtime.c10d import Store
@@ -20,7 +21,7 @@ from ..runtime.work import CPUWork
 from . import collectives
 from .context import ShmContext
 from .native import addresses_of, dtype_code_of
-from .rank_states import native_sum_code
+from .rank_states import NATIVE_SUMS, SUM, native_sum_code
 
 Reduction = tuple[ReduceFn, int]  # the Python form, and the code of the native form, or -1
 
@@ -33,6 +34,7 @@ class ShmGroup(TransportGroup):
     """
 
     carries_any_dtype = is_on_one_host = True
+    dispatches = ("allreduce",)
     _context: ShmContext
 
     def __init__(self, context: ShmContext, store: Store) -> None:
@@ -42,6 +44,33 @@ class ShmGroup(TransportGroup):
     def count_moved(self) -> int:
         """Return how many parts of messages this rank has written and read."""
         return self._context.count_moved()
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> CPUWork | dist.Work:
+        """Reduce each tensor over all ranks, in place; see `TransportGroup.allreduce`.
+
+        A synchronous sum of one plain tensor is what most steps wait for. Here it is one function,
+        as a small one takes no longer than a few calls of Python.
+        """
+        if opts is not None and not opts.asyncOp and len(tensors) == 1 and self._is_native:
+            tensor = tensors[0]
+            dtype_code = NATIVE_SUMS.get(tensor.dtype)
+            if (
+                dtype_code is not None
+                and hash(opts.reduceOp) == SUM
+                and tensor.is_cpu
+                and tensor.layout is torch.strided
+                and tensor.is_contiguous()
+                and not tensor.is_neg()  # real numbers are never lazily conjugated
+                and (nbytes := tensor.nbytes)
+            ):
+                memory = (tensor.data_ptr(), nbytes)
+                done = self._context.run_native(
+                    "all_reduce", opts, memory, memory, tensors, 0, dtype_code
+                )
+                return done if self._batch is None else self._coalesce(done)
+        return self._allreduce_on_any_device(tensors, opts)
+
+    _allreduce_on_any_device = or_device_backend("allreduce", TransportGroup.allreduce)
 
     def _try_native(
         self, kind: str, opts: Any, inputs: Tensors, outputs: Tensors, root: int = 0, op: Any = None

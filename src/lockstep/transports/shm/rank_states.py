@@ -61,9 +61,13 @@ try:
 except ImportError:  # no compiler was found when the package was installed
     _native = None
 
-_NATIVE_SUM_DTYPES = 4  # dtypes that the native extension sums: the first of those in signatures.py
+# what the native extension sums, with the dtypes' numbers: the first of those in signatures.py
+NATIVE_SUMS = {
+    dtype: dtype_number(dtype)
+    for dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
+}
 _MAX_NATIVE_RANKS = 1024  # as in _exchange.h
-_SUM = hash(ReduceOp.SUM)
+SUM = hash(ReduceOp.SUM)
 
 
 class ExchangeState:
@@ -87,8 +91,7 @@ def native_sum_code(op: Any, dtype: torch.dtype) -> int:
     """Return the dtype's number, if the native extension does the reduction `op` of it; -1 where it
     does not.
     """
-    number = dtype_number(dtype)
-    return number if number < _NATIVE_SUM_DTYPES and hash(op) == _SUM else -1
+    return NATIVE_SUMS.get(dtype, -1) if hash(op) == SUM else -1
 
 
 def _make_state(segment: Segment, layout: Layout, rank: int) -> Any:
