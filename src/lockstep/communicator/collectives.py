@@ -100,6 +100,12 @@ class Reduction:
     divides: bool = False
     keeps_lowest_bit: bool = False
 
+    def sends_as_is(self, dtype: torch.dtype) -> bool:
+        """Return whether values of `dtype` are sent, and their reduction is the result, as they
+        are.
+        """
+        return dtype == self.wire_dtype and not (self.divides or self.keeps_lowest_bit)
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values as they are sent, in one dimension, sharing the memory of `tensor`
         where possible.
@@ -139,6 +145,21 @@ def _reduction(op: str, dtype: torch.dtype, backend: str) -> Reduction:
         return Reduction(ReduceOp.AVG, wire_dtype)
     # a sum of half-precision numbers may overflow where their mean does not
     return Reduction(ReduceOp.SUM, torch.float32 if dtype in _HALF else wire_dtype, divides=True)
+
+
+@functools.cache
+def blocking_all_reduce(op: Any) -> Any:
+    """Return c10d's options of a blocking all-reduce with `op`, one of `_C10D_OPS`; not to be
+    changed.
+
+    Making them takes torch as long as shared memory needs for the whole operation. Whoever reads
+    them in Python gets constants of the class, at a twentieth of the time of c10d's properties.
+    """
+    kind = type("AllreduceOptions", (dist.AllreduceOptions,), {"reduceOp": op, "asyncOp": False})
+    options = kind()
+    dist.AllreduceOptions.reduceOp.__set__(options, op)
+    dist.AllreduceOptions.asyncOp.__set__(options, False)
+    return options
 
 
 def reduce_scatter(

@@ -20,8 +20,16 @@ from typing_extensions import Self
 from .. import arguments, flight_recorder
 from ..topology import World
 from . import collectives, point_to_point
-from .call_arguments import Arguments, TensorSpec, copy_back, dense, dense_buffer, wire_view
-from .collectives import Op, Tensors, output_tensors, reduction_for
+from .call_arguments import (
+    MAX_DIMS,
+    Arguments,
+    TensorSpec,
+    copy_back,
+    dense,
+    dense_buffer,
+    wire_view,
+)
+from .collectives import Op, Tensors, blocking_all_reduce, output_tensors, reduction_for
 from .groups import backends_of, device_of, make_group, world_among, world_of
 from .objects import (
     error_to_send,
@@ -143,6 +151,9 @@ class Communicator:
         self.group = group
         self._owns_group = False  # whether the group was made for this communicator alone
         self._arguments = Arguments(self.rank, self.size, device, backends_of(group))
+        # c10d's options of the all-reduces that have been called with tensors on the CPU and that
+        # send these as they are, by dtype and operation
+        self._in_place: dict[tuple[torch.dtype, str], Any] = {}
         self._self_messages = point_to_point.SelfMessages(self.rank)
 
     if not TYPE_CHECKING:  # a type checker knows the attributes
@@ -430,6 +441,23 @@ class Communicator:
                 ranks.
             op: "sum", "mean", "product", "min" or "max"; of whole numbers also "and", "or", "xor".
         """
+        # Most are of one plain tensor on the CPU that is sent as it is. For these the checks of
+        # `_allreduce` come down to a few attributes, and no request and no options are made.
+        if type(tensor) is torch.Tensor and type(op) is str and tensor.is_cpu:
+            options = self._in_place.get((tensor.dtype, op))
+            if (
+                options is not None
+                and tensor.layout is torch.strided
+                and tensor.is_contiguous()
+                and tensor.dim() <= MAX_DIMS
+                and not tensor.is_neg()
+                and not tensor.requires_grad
+            ):
+                flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+                work = self._connected().allreduce([flat], options)
+                if work is not None:
+                    work.wait()
+                return tensor
         return self._allreduce(tensor, op, async_op=False).wait()
 
     def iallreduce(self, tensor: torch.Tensor, op: Op = "sum") -> Request[torch.Tensor]:
@@ -440,6 +468,8 @@ class Communicator:
         how = reduction_for(self._arguments, op, self._arguments.check_tensor("tensor", tensor))
         if self.size == 1:
             return Request.completed(tensor)
+        if tensor.is_cpu and how.sends_as_is(tensor.dtype):
+            self._in_place[tensor.dtype, op] = blocking_all_reduce(how.c10d_op)
         packed = how.pack(tensor)
         work = dist.all_reduce(packed, how.c10d_op, group=self._connected(), async_op=async_op)
         return Request([work], lambda: how.unpack_into(tensor, packed, self.size))

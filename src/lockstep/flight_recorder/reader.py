@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 _AT = StateWords()
+_RECORD_BYTES = RECORD.size
+_COMPARED_BYTES = COMPARED.size
 
 
 def describe(name: str, batch: int | None, what: str) -> str:
@@ -316,12 +318,15 @@ class RecorderReader:
         raw = RawRecord(*RECORD.unpack_from(self.memory, self._ring + number % RING * RECORD.size))
         return raw if raw.number == number else None
 
-    def compared_bytes(self, number: int) -> bytes:
-        """Return the first fields of the record in the position of that number; see
-        `layout.COMPARED`.
+    def compared_bytes(self, slot: int, sequence: int) -> bytes:
+        """Return the fields that ranks compare, see `layout.COMPARED`, of the record in the
+        position of the group's collective `sequence`; b"" if there is none.
         """
-        at = self._ring + number % RING * RECORD.size
-        return self._map[at : at + COMPARED.size]
+        number = self.uints[self._record_numbers + slot * DEPTH + sequence % DEPTH]
+        if not number:
+            return b""
+        at = self._ring + number % RING * _RECORD_BYTES
+        return self._map[at + 8 : at + _COMPARED_BYTES]
 
     def group_slot(self, key: int) -> int:
         """Return the slot of the group `key`; -1 if the rank is not in that group."""

@@ -69,6 +69,10 @@ _AT_STEP = _AT.step
 _AT_PRODUCTIVE = _AT.productive
 _AT_TOKENS = _AT.tokens_per_sample
 _SPARE_SLOTS = 8  # free ones; the slots of groups that are destroyed are reused in turn
+# what each collective calls
+_pack_record = RECORD.pack_into
+_RECORD_BYTES = RECORD.size
+_COMPARED_BYTES = COMPARED.size
 _LEFT_AT = RECORD.size - 8 - 4 - 5 * 4 - 8  # offset of the field `left` in a record
 
 
@@ -237,15 +241,17 @@ class FlightRecorder:
             loop: over batches, to which it belongs; 0 for none, None for the rank's current one.
         """
         self.count = number = self.count + 1
-        at = self._ring + number % RING * RECORD.size
-        now = now or time.monotonic()
-        loop = self.loop if loop is None else loop
-        compared = number, key, sequence, call.fingerprint, line, self.batch, loop
-        RECORD.pack_into(
+        _pack_record(
             self.memory,
-            at,
-            *compared,
-            now,
+            self._ring + number % RING * _RECORD_BYTES,
+            number,
+            key,
+            sequence,
+            call.fingerprint,
+            line,
+            self.batch,
+            self.loop if loop is None else loop,
+            now or time.monotonic(),
             0.0,
             call.number,
             call_site,
@@ -268,12 +274,12 @@ class FlightRecorder:
 
     def compared_bytes(self, number: int) -> bytes | bytearray:
         """Return the fields of that record that ranks compare; see `layout.COMPARED`."""
-        at = self._ring + number % RING * RECORD.size
-        return self._raw[at + 8 : at + COMPARED.size]
+        at = self._ring + number % RING * _RECORD_BYTES
+        return self._raw[at + 8 : at + _COMPARED_BYTES]
 
     def leave(self, number: int, now: float) -> None:
         """Record the completion of that record's collective, unless it is recorded already."""
-        at = (self._ring + number % RING * RECORD.size + _LEFT_AT) >> 3
+        at = (self._ring + number % RING * _RECORD_BYTES + _LEFT_AT) >> 3
         if number + RING > self.count and not self.uints[at]:
             self.floats[at] = now
 

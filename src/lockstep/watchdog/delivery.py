@@ -272,7 +272,9 @@ def _waiting_in_last(state: WatchdogState, monitors: Sequence[GroupMonitor]) -> 
         return
     monitor, raw = last
     with state.lock:
-        known = any(each.number == raw.number and each.work is None for each in monitor.pending)
+        known = any(
+            each.number == raw.number and each.work is None for each in list(monitor.pending)
+        )
         pending = PendingCall.of(raw)
         if not known:
             monitor.pending.append(pending)

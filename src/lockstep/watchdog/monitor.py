@@ -4,7 +4,6 @@ says why one hangs.
 
 from __future__ import annotations
 
-import struct
 import sys
 import time
 from collections import deque
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..flight_recorder import RawRecord, RecorderReader
+from ..flight_recorder import RawRecord, RecorderReader, current
 from . import mismatch
 from .call_sites import digest
 from .diagnosis import ObservationClock, local_finding
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupMonitor", "Peer"]
 
 _STOPPED_S = 1.0  # a process that was stopped for longer may have been given up by the others
-# number, group key and sequence number: the first fields of a record
-_FIRST = struct.Struct("<QQQ")
+_IDENTITY_BYTES = 16  # group key and sequence number: the first of the fields that are compared
 _REJECTION_S = (
     5.0  # a call that the backend has not rejected after this time is not going to be rejected
 )
@@ -182,7 +180,7 @@ class GroupMonitor:
         if state.error is not None:
             state.check()
         recorder = state.recorder
-        name = state.current.thread.name
+        name = current.thread.name
         call = state.signatures.lookup(operation, key, name)
         site = state.call_sites.lookup(sys._getframe(1))
         if self.swaps.last_mismatch is not None and peer < 0:
@@ -195,9 +193,20 @@ class GroupMonitor:
             sequence = 0
             if peer < 0:
                 sequence = self.sequence = self.sequence + 1
-            texts = site.text, self.title_number, name_number
-            place = self.key, self.slot, sequence
-            number = recorder.enter(*place, call, site.line, *texts, peer, self.rejected, now, tag)
+            number = recorder.enter(
+                self.key,
+                self.slot,
+                sequence,
+                call,
+                site.line,
+                site.text,
+                self.title_number,
+                name_number,
+                peer,
+                self.rejected,
+                now,
+                tag,
+            )
             pending = PendingCall(number, sequence, now)
             if sequence:
                 # else the monitor thread does: a step queries no device
@@ -289,7 +298,15 @@ class GroupMonitor:
     def finish(self, pending: PendingCall, now: float) -> None:
         """Record that a call has completed."""
         self.state.recorder.leave(pending.number, now)
-        if pending.sequence:
+        calls = self.pending
+        if calls and calls[0] is pending and pending.work is None:
+            # nobody but its own thread removes a call without a work, so that the first one stays
+            # the first: the lock, which takes longer, is not needed
+            try:
+                calls.popleft()
+            except IndexError:  # the group is being closed
+                return
+        elif pending.sequence:
             self.remove_pending(pending)
 
     def finish_wait(self, pending: PendingCall, work: Any, device: torch.device | None) -> None:
@@ -315,9 +332,7 @@ class GroupMonitor:
     def remove_pending(self, pending: PendingCall) -> None:
         """Remove a collective from the pending ones."""
         with self.state.lock:
-            if self.pending and self.pending[0] is pending:
-                self.pending.popleft()
-            elif pending in self.pending:
+            if pending in self.pending:
                 self.pending.remove(pending)
 
     def cancel_call(self, pending: PendingCall) -> None:
@@ -345,7 +360,7 @@ class GroupMonitor:
         if not self.waits_in_slices:
             return []
         with self.state.lock:
-            works = [*self.abandoned, *(pending.work for pending in self.pending)]
+            works = [*self.abandoned, *(pending.work for pending in list(self.pending))]
         return [work for work in works if work is not None and not work.is_completed()]
 
     def abandon(self, work: Any) -> None:
@@ -419,19 +434,16 @@ class GroupMonitor:
         key = self.key
         for peer in self.peers:
             slot = peer.find_slot(key)
-            reader = peer.reader
-            theirs = reader.record_number(slot, sequence) if slot >= 0 else 0
-            if not theirs:
-                continue
-            compared = reader.compared_bytes(theirs)
-            if compared[8:] == mine:
+            compared = peer.reader.compared_bytes(slot, sequence) if slot >= 0 else b""
+            if compared == mine:
                 return
-            if _FIRST.unpack_from(compared) == (theirs, key, sequence):
+            if compared[:_IDENTITY_BYTES] != mine[:_IDENTITY_BYTES]:
+                continue  # it has not called it: the record there is of another one
+            theirs = self.peer_record(peer, sequence)
+            if theirs is not None:
                 own = self.state.own.raw(number)
-                raw = reader.raw(theirs)
                 if own is not None:
-                    if raw is not None:
-                        self.swaps.note_lines(own, {raw.line})
+                    self.swaps.note_lines(own, {theirs.line})
                     self.compare_with(peer, own)
                 return
 

@@ -20,7 +20,7 @@ from .delivery import is_rejection
 from .monitor import GroupMonitor
 from .preflight import PendingCheck
 from .shared_state import PendingCall
-from .signatures import OPERATIONS, Key
+from .signatures import OPERATIONS
 
 __all__ = ["GroupProxy", "WatchedWork", "replace_group", "watch_group"]
 
@@ -205,9 +205,13 @@ def _watched_class(kind: Any) -> Any:
     if hasattr(kind, "_end_coalescing"):
         methods["_start_coalescing"] = _start_coalescing(kind._start_coalescing)
         methods["_end_coalescing"] = _end_coalescing(kind._end_coalescing)
-    return type(
-        kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods}
-    )
+    attributes = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "watchdog_monitor": None,
+        **methods,
+    }
+    return type(kind.__name__, (kind,), attributes)
 
 
 def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,24 +221,30 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        monitor: GroupMonitor | None = self.__dict__.get("watchdog_monitor")
+        monitor: GroupMonitor | None = self.watchdog_monitor
         thread = threading.get_ident()
         if monitor is None or thread in monitor.threads_inside:
             return method(self, *args, **kwargs)
         given = (*args, *kwargs.values()) if kwargs else args  # `barrier` gets its options by name
-        pending = monitor.enter(operation, _key(key_of, given))
-        opts = given[-1] if given else None
+        try:
+            key = key_of(*given)
+        except (AttributeError, IndexError, TypeError, RuntimeError):  # the backend will reject it
+            key = ()
+        pending = monitor.enter(operation, key)
         device = None if monitor.completes_on_host else _device(given)
-        if getattr(opts, "asyncOp", True):
+        try:
+            is_async = given[-1].asyncOp
+        except (AttributeError, IndexError):
+            is_async = True
+        if is_async:
             made = functools.partial(method, self, *args, **kwargs)
             return _start(monitor, pending, thread, made, device, given)
         # from here on what `_start` and `WatchdogState.blocking` do, inlined: this path has to be
         # short
         state = monitor.state
-        recorder = monitor.state.recorder
-        inside = monitor.threads_inside
+        recorder = state.recorder
         recorder.begin_wait(pending.number, pending.entered)
-        inside.add(thread)
+        monitor.threads_inside.add(thread)
         state.enter_wait(thread)
         try:
             if monitor.preflight is None:
@@ -244,13 +254,16 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
                 work = monitor.preflight.run(pending, made, operation)
             if work is not None:
                 # also if it has failed by now, so that its root cause is raised
-                _wait(work, monitor)
+                if monitor.waits_in_slices:
+                    _wait(work, monitor)
+                else:
+                    work.wait()
         except BaseException as error:
             _failed(monitor, pending, error)
             raise
         finally:
             state.waiting_threads.discard(thread)
-            inside.discard(thread)
+            monitor.threads_inside.discard(thread)
             now = recorder.end_wait()
         if device is None:
             monitor.finish(pending, now)
@@ -270,13 +283,6 @@ def _device(args: Any) -> torch.device | None:
         if found is not None:
             return found
     return None
-
-
-def _key(key_of: Callable[..., Key], args: tuple[Any, ...]) -> Key:
-    try:
-        return key_of(*args)
-    except (AttributeError, IndexError, TypeError, RuntimeError):  # the backend will reject them
-        return ()
 
 
 def _start(
@@ -350,7 +356,7 @@ def _failed(monitor: GroupMonitor, pending: PendingCall, error: BaseException) -
 def _watched_message(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        monitor: GroupMonitor | None = self.__dict__.get("watchdog_monitor")
+        monitor: GroupMonitor | None = self.watchdog_monitor
         thread = threading.get_ident()
         from_any = name == "recv_anysource"
         if monitor is None or thread in monitor.threads_inside or kwargs:
@@ -378,7 +384,7 @@ def _watched_barrier(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, timeout: timedelta | None = None, *args: Any, **kwargs: Any) -> None:
-        monitor: GroupMonitor | None = self.__dict__.get("watchdog_monitor")
+        monitor: GroupMonitor | None = self.watchdog_monitor
         thread = threading.get_ident()
         if monitor is None or thread in monitor.threads_inside:
             method(self, timeout, *args, **kwargs)
@@ -421,7 +427,7 @@ def _start_coalescing(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
         method(self, *args, **kwargs)
-        monitor = self.__dict__.get("watchdog_monitor")
+        monitor = self.watchdog_monitor
         if monitor is not None:
             monitor.coalesced[threading.get_ident()] = []
 
@@ -431,7 +437,7 @@ def _start_coalescing(method: Callable[..., Any]) -> Callable[..., Any]:
 def _end_coalescing(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def end(self: Any, *args: Any, **kwargs: Any) -> Any:
-        monitor = self.__dict__.get("watchdog_monitor")
+        monitor = self.watchdog_monitor
         calls = [] if monitor is None else monitor.coalesced.pop(threading.get_ident(), [])
         work = method(self, *args, **kwargs)
         return work if monitor is None or work is None else _CoalescedWork(work, monitor, calls)

@@ -43,7 +43,11 @@ def _all_of(tensors: Sequence[torch.Tensor]) -> Key:
 
 
 def _reduced(tensors: Any, opts: Any = None, *_: Any) -> Key:
-    return _all_of(tensors), hash(opts.reduceOp) if opts is not None else _SUM
+    op = _SUM if opts is None else hash(opts.reduceOp)
+    if len(tensors) == 1:
+        tensor = tensors[0]
+        return (tensor.shape, tensor.dtype), op
+    return _all_of(tensors), op
 
 
 def _rooted(tensors: Any, opts: Any, *_: Any) -> Key:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lockstep.errors import ConfigError, DesyncError, TransportError
 from lockstep.flight_recorder import FlightRecorder, RecorderReader, current
-from lockstep.flight_recorder.layout import rank_file
+from lockstep.flight_recorder.layout import DEPTH, rank_file
 from lockstep.watchdog import delivery
 from lockstep.watchdog.call_sites import CallSites
 from lockstep.watchdog.delivery import find_gone_rank, is_rejection, is_transport_error
@@ -156,6 +156,14 @@ def test_a_call_is_compared_with_that_of_the_rank_that_came_first(ranks: list[Ra
     ranks[1].all_reduce(5)
     assert len(ranks[1].found) == 1
     assert not ranks[0].found
+
+
+def test_a_call_is_not_compared_with_the_one_whose_place_it_takes(ranks: list[Rank]) -> None:
+    """A record lies where that of an earlier collective was, until it is written."""
+    for number in range(DEPTH + 3):
+        for rank in ranks[:: 1 if number % 2 else -1]:
+            rank.all_reduce(1 + number % 5)
+    assert not ranks[0].found + ranks[1].found
 
 
 def test_calls_that_every_rank_refuses_are_no_collectives(ranks: list[Rank]) -> None:

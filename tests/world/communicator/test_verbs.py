@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.communicator import Communicator, wait_all
+from lockstep.communicator.collectives import blocking_all_reduce
 from lockstep.errors import ConfigError, TransportError
 from support.hosts import pretending
 from support.pool import Pool
@@ -215,6 +216,47 @@ def gradients() -> None:
     flipped = torch.tensor([1 + 1j, 2 - 1j]).conj()
     assert comm.allreduce(flipped).tolist() == [2 - 2j, 4 + 2j]
     assert comm.broadcast(torch.full((1,), complex(comm.rank, 1)).conj()).tolist() == [-1j]
+
+
+def again() -> None:
+    """A second all-reduce of a dtype takes a shorter way, which is for plain tensors only."""
+    comm = Communicator()
+    size = comm.size
+    for _ in range(2):
+        for shape in ((), (0,), (1,), (2, 3)):
+            plain = torch.full(shape, 2.0)
+            assert comm.allreduce(plain) is plain
+            assert torch.equal(plain, torch.full(shape, 2.0 * size))
+        weight = torch.nn.Parameter(torch.full((2, 3), 2.0))
+        assert comm.allreduce(weight, "sum").tolist() == [[2.0 * size] * 3] * 2
+        assert comm.allreduce(weight.detach().mT, "max").shape == (3, 2)
+        hidden = torch.full((2, 3), 2.0, requires_grad=True)
+        assert comm.allreduce(hidden) is hidden and hidden.is_leaf
+        negated = torch.tensor([1 + 2j]).conj().imag
+        assert negated.is_contiguous() and negated.is_neg()
+        assert comm.allreduce(negated).tolist() == [-2.0 * size]
+        every_second = torch.arange(6.0)[::2]
+        assert comm.allreduce(every_second).tolist() == [0.0, 2.0 * size, 4.0 * size]
+        assert comm.allreduce(torch.tensor([True, False]), "xor").tolist() == [size % 2 == 1, False]
+        assert comm.allreduce(torch.ones(2, dtype=torch.int16)).tolist() == [size, size]
+        for op in (["sum"], "average"):
+            with pytest.raises(ConfigError, match="op: expected one of sum, mean"):
+                comm.allreduce(torch.ones(1), op)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="at most 16 dimensions"):
+            comm.allreduce(torch.ones([1] * 17))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_reduces_of_a_dtype_that_came_before(pool: Pool, transport: str) -> None:
+    pool.run(again, workers=3, backend=transport)
+
+
+def test_the_options_of_a_blocking_all_reduce() -> None:
+    """What Python reads of options that were made before is what C++ reads."""
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        prepared = blocking_all_reduce(op)
+        assert dist.AllreduceOptions.reduceOp.__get__(prepared) == prepared.reduceOp == op
+        assert dist.AllreduceOptions.asyncOp.__get__(prepared) is prepared.asyncOp is False
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -174,6 +174,9 @@ def lazy_views() -> None:
     dist.all_reduce(negated)
     assert negated.tolist() == [-2.0 * sum(range(size + 1)), 1.0 * sum(range(size + 1))]
     assert torch.equal(mine.imag, negated)
+    one = torch.tensor([1 + 2j]).conj().imag  # whose memory has the other sign, and no gaps
+    dist.all_reduce(one)
+    assert one.tolist() == [-2.0 * size]
 
 
 @only_shm

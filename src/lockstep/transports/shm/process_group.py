@@ -68,7 +68,8 @@ class ShmGroup(TransportGroup):
                     "all_reduce", opts, memory, memory, tensors, 0, dtype_code
                 )
                 return done if self._batch is None else self._coalesce(done)
-        return self._allreduce_on_any_device(tensors, opts)
+        work: CPUWork | dist.Work = self._allreduce_on_any_device(tensors, opts)
+        return work
 
     _allreduce_on_any_device = or_device_backend("allreduce", TransportGroup.allreduce)
 

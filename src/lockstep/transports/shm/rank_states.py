@@ -63,8 +63,7 @@ except ImportError:  # no compiler was found when the package was installed
 
 # what the native extension sums, with the dtypes' numbers: the first of those in signatures.py
 NATIVE_SUMS = {
-    dtype: dtype_number(dtype)
-    for dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
+    dtype: dtype_number(dtype) for dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
 }
 _MAX_NATIVE_RANKS = 1024  # as in _exchange.h
 SUM = hash(ReduceOp.SUM)
