@@ -87,7 +87,15 @@ class BatchLoops:
             del self._open[at + 1 :]  # a loop inside this one is over
         else:
             self._remove_dropped()
-            self._open.append(_Loop(weakref.ref(iterator, self._dropped), _loop_loop_key()))
+            # a method of this object would keep it, and the flight recorder, in a cycle
+            own = weakref.WeakMethod(self._dropped)
+
+            def note_dropped(_: object) -> None:
+                dropped = own()
+                if dropped is not None:
+                    dropped()
+
+            self._open.append(_Loop(weakref.ref(iterator, note_dropped), _loop_loop_key()))
         self._recorder.note_batch(number, self._open[-1].key)
 
     def end(self, iterator: Any, count: int) -> None:
@@ -99,7 +107,7 @@ class BatchLoops:
         self._open = [each for each in self._open if each is not loop]
         self._recorder.note_batch(-2 - count, key)
 
-    def _dropped(self, _: object) -> None:
+    def _dropped(self) -> None:
         """Record that a loop was left before its end; the loop around it records its batch with its
         next one.
         """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.flight_recorder import FlightRecorder, RecorderReader, current
 from lockstep.watchdog import patches
-from lockstep.watchdog.patches import batch_replacements
+from lockstep.watchdog.patches import BatchLoops, batch_replacements
 
 
 def batches_of(loader: DataLoader[Any], use: Callable[[Any], object]) -> list[int]:
@@ -70,3 +72,22 @@ def test_a_forked_child_writes_nothing_into_its_parents_flight_recorder(
         recorder.record_heartbeat()
         assert own.state().batch is None
         assert current.recorder is None
+
+
+def test_a_loop_that_goes_on_does_not_keep_the_flight_recorder() -> None:
+    class Recorder:
+        def note_batch(self, number: int, key: int) -> None:
+            pass
+
+    recorder: Any = Recorder()
+    kept = weakref.ref(recorder)
+    iterator = iter(DataLoader(TensorDataset(torch.zeros(4))))
+    gc.disable()
+    try:
+        loops = BatchLoops(recorder)
+        for _ in range(2):
+            loops.note(iterator, 0)
+        del loops, recorder
+        assert kept() is None
+    finally:
+        gc.enable()
