@@ -14,6 +14,8 @@ from ..communicator import Communicator
 from ..errors import DivergedError, counted
 from .errors_on_all import raise_on_all
 
+__all__ = ["FiniteWeights"]
+
 _ADVICE = (
     "The loss was finite and its gradient was not, as that of a norm or a square root at 0 is; or "
     "the update was too large: lower the learning rate, warm it up, or clip the gradients."

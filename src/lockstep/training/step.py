@@ -58,7 +58,7 @@ from .step_arguments import (
 from .step_result import StepNumbers, StepResult
 from .torch_calls import clear_gradients
 from .torch_schedulers import rates_of
-from .totals import as_float, make_totals
+from .totals import StepInputs, as_float, make_totals
 from .virtual_worker_passes import ShardPasses
 
 __all__ = ["DIGEST_BITS", "Passes", "TrainStep", "make_passes"]
@@ -80,28 +80,11 @@ class Passes(Protocol):
     def parts(self, batch: Batch) -> list[tuple[Any, int]]:
         """Return (data, samples) of each of this worker's passes."""
 
-    def run(
-        self,
-        loss: Any,
-        precision: Precision,
-        batch: Batch,
-        step: int,
-        requests: float,
-        marks: torch.Tensor,
-    ) -> Sums:
+    def run(self, step: StepInputs) -> Sums:
         """Run the passes; gradients are then sums over the global batch, divided by its number of
         samples.
 
         With fp16 they are scaled otherwise, see `Precision.correction`.
-
-        Args:
-            loss: (data, samples) → (sum of the loss, count), as the strategy has wrapped it.
-            precision: the precision of the passes.
-            batch: this worker's part of the global batch.
-            step: the number of the step.
-            requests: what this worker requests, see `recovery.STOP` and `REGROUP`.
-            marks: 1-d tensor that is summed over the workers with the totals, see
-                `ReplicaCheck.marks`.
 
         Returns:
             Totals over the global batch: (sum of the loss, count, sum of the requests, *marks).
@@ -154,24 +137,18 @@ class AlonePasses:
         """See `Passes`."""
         return _parts(batch, self._accumulation_steps)
 
-    def run(
-        self,
-        loss: LossModule,
-        precision: Precision,
-        batch: Batch,
-        step: int,
-        requests: float,
-        marks: torch.Tensor,
-    ) -> Sums:
+    def run(self, step: StepInputs) -> Sums:
         """See `Passes`."""
         loss_sum = counted = 0.0
-        factor = precision.pass_scale(batch.global_size)
-        for data, size in self.parts(batch):
+        loss = step.loss
+        precision = step.precision
+        factor = precision.pass_scale(step.batch.global_size)
+        for data, size in self.parts(step.batch):
             total, count = precision.run_forward(loss.on, loss.model, data, size)
             loss_sum += as_float(total)
             counted += as_float(count)
             precision.backward(total, factor)
-        return loss_sum, counted, requests
+        return loss_sum, counted, step.requests
 
 
 class SinglePass:
@@ -189,22 +166,16 @@ class SinglePass:
         """See `Passes`."""
         return _parts(batch, 1)
 
-    def run(
-        self,
-        loss: LossModule,
-        precision: Precision,
-        batch: Batch,
-        step: int,
-        requests: float,
-        marks: torch.Tensor,
-    ) -> Sums:
+    def run(self, step: StepInputs) -> Sums:
         """See `Passes`."""
-        ((data, size),) = self.parts(batch)
+        loss = step.loss
+        precision = step.precision
+        ((data, size),) = self.parts(step.batch)
         total, count = precision.run_forward(loss.on, loss.model, data, size)
         if isinstance(count, torch.Tensor) and count.is_cpu:
             count = count.item()
         precision.backward_of_mean(total, count)
-        return total.detach(), count, requests
+        return total.detach(), count, step.requests
 
 
 class AccumulatedPasses:
@@ -231,31 +202,26 @@ class AccumulatedPasses:
         """See `Passes`."""
         return _parts(batch, self._accumulation_steps)
 
-    def run(
-        self,
-        loss: Any,
-        precision: Precision,
-        batch: Batch,
-        step: int,
-        requests: float,
-        marks: torch.Tensor,
-    ) -> Sums:
+    def run(self, step: StepInputs) -> Sums:
         """See `Passes`."""
         strategy = self._strategy
-        parts = self.parts(batch)
+        precision = step.precision
+        global_size = step.batch.global_size
+        parts = self.parts(step.batch)
         # The reduction averages over workers; the mean over samples needs the sum.
-        factor = precision.pass_scale(batch.global_size, self.averaged_over)
-        totals = make_totals(marks)
+        factor = precision.pass_scale(global_size, self.averaged_over)
+        totals = make_totals(step.marks)
         for index, (data, size) in enumerate(parts):
             last = index == len(parts) - 1
             with strategy.gradient_sync(now=last):
-                total, count = precision.run_forward(loss, data, size)
+                total, count = precision.run_forward(step.loss, data, size)
                 totals.add(total, count)
                 if last:
                     with named(strategy.totals_name):
-                        weight = sum(size for _, size in parts) / batch.global_size
-                        made = partial(totals.tensor, requests)
-                        finish = strategy.reduce_totals(made, weight, add_up=batch.collated is None)
+                        weight = sum(size for _, size in parts) / global_size
+                        made = partial(totals.tensor, step.requests)
+                        add_up = step.batch.collated is None
+                        finish = strategy.reduce_totals(made, weight, add_up=add_up)
                 with named(strategy.backward_name):
                     precision.backward(total, factor)
         return finish()
@@ -640,7 +606,7 @@ class TrainStep:
             samples = digest_of_samples(batch, self.comm)
             marks = torch.cat([marks, marks.new_full((1,), samples)])
         totals = self._passes.run(
-            self._module, self.precision, batch, self.steps_done, requests, marks
+            StepInputs(self._module, self.precision, batch, self.steps_done, requests, marks)
         )
         if samples is not None and len(totals) > 3:  # else this worker is the only one
             samples = totals[-1]

@@ -1,14 +1,38 @@
-"""What a worker's passes add to the sums of a step beside the gradients: the loss, its count,
-requests and marks.
+"""What the passes of a step are given, and what they add to its sums beside the gradients: the
+loss, its count, requests and marks.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from .precision import Number
+from ..data.loader import Batch
+from .precision import Number, Precision
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the passes of a step are given.
+
+    Attributes:
+        loss: (data, samples) → (sum of the loss, count), as the strategy has wrapped it.
+        precision: the precision of the passes.
+        batch: this worker's part of the global batch.
+        number: the number of the step.
+        requests: what this worker requests, see `recovery.STOP` and `REGROUP`.
+        marks: 1-d tensor that is summed over the workers with the totals, see
+            `ReplicaCheck.marks`.
+    """
+
+    loss: Any
+    precision: Precision
+    batch: Batch
+    number: int
+    requests: float
+    marks: torch.Tensor
 
 
 class Totals(Protocol):

@@ -5,7 +5,6 @@ worker's shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..parallel.shards import bounds
 from .batch_parts import parts_of
 from .loss import LossModule
 from .precision import Precision
-from .totals import make_totals
+from .totals import StepInputs, make_totals
 
 # Alignment of torch's allocations on the CPU in bytes; libraries choose kernels by the alignment of
 # their inputs.
@@ -30,21 +29,6 @@ _ALIGN = 64
 
 Parts = list[tuple[Any, int]]
 """This worker's shards: the data of each, and its number of samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The arguments of one step's passes, see `ShardPasses.run`; `parts` are the shards of the
-    batch.
-    """
-
-    loss: LossModule
-    precision: Precision
-    parts: Parts
-    global_size: int
-    number: int
-    requests: float
-    marks: torch.Tensor
 
 
 class ShardPasses:
@@ -63,15 +47,7 @@ class ShardPasses:
     averaged_over = 1
     gives_means = False
 
-    def run(
-        self,
-        loss: LossModule,
-        precision: Precision,
-        batch: Batch,
-        step: int,
-        requests: float,
-        marks: torch.Tensor,
-    ) -> torch.Tensor:
+    def run(self, step: StepInputs) -> torch.Tensor:
         """Run the passes, see `lockstep.training.step.Passes`.
 
         Raises:
@@ -79,30 +55,28 @@ class ShardPasses:
         """
         strategy = self._strategy
         reducer = self._strategy.reducer
-        current = _Step(
-            loss, precision, self.parts(batch), batch.global_size, step, requests, marks
-        )
+        parts = self.parts(step.batch)
         strategy.begin()
         if strategy.joint_layers:
-            self._run_jointly(current)
+            self._run_jointly(step, parts)
         else:
-            self._run_in_sequence(current)
+            self._run_in_sequence(step, parts)
         # Random numbers that are drawn between steps are the same on every worker.
-        seed_shard(self._seed, step, strategy.virtual_workers, strategy.comm.device)
+        seed_shard(self._seed, step.number, strategy.virtual_workers, strategy.comm.device)
         assert reducer.sums is not None
-        size = 3 + len(marks)
-        samples = batch.global_size if batch.collated is None else reducer.sums[size]
+        size = 3 + len(step.marks)
+        samples = step.batch.global_size if step.batch.collated is None else reducer.sums[size]
         strategy.end(reducer.sums[size + 1 :], samples)
         return reducer.sums[:size]
 
-    def _run_in_sequence(self, step: _Step) -> None:
+    def _run_in_sequence(self, step: StepInputs, parts: Parts) -> None:
         """Run one shard after the other; each backward pass adds to the gradients."""
         strategy = self._strategy
         device = self._strategy.comm.device
         reducer = strategy.reducer
         buffers = strategy.buffers
-        scale = step.precision.pass_scale(step.global_size)
-        for shard, part in zip(reducer.shards(strategy.trained()), step.parts, strict=True):
+        scale = step.precision.pass_scale(step.batch.global_size)
+        for shard, part in zip(reducer.shards(strategy.trained()), parts, strict=True):
             if shard > reducer.local_shards.start:
                 buffers.restore()
             seed_shard(self._seed, step.number, shard, device)
@@ -122,7 +96,7 @@ class ShardPasses:
             if total is not None:
                 step.precision.backward(total, scale)
 
-    def _run_jointly(self, step: _Step) -> None:
+    def _run_jointly(self, step: StepInputs, parts: Parts) -> None:
         """Run all shards with barriers at the layers that use all shards, and sum their results in
         order.
         """
@@ -131,9 +105,9 @@ class ShardPasses:
         reducer = strategy.reducer
         buffers = strategy.buffers
         trained = strategy.trained()
-        self._check_joint(step.precision, step.global_size)
+        self._check_joint(step.precision, step.batch.global_size)
         shards = [
-            shard for shard, (_, size) in zip(reducer.local_shards, step.parts, strict=True) if size
+            shard for shard, (_, size) in zip(reducer.local_shards, parts, strict=True) if size
         ]
 
         def requests_of(shard: int) -> float | None:
@@ -141,7 +115,7 @@ class ShardPasses:
 
         def passes(shard: int) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
             seed_shard(self._seed, step.number, shard, comm.device)
-            part = step.parts[shard - reducer.local_shards.start]
+            part = parts[shard - reducer.local_shards.start]
             totals = make_totals(step.marks)
             total, count = step.precision.run_forward(step.loss, *part)
             totals.add(total, count)
@@ -150,7 +124,7 @@ class ShardPasses:
             # In this thread, which waits at the barriers; not into .grad, which all shards share.
             with torch.autograd.set_multithreading_enabled(False):
                 gradients = torch.autograd.grad(
-                    total * (1 / step.global_size), trained, allow_unused=True
+                    total * (1 / step.batch.global_size), trained, allow_unused=True
                 )
             return numbers, separate_gradients(trained, gradients)
 

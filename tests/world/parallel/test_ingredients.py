@@ -48,8 +48,9 @@ def mean_of_means() -> None:
         self.size = batch.size * self._strategy.comm.size  # type: ignore[attr-defined]
         return parts_before(self, batch)
 
-    def run(self: ShardPasses, step: Any) -> None:
-        run_before(self, replace(step, global_size=self.size))  # type: ignore[attr-defined]
+    def run(self: ShardPasses, step: Any, parts: Any) -> None:
+        batch = replace(step.batch, global_size=self.size)  # type: ignore[attr-defined]
+        run_before(self, replace(step, batch=batch), parts)
 
     ShardPasses.parts = parts  # type: ignore[method-assign]
     ShardPasses._run_in_sequence = run  # type: ignore[method-assign]
