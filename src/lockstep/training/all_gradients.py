@@ -60,7 +60,7 @@ class AllGradients:
             ]
         for refusal in refusals:
             for gradients in self._of_optimizers:
-                gradients.refuse(*refusal)
+                gradients.refuse(refusal)
 
     def note_used(self, by: ShardGradients) -> None:
         """Note that a step has used gradients, which other optimizers may have as well."""

@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..parallel.gradient_buckets import Gradients
 from .batch_parts import Shard
+from .loss_graphs import Refusal
 from .precision import full_precision
 
 Seen = tuple[torch.Tensor | None, int]
@@ -38,18 +39,16 @@ class _Kept:
 
 
 @dataclass
-class _Problem:
+class _Refused:
     """A backward pass whose gradients may not be part of a step, and one gradient that it has
     reached.
     """
 
-    error: ConfigError
+    why: Refusal
     number: int
-    gradient: torch.Tensor | None
+    gradient: torch.Tensor
     version: int
     passes: int
-    unless_counted: bool = False
-    ignored: torch.Tensor | None = None
 
 
 class ShardGradients:
@@ -87,7 +86,7 @@ class ShardGradients:
         self._own: dict[int, _Kept] = {}
         self._shown: list[Seen] = []  # at the end of a batch
         self._first = 0  # the shard whose gradients they are
-        self._problems: list[_Problem] = []
+        self._refused: list[_Refused] = []
 
     def train(self, trained: list[nn.Parameter]) -> None:
         """Set the trained parameters; if they are others than before, what is known of gradients is
@@ -100,7 +99,7 @@ class ShardGradients:
         self.trained = trained
         self._own = {}
         self._shown = []
-        self._problems = []
+        self._refused = []
         self._ids = frozenset(map(id, trained))
         self.note_step()
         me = weakref.ref(self)  # a cycle through a hook would never be freed
@@ -233,7 +232,7 @@ class ShardGradients:
         self._passes = [0] * count
         self._norms = [None] * count
         self._of_step = [False] * count
-        self._problems = []
+        self._refused = []
 
     def keep(self, shard: Shard) -> bool:
         """End a shard without a step: keep its gradients for a later batch; returns whether there
@@ -383,29 +382,14 @@ class ShardGradients:
             ):
                 raise _changed()
 
-    def refuse(
-        self,
-        error: ConfigError,
-        reached: set[int],
-        unless_counted: bool = False,
-        ignored: torch.Tensor | None = None,
-    ) -> None:
-        """Record that gradients of the backward pass that has just ended may be no part of a step.
-
-        Args:
-            error: why.
-            reached: ids of the parameters that the pass may have reached.
-            unless_counted: whether a step with a count may use them.
-            ignored: labels that the loss of the pass has ignored: where it is 0, a step may use
-                them. See `lockstep.training.loss_graphs.Refusal`.
+    def refuse(self, why: Refusal) -> None:
+        """Record that gradients of the backward pass that has just ended may be no part of a
+        step.
         """
         for number, p in enumerate(self.trained):
-            if id(p) in reached and p.grad is not None and self._passes[number]:
-                version = p.grad._version
+            if id(p) in why.parameters and p.grad is not None and self._passes[number]:
                 passes = self._passes[number]
-                self._problems.append(
-                    _Problem(error, number, p.grad, version, passes, unless_counted, ignored)
-                )
+                self._refused.append(_Refused(why, number, p.grad, p.grad._version, passes))
                 return
 
     def check_allowed(self, counted: bool) -> list[torch.Tensor]:
@@ -419,19 +403,16 @@ class ShardGradients:
             anything but 0: they are on an accelerator, and not known yet.
         """
         ignored = []
-        for problem in self._problems:
-            if counted and problem.unless_counted:
+        for refused in self._refused:
+            if counted and refused.why.unless_counted:
                 continue
-            gradient = self.trained[problem.number].grad
-            later = self._passes[problem.number] - problem.passes
-            if (
-                gradient is not None
-                and gradient is problem.gradient
-                and gradient._version - problem.version == later
-            ):
-                if problem.ignored is None:
-                    raise problem.error
-                ignored.append(problem.ignored)
+            gradient = refused.gradient
+            later = self._passes[refused.number] - refused.passes
+            is_there = self.trained[refused.number].grad is gradient
+            if is_there and gradient._version - refused.version == later:
+                if refused.why.ignored is None:
+                    raise refused.why.error
+                ignored.append(refused.why.ignored)
         return ignored
 
 
