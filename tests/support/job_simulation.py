@@ -46,7 +46,7 @@ from lockstep.elastic.membership import (
 )
 from lockstep.elastic.mesh import NEW, WAITS_TO_JOIN, HostEntry, Knock, Link, Refused, Welcome
 from lockstep.errors import LockstepError
-from lockstep.launcher import elastic_host, elastic_job
+from lockstep.launcher import elastic_host, elastic_job, unreachable_hosts
 from lockstep.launcher.elastic_host import ALONE_S, ElasticHost, OutsideError
 from lockstep.launcher.elastic_job import Ended, JobState, Limits, Start
 from lockstep.launcher.election import Accepted, HostView
@@ -278,7 +278,11 @@ def simulated() -> Iterator[None]:
         "Path": SimulatedPath,
         "time": CLOCK,
     }
-    with patch.multiple(elastic_host, **replaced), patch.object(elastic_job, "time", CLOCK):
+    with (
+        patch.multiple(elastic_host, **replaced),
+        patch.object(elastic_job, "time", CLOCK),
+        patch.object(unreachable_hosts, "time", CLOCK),
+    ):
         yield
 
 

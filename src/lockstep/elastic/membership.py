@@ -274,6 +274,8 @@ class HostMemory:
     view: View | None = None
     generation: int = 0
     _workers: dict[int, WorkerRecord] = field(default_factory=dict)
+    _values: list[Keep] = field(default_factory=list)
+    _events: Keep | None = None  # what rank 0's callbacks have seen
     _unanswered: dict[int, Keep] = field(default_factory=dict)
     _completed: int = -1
     _finished: list[int] = field(default_factory=list)
@@ -291,6 +293,19 @@ class HostMemory:
             has_completed = worker.completed >= 0 and self._training_of(worker) < 0
             if in_good_order and has_completed and not worker.is_over:
                 self._finished.append(number)
+
+    def keep(self, message: Keep) -> None:
+        """Keep what rank 0 has sent for workers that join later."""
+        known = [(value.worker, value.request) for value in self._values]
+        if message.is_of_callbacks:
+            self._events = message.after(self._events)
+        elif (message.worker, message.request) not in known:
+            self._values.append(message)
+
+    @property
+    def kept(self) -> list[Keep]:
+        """What is kept, in the order in which it was sent."""
+        return self._values if self._events is None else [*self._values, self._events]
 
     @property
     def unanswered(self) -> list[tuple[int, Keep]]:

@@ -66,7 +66,9 @@ from .elastic_job import (
 from .elastic_workers import HostSetup, HostWorkers
 from .election import Election, ElectionMessage, HostView
 from .host_description import check_compatible, describe_host
+from .inbox import Inbox
 from .pulse import Pulse
+from .unreachable_hosts import UnreachableHosts
 from .worker_status import WorkerResults, raise_failure
 
 __all__ = [
@@ -163,8 +165,6 @@ class ElasticHost:
         self._log = setup.multiplexer.write_message
         self._hosts: dict[int, HostEntry] = {entry.number: entry}
         self._memory = HostMemory(entry.number)
-        self._kept: list[Keep] = []
-        self._events: Keep | None = None
         self._state = JobState(0)
         self._job: ElasticJob | None = None
         self._workers = HostWorkers(setup, folder, selector, self._from_worker)
@@ -172,7 +172,7 @@ class ElasticHost:
         self._replies: dict[int, Callable[[str, bool], None]] = {}
         self._asked = 0
         self._own: deque[tuple[int, Any]] = deque()  # messages to this host
-        self._inbox = _Inbox()
+        self._inbox = Inbox()
         self._election = Election(entry.number, None)
         self._view: HostView | None = None  # on which this host acts
         self._let_in_by = -1
@@ -187,7 +187,7 @@ class ElasticHost:
         self._sees_claims = False
         self._unreachable: tuple[int, ...] = ()  # as it was told
         self._shared = SharedFolder()
-        self._cut_off = _CutOffHosts()
+        self._unreachable_hosts = UnreachableHosts()
         self._said = ""
         self._paused_ticks = 0
         self._alone_since = math.inf
@@ -295,7 +295,7 @@ class ElasticHost:
             return Refused(str(error))
         if self._state.is_ending or self._state.stops:
             return Refused("the job is ending")
-        if self._cut_off.is_refused(knock.host.address):
+        if self._unreachable_hosts.is_refused(knock.host.address):
             return Refused("another host of the job does not reach this one; try again later")
         assert self._view is not None
         number = max(max(self._hosts) + 1, self._view.number * _NUMBERS_A_VIEW)
@@ -618,7 +618,7 @@ class ElasticHost:
             self._job = None
             self._resumes = False
             self._inbox.clear()
-            self._cut_off.forget()
+            self._unreachable_hosts.forget()
             self._look_for_claims()
             self._repeat_requests()
             return
@@ -714,10 +714,8 @@ class ElasticHost:
 
     def _tell_new_host(self, host: int) -> None:
         """Send a host that has joined what the others keep."""
-        for message in self._kept:
+        for message in self._memory.kept:
             self._send(host, message)
-        if self._events is not None:
-            self._send(host, self._events)
         if self._memory.view is not None:
             self._send(host, ToWorker(-1, self._memory.view))
 
@@ -735,8 +733,7 @@ class ElasticHost:
         self._inbox.mark(self._me)
         for host, ended in self._inbox.drop_reported():
             job.ended(host, ended)
-        kept = self._kept if self._events is None else [*self._kept, self._events]
-        job.resume([self._memory.report(), *reports], kept)
+        job.resume([self._memory.report(), *reports], self._memory.kept)
         self._repeat_requests()
 
     def _link_changed(self, host: int, link: Link) -> None:
@@ -821,7 +818,7 @@ class ElasticHost:
                 case AgentState():
                     if message.saved:
                         job.saved(message.saved)
-                    self._cut_off.note(host, message.unreachable)
+                    self._unreachable_hosts.note(host, message.unreachable)
                     self._note_claims_seen(job, host, message)
                 case Request():
                     self._answer(job, host, message)
@@ -832,13 +829,13 @@ class ElasticHost:
 
     def _leave_out(self, job: ElasticJob) -> None:
         """Go on without a host that another one does not reach, though this one reaches both."""
-        for pair in self._cut_off.overdue(self._hosts_in_view()):
+        for pair in self._unreachable_hosts.overdue(self._hosts_in_view()):
             one, other = (self._hosts[number] for number in pair)
             job.tell(
                 f"{one.name} and {other.name} do not reach each other; the job goes on without "
                 f"{other.name}"
             )
-            self._cut_off.refuse(other.address)
+            self._unreachable_hosts.refuse(other.address)
             self._election.exclude(other.number)
 
     def _answer(self, job: ElasticJob, host: int, request: Request) -> None:
@@ -878,8 +875,6 @@ class ElasticHost:
         """
         if state.restarts > self._state.restarts:
             self._memory = HostMemory(self._me)
-            self._kept.clear()
-            self._events = None
         before = self._state
         self._state = state
         self._add_entries([host for host in state.hosts if self._hosts.get(host.number) != host])
@@ -896,11 +891,7 @@ class ElasticHost:
             self._workers.send(number, message)
 
     def _keep(self, message: Keep) -> None:
-        known = [(kept.worker, kept.request) for kept in self._kept]
-        if message.is_of_callbacks:
-            self._events = message.after(self._events)
-        elif (message.worker, message.request) not in known:
-            self._kept.append(message)
+        self._memory.keep(message)
         if message.request >= 0:
             self._to_leader(Kept(message.worker, message.request))
 
@@ -1025,99 +1016,3 @@ def describe_ended(name: str) -> str:
         f"the other hosts have ended while {name} was cut off, and may have finished; if they "
         f"have not, {hint}"
     )
-
-
-class _Inbox:
-    """What the hosts send to who leads, in order; it is kept while it is open which host that
-    is.
-    """
-
-    def __init__(self) -> None:
-        self._queues: dict[int, deque[HostMessages]] = {}
-        self._marks: dict[int, int] = {}
-
-    def add(self, host: int, message: HostMessages) -> None:
-        """Add a message from a host."""
-        self._queues.setdefault(host, deque()).append(message)
-
-    def mark(self, host: int) -> None:
-        """Note that a report of this host has come, which knows of all that it has sent so far."""
-        self._marks[host] = len(self._queues.get(host, ()))
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._queues.clear()
-
-    def take(self) -> Iterator[tuple[int, HostMessages]]:
-        """Yield and remove all messages."""
-        self._marks.clear()
-        for host, queue in self._queues.items():
-            while queue:
-                yield host, queue.popleft()
-
-    def drop_reported(self) -> list[tuple[int, Ended]]:
-        """Remove what workers have sent before their hosts' reports, which say it already; returns
-        what has ended.
-        """
-        ended = []
-        for host, marked in self._marks.items():
-            queue = self._queues.get(host, deque())
-            reported = [queue.popleft() for _ in range(min(marked, len(queue)))]
-            queue.extendleft(
-                message
-                for message in reversed(reported)
-                if not isinstance(message, FromWorker | Ended)
-            )
-            ended += [(host, message) for message in reported if isinstance(message, Ended)]
-        return ended
-
-
-# --- Hosts that do not reach each other
-# -------------------------------------------------------------------------------
-
-_CUT_OFF_S = (
-    5.0  # after which this host itself would have noticed that one of the two does not answer
-)
-_REFUSED_S = 10.0
-_MOST_REFUSED_S = 600.0
-
-
-class _CutOffHosts:
-    """Which hosts say that they do not reach each other, and which are left out for that reason."""
-
-    def __init__(self) -> None:
-        self._since: dict[tuple[int, int], float] = {}
-        self._refused: dict[str, tuple[float, float]] = {}  # until when, and for how long
-
-    def note(self, host: int, others: Iterable[int]) -> None:
-        """Note which others a host does not reach now."""
-        now = time.monotonic()
-        before = self._since
-        self._since = {pair: since for pair, since in before.items() if pair[0] != host}
-        for pair in ((host, other) for other in others):
-            self._since[pair] = before.get(pair, now)
-
-    def forget(self) -> None:
-        """Another host leads from here on, which is told anew."""
-        self._since.clear()
-
-    def overdue(self, hosts: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the first two of the `hosts`, in order of seniority, for which that has lasted too
-        long, or none.
-        """
-        now = time.monotonic()
-        for pair, since in self._since.items():
-            if set(pair) <= set(hosts) and now - since >= _CUT_OFF_S:
-                senior, junior = sorted(pair, key=hosts.index)
-                return [(senior, junior)]
-        return []
-
-    def refuse(self, address: str) -> None:
-        """Do not let the host at an address in again for some time, longer each time."""
-        _, seconds = self._refused.get(address, (0.0, _REFUSED_S / 2))
-        seconds = min(2 * seconds, _MOST_REFUSED_S)
-        self._refused[address] = (time.monotonic() + seconds, seconds)
-
-    def is_refused(self, address: str) -> bool:
-        """Return whether that time is not over."""
-        return time.monotonic() < self._refused.get(address, (0.0, 0.0))[0]

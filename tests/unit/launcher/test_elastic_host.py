@@ -26,10 +26,11 @@ from lockstep.elastic.mesh import (
 )
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launcher import elastic_node
-from lockstep.launcher.elastic_host import ElasticHost, OutsideError, _Inbox
+from lockstep.launcher.elastic_host import ElasticHost, OutsideError
 from lockstep.launcher.elastic_job import Ended, FromWorker, HostMessages, Kept
 from lockstep.launcher.elastic_node import Listener
 from lockstep.launcher.elastic_workers import HostSetup
+from lockstep.launcher.inbox import Inbox
 
 
 def ended(number: int) -> Ended:
@@ -37,7 +38,7 @@ def ended(number: int) -> Ended:
 
 
 def test_what_a_report_says_is_not_handled_again() -> None:
-    inbox = _Inbox()
+    inbox = Inbox()
     before: list[HostMessages] = [
         Kept(3, 1),
         FromWorker(3, WorkerState()),
@@ -58,7 +59,7 @@ def test_what_a_report_says_is_not_handled_again() -> None:
 
 
 def test_a_report_is_good_for_one_time() -> None:
-    inbox = _Inbox()
+    inbox = Inbox()
     inbox.mark(1)
     assert list(inbox.take()) == []
     inbox.add(1, ended(3))
