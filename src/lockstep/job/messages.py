@@ -291,7 +291,9 @@ class Output(Tagged, frozen=True):
 
 
 class Say(Tagged, frozen=True):
-    """A message for whoever reads the output of a launcher."""
+    """A message for whoever reads the output of a launcher; from the launcher that leads an elastic
+    job to the others what has happened, for `lockstep top`.
+    """
 
     text: str
 

@@ -45,7 +45,7 @@ from ..elastic.mesh import (
 from ..errors import InterruptedRunError, LockstepError, WorkerError
 from ..interruption import collect_signals
 from ..job.connection import take_turn
-from ..job.messages import HostDescription
+from ..job.messages import HostDescription, Say
 from ..system.job_folders import temporary_job_folder
 from .claims import SharedFolder
 from .elastic_job import (
@@ -60,7 +60,6 @@ from .elastic_job import (
     Kill,
     Over,
     Start,
-    Tell,
     ToWorker,
 )
 from .elastic_workers import HostSetup, HostWorkers
@@ -858,7 +857,7 @@ class ElasticHost:
                 self._deliver(number, inner)
             case Keep():
                 self._keep(message)
-            case Tell(text):
+            case Say(text):
                 self._workers.note(text)
                 self._told.append(f"{time.strftime('%H:%M:%S')} {text}")
             case Over():

@@ -29,7 +29,7 @@ from ..elastic.membership import (
 )
 from ..elastic.mesh import HostEntry
 from ..errors import LockstepError, counted
-from ..job.messages import Failure
+from ..job.messages import Failure, Say
 from ..messages import Integer, List, Tagged
 from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
 
@@ -46,7 +46,6 @@ __all__ = [
     "Limits",
     "Over",
     "Start",
-    "Tell",
     "ToWorker",
     "describe_workers",
 ]
@@ -161,12 +160,6 @@ class ToWorker(Tagged, frozen=True):
     message: Down
 
 
-class Tell(Tagged, frozen=True):
-    """Note what has happened, for `lockstep top`."""
-
-    text: str
-
-
 class Over(Tagged, frozen=True):
     """The job is over: with an error, if there is a message, and because of a signal, if it has a
     number.
@@ -233,7 +226,7 @@ class Kept(Tagged, frozen=True):
 ForLeader = AgentState | FromWorker | Ended | Kept | Request
 """What the launchers of all hosts send to the one that leads."""
 
-HostMessages = ForLeader | JobState | Start | Kill | ToWorker | Keep | Tell | Over | Reply
+HostMessages = ForLeader | JobState | Start | Kill | ToWorker | Keep | Say | Over | Reply
 """All messages between them."""
 
 
@@ -563,7 +556,7 @@ class ElasticJob:
         """Print what has happened, and let all hosts know."""
         self.log(f"lockstep: {text}")
         for host in self.hosts:
-            self.send(host, Tell(text))
+            self.send(host, Say(text))
 
     def rank_of(self, number: int) -> int:
         """Return the rank of a worker in the newest view that has it; its number if none has."""
