@@ -46,7 +46,7 @@ from lockstep.elastic.membership import (
 )
 from lockstep.elastic.mesh import NEW, WAITS_TO_JOIN, HostEntry, Knock, Link, Refused, Welcome
 from lockstep.errors import LockstepError
-from lockstep.launcher import elastic_host, elastic_job, unreachable_hosts
+from lockstep.launcher import elastic_host, elastic_job, other_hosts
 from lockstep.launcher.elastic_host import ALONE_S, ElasticHost, OutsideError
 from lockstep.launcher.elastic_job import Ended, JobState, Limits, Start
 from lockstep.launcher.election import Accepted, HostView
@@ -281,7 +281,7 @@ def simulated() -> Iterator[None]:
     with (
         patch.multiple(elastic_host, **replaced),
         patch.object(elastic_job, "time", CLOCK),
-        patch.object(unreachable_hosts, "time", CLOCK),
+        patch.object(other_hosts, "time", CLOCK),
     ):
         yield
 

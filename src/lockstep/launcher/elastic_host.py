@@ -65,9 +65,8 @@ from .elastic_job import (
 from .elastic_workers import HostSetup, HostWorkers
 from .election import Election, ElectionMessage, HostView
 from .host_description import check_compatible, describe_host
-from .inbox import Inbox
+from .other_hosts import Inbox, UnreachableHosts
 from .pulse import Pulse
-from .unreachable_hosts import UnreachableHosts
 from .worker_status import WorkerResults, raise_failure
 
 __all__ = [

@@ -30,7 +30,7 @@ from lockstep.launcher.elastic_host import ElasticHost, OutsideError
 from lockstep.launcher.elastic_job import Ended, FromWorker, HostMessages, Kept
 from lockstep.launcher.elastic_node import Listener
 from lockstep.launcher.elastic_workers import HostSetup
-from lockstep.launcher.inbox import Inbox
+from lockstep.launcher.other_hosts import Inbox
 
 
 def ended(number: int) -> Ended:

@@ -1,17 +1,67 @@
-"""Hosts of an elastic job that do not reach each other, though the one that leads reaches both."""
+"""What the host that leads an elastic job has heard from the others: their messages, until it
+handles them, and whom they do not reach.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["UnreachableHosts"]
+from .elastic_job import Ended, FromWorker, HostMessages
+
+__all__ = ["Inbox", "UnreachableHosts"]
 
 _CUT_OFF_S = (
     5.0  # after which this host itself would have noticed that one of the two does not answer
 )
 _REFUSED_S = 10.0
 _MOST_REFUSED_S = 600.0
+
+
+class Inbox:
+    """What the hosts send to who leads, in order; it is kept while it is open which host that
+    is.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[int, deque[HostMessages]] = {}
+        self._marks: dict[int, int] = {}
+
+    def add(self, host: int, message: HostMessages) -> None:
+        """Add a message from a host."""
+        self._queues.setdefault(host, deque()).append(message)
+
+    def mark(self, host: int) -> None:
+        """Note that a report of this host has come, which knows of all that it has sent so far."""
+        self._marks[host] = len(self._queues.get(host, ()))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._queues.clear()
+
+    def take(self) -> Iterator[tuple[int, HostMessages]]:
+        """Yield and remove all messages."""
+        self._marks.clear()
+        for host, queue in self._queues.items():
+            while queue:
+                yield host, queue.popleft()
+
+    def drop_reported(self) -> list[tuple[int, Ended]]:
+        """Remove what workers have sent before their hosts' reports, which say it already; returns
+        what has ended.
+        """
+        ended = []
+        for host, marked in self._marks.items():
+            queue = self._queues.get(host, deque())
+            reported = [queue.popleft() for _ in range(min(marked, len(queue)))]
+            queue.extendleft(
+                message
+                for message in reversed(reported)
+                if not isinstance(message, FromWorker | Ended)
+            )
+            ended += [(host, message) for message in reported if isinstance(message, Ended)]
+        return ended
 
 
 class UnreachableHosts:
