@@ -36,7 +36,8 @@ from lockstep.elastic.membership import Coordinator, Up
 from lockstep.environment import ElasticWorker
 from lockstep.job.messages import FromAnyWorker
 from lockstep.launcher.workers import Workers
-from lockstep.parallel import bucket_exchange, one_bucket, reducer
+from lockstep.parallel import bucket_exchange, one_bucket, optimizer_shards, reducer
+from lockstep.parallel.optimizer_shards import OptimizerShards
 from lockstep.proof.ledger import values_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -66,6 +67,8 @@ PROOF_POINTS = (
     *("check weights", "checked", "spike", "spike decided", "restore", "restored"),
     *("open ledger", "opened ledger", "record", "recorded", "fingerprint"),
 )
+MOVING = ("owners", "owners found", "move", "moved", "hand over", "handed over")
+UPDATING = ("copy", "copied", "meet", "met", "update", "updated", "give out", "within", "given out")
 POISONED = 9  # a step with a spike, in the second epoch
 LIMIT_S = 40.0
 
@@ -93,6 +96,7 @@ class Plan:
         on_spike: "skip" or "rollback" with a spike, the cross-check and a ledger; "" without.
         loaders: the number of loader processes of each worker.
         parts: of an iterable data set with the samples; 0 for one whose samples have indices.
+        shards: whether the optimizer's state is divided among the workers.
     """
 
     workers: int
@@ -108,6 +112,7 @@ class Plan:
     parts: int = 0
     ddp: bool = False
     on_spike: str = ""
+    shards: bool = False
 
     @classmethod
     def of(cls, seed: int, backend: str | None = None) -> Plan:
@@ -159,10 +164,36 @@ class Plan:
             on_spike=draw.choice(["skip", "rollback"]),
         )
 
+    def sharding(self, seed: int) -> Plan:
+        """Return the plan with an optimizer that is divided among the workers, and most faults
+        within its update.
+        """
+        draw = random.Random(f"shards {seed}")
+        workers = draw.randrange(2, 5)
+        place = UPDATING[seed % len(UPDATING)]
+        first = Point(draw.randrange(workers), place, draw.randrange(1, 16), "kill")
+        others = tuple(
+            self._fault(draw, workers, draw.choice([UPDATING, (*MOVING, *REGROUPING), POINTS]))
+            for _ in range(draw.randrange(3))
+        )
+        faults = (first, *others)
+        return replace(
+            self,
+            workers=workers,
+            model=draw.choice(["norm", "plain", "wide"]),
+            faults=faults,
+            virtual=True,
+            ddp=False,
+            loaders=0,
+            parts=0,
+            shards=True,
+        )
+
     @staticmethod
     def _fault(draw: random.Random, workers: int, places: Sequence[str] = POINTS) -> Point:
         place = draw.choice(places)
-        most = 3 if place in (*REGROUPING, "restore", "restored", "open ledger") else 16
+        rare = (*REGROUPING, *MOVING, "restore", "restored", "open ledger")
+        most = 3 if place in rare else 16
         count = draw.randrange(1, most)
         return Point(
             draw.randrange(workers + 2),
@@ -290,9 +321,17 @@ def make_trainer(
         )
         optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
         options = {"max_grad_norm": 1.0}
+    elif plan.model == "wide":  # a tensor is sent by itself
+        layers = nn.Linear(6, 450), nn.Tanh(), nn.Linear(450, 600, bias=False), nn.Linear(600, 3)
+        net = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.001, fused=True)
+        options = {"max_grad_norm": 1.0}
     else:
         net = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
         optimizer, options = torch.optim.AdamW(net.parameters(), 0.01), {}
+    if plan.shards:
+        optimizer.same_bits = True  # the hooks that let it meet its faults change nothing
+        options["shard_optimizer"] = True
     trainer = lockstep.Trainer(
         *(net, optimizer, nn.CrossEntropyLoss(), BATCH),
         seed=3,
@@ -413,6 +452,13 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     chaos.around(LedgerWriter, "__init__", "open ledger", "opened ledger")
     chaos.around(LedgerWriter, "step", "record", "recorded")
     chaos.around(LedgerWriter, "fingerprint", "fingerprint")
+    chaos.around(OptimizerShards, "copy_gradients", "copy", "copied")
+    chaos.around(OptimizerShards, "gradient_norms", "meet", "met")
+    chaos.around(OptimizerShards, "give_out", "give out", "given out")
+    chaos.before(optimizer_shards._Values, "finish", "within")
+    chaos.around(OptimizerShards, "find_owners", "owners", "owners found")
+    chaos.around(OptimizerShards, "_receive", "move", "moved")
+    chaos.around(OptimizerShards, "regroup", "hand over", "handed over")
 
 
 class Losses(lockstep.callbacks.Callback):
@@ -472,7 +518,7 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
     if run_dir is not None:
         callbacks += [lockstep.callbacks.CSVLog(), lockstep.callbacks.Checkpoints("2steps")]
         callbacks.append(lockstep.callbacks.TensorBoard(1))
-    if plan.virtual:
+    if plan.virtual and not plan.shards:
         callbacks.append(lockstep.callbacks.GradientNoise(1))
     trainer, net, data = make_trainer(plan, run_dir, callbacks)
     trainer.held_out = data
@@ -491,7 +537,7 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
             row.get("noise_scale")
         )  # which may be nan, that is equal to nothing
     found: dict[str, Any] = {
-        "fingerprint": lockstep.fingerprint(net, trainer.optimizer),
+        "fingerprint": trainer.step.fingerprint(),
         "history": rows,
         "steps": count.steps,
         "at the start": starts.measured if plan.virtual else None,
@@ -525,7 +571,12 @@ def ledger_of(run_dir: Path) -> dict[str, Any]:
 
 @cache
 def undisturbed(
-    model: str, virtual: bool, loaders: int, parts: int, on_spike: str = ""
+    model: str,
+    virtual: bool,
+    loaders: int,
+    parts: int,
+    on_spike: str = "",
+    shards: bool = False,
 ) -> dict[str, Any]:
     """Return the result of a run without faults on one worker."""
     with tempfile.TemporaryDirectory() as folder:
@@ -533,7 +584,7 @@ def undisturbed(
         plan = Plan(
             1, model, "shm", (), (), False, False, virtual=virtual, loaders=loaders, parts=parts
         )
-        plan = replace(plan, on_spike=on_spike)
+        plan = replace(plan, on_spike=on_spike, shards=shards)
         run_dir = Path(folder, "run") if on_spike else None
         train(plan, 0, run_dir, path)
         found: dict[str, Any] = json.loads(path.read_text())
@@ -739,6 +790,9 @@ def steps_of_events(folder: Path) -> list[int]:
 
 def check(plan: Plan, outcome: Outcome, expected: dict[str, Any]) -> str:
     """Return what is wrong with an outcome; "" if nothing is."""
+    is_single = sum(fault.what != "stop" for fault in plan.faults) <= 1
+    if outcome.failure and plan.shards and is_single and plan.workers > 1:
+        return f"one worker was lost: {outcome.failure}"
     if outcome.failure in (
         "all workers that had the training's state were lost",
         "a worker was lost outside of the training",
@@ -795,6 +849,11 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--proof", action="store_true", help="a ledger, a spike, the cross-check, and faults there"
     )
+    parser.add_argument(
+        "--shard-optimizer",
+        action="store_true",
+        help="an optimizer that is divided among the workers, and faults within its update",
+    )
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
@@ -810,9 +869,12 @@ def main(words: list[str]) -> int:
             plan = plan.averaged(plan.model.replace("norm", "plain"), ddp=seed % 2 == 1)
         if options.proof:
             plan = plan.proving(seed)
+        if options.shard_optimizer:
+            plan = plan.sharding(seed)
         begun = time.monotonic()
         outcome = run_job(plan)
-        expected = undisturbed(plan.model, plan.virtual, plan.loaders, plan.parts, plan.on_spike)
+        kind = plan.model, plan.virtual, plan.loaders, plan.parts, plan.on_spike, plan.shards
+        expected = undisturbed(*kind)
         wrong = check(plan, outcome, expected)
         bad, completed, joined = (
             bad + bool(wrong),

@@ -52,6 +52,7 @@ class MembershipClient:
         number: of this worker.
         generation: the one that this worker is in; 0 before the first.
         leaving: whether this worker wants to leave.
+        hands_over: whether it does so only where it can hand over its part of the state.
         published: the values that rank 0 sent to all before this worker joined.
     """
 
@@ -59,6 +60,7 @@ class MembershipClient:
         self.number = job.number
         self.generation = 0
         self.leaving = False
+        self.hands_over = False
         self.published: list[bytes] = []
         self._last_result = -1  # the number of the training whose result has come last
         self.on_change = on_change
@@ -166,7 +168,9 @@ class MembershipClient:
     def _tell(self, **changes: Any) -> None:
         """Tell the coordinator what has changed in this worker's state."""
         with self._changed:
-            self._state = structs.replace(self._state, leaving=self.leaving, **changes)
+            self._state = structs.replace(
+                self._state, leaving=self.leaving, hands_over=self.hands_over, **changes
+            )
         self.send(self._state)
 
     def enter(self, fit: int, most: int, folder: str = "") -> None:

@@ -83,6 +83,8 @@ class WorkerState(Tagged, frozen=True):
             is between two steps, where all members have agreed to regroup.
         faulty: whether it leaves because it computes wrong numbers, so that no other worker may be
             started on its device.
+        hands_over: whether it has a part of the state that it hands over to others before it
+            leaves, which it can do between two steps only.
     """
 
     phase: Literal["starts", "ready", "member", "left", "arrived", "done"] = "starts"
@@ -94,6 +96,7 @@ class WorkerState(Tagged, frozen=True):
     leaving: bool = False
     failed: str | None = None
     faulty: bool = False
+    hands_over: bool = False
 
 
 class Keep(Tagged, frozen=True):
@@ -783,7 +786,7 @@ class Coordinator:
                 worker.seniority = -1
                 members.remove(worker)
                 ready.append(worker)
-        stay, leave = self._choose(members, ready)
+        stay, leave = self._choose(members, ready, is_within_step)
         ready = ready[: max(0, self.most - len(stay))]
         if is_within_step or (self._stop is not None and not is_first):
             ready = []
@@ -799,7 +802,7 @@ class Coordinator:
         return worker.state.phase == "arrived" and worker.state.generation == self.generation
 
     def _choose(
-        self, members: list[_Worker], ready: list[_Worker]
+        self, members: list[_Worker], ready: list[_Worker], is_within_step: bool
     ) -> tuple[list[_Worker], list[_Worker]]:
         """Return the members that stay, and those that leave now; who alone has the newest state
         hands it over.
@@ -807,7 +810,9 @@ class Coordinator:
         leave = [
             member
             for member in members
-            if member.state.leaving and (self._stop is None or member.state.faulty)
+            if member.state.leaving
+            and (self._stop is None or member.state.faulty)
+            and not (is_within_step and member.state.hands_over)
         ]
         stay = [member for member in members if member not in leave]
         if leave and not stay and not ready:

@@ -254,7 +254,7 @@ def group_parameters(
     parameters: Sequence[nn.Parameter],
     limit: int | None,
     alone: int | None,
-    owner_of: Mapping[torch.Tensor, int] | None = None,
+    owner_of: Mapping[Any, object] | None = None,
 ) -> list[list[nn.Parameter]]:
     """Return groups of `parameters` that are sent together: each of one dtype, device and owner.
 
@@ -265,7 +265,7 @@ def group_parameters(
         parameters: the parameters.
         limit: bytes of a group, about; None for no limit.
         alone: bytes from which on a parameter has a group of its own; None if none has.
-        owner_of: the rank of the owner of each; None if they have none.
+        owner_of: the rank of the owner of each, or those of its owners; None if they have none.
     """
     open_groups: dict[object, list[nn.Parameter]] = {}
     full_groups: list[list[nn.Parameter]] = []

@@ -92,13 +92,6 @@ class Invariant(Strategy):
 
     @override
     def shard_optimizer(self) -> None:
-        if isinstance(self.comm, ElasticCommunicator):
-            raise ConfigError(
-                "shard_optimizer",
-                "false in an elastic job, in which the state of a lost worker would be lost",
-                True,
-                "Leave --elastic out, or train with the whole optimizer on each worker.",
-            )
         self._shards_optimizer = True
 
     def prepare(self, model: nn.Module) -> None:
@@ -124,8 +117,9 @@ class Invariant(Strategy):
     def _make_parts(self, model: nn.Module) -> None:
         """Make the reducer and the buffers for the present workers."""
         self._parameters = list(model.parameters())
-        if self._shards_optimizer and self.comm.size > 1:
-            self._choose_owners()
+        is_elastic = isinstance(self.comm, ElasticCommunicator)
+        if self._shards_optimizer and (self.comm.size > 1 or is_elastic):
+            self._choose_owners(is_elastic)
         owner_of = None if self.shards is None else self.shards.owner_of
         reducer = Reducer(self.comm, self.virtual_workers, one_pass=True, owner_of=owner_of)
         has_several = len(reducer.local_shards) > 1
@@ -133,9 +127,9 @@ class Invariant(Strategy):
         buffers = Buffers(self.with_loss(model), self.comm, saves=saves, at_once=True)
         self._prepared = reducer, buffers
 
-    def _choose_owners(self) -> None:
+    def _choose_owners(self, is_elastic: bool) -> None:
         if self.shards is None:
-            self.shards = OptimizerShards(self._parameters, self.comm)
+            self.shards = OptimizerShards(self._parameters, self.comm, is_elastic)
         elif set(map(id, self.shards.parameters)) != set(map(id, self._parameters)):
             raise ConfigError(
                 "model",

@@ -1,6 +1,9 @@
 """An optimizer whose state is divided among the workers: each updates the tensors that it owns, and
 gives their new values to the others.
 
+In an elastic job each tensor has a second owner, on another host if there is one. It gets the same
+gradient and makes the same update, so that nothing is lost with one of the two.
+
 Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: memory optimizations toward training trillion
 parameter models", SC 2020, stages 1 and 2. Here owners have whole tensors, so that every kernel
 computes what it computes without owners, bit for bit.
@@ -20,14 +23,19 @@ from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ..communicator import Communicator
+from ..errors import TransportError, counted
 from ..flight_recorder import named
 from .fingerprints import HAS_PART_OF_STATE, combined_checksum, kind_of
 from .fingerprints import checksum as checksum_of_one
 from .gradient_buckets import ALONE, BUCKET, Bucket, flat_memory, group_parameters
 
-__all__ = ["OptimizerShards", "assign_owners"]
+__all__ = ["LostStateError", "OptimizerShards", "assign_owners", "assign_second_owners", "reassign"]
 
 _PIECE = 16 << 20  # bytes of state that are given to other workers at once
+
+
+class LostStateError(TransportError):
+    """All workers that had the optimizer's state of a tensor are lost."""
 
 
 class OptimizerShards:
@@ -38,30 +46,68 @@ class OptimizerShards:
 
     Args:
         parameters: the parameters of the model, in the same order on every worker.
-        comm: communicator over the workers, at least two.
+        comm: communicator over the workers.
+        has_second_owners: whether the state of each parameter is kept by two workers.
 
     Attributes:
         parameters: the parameters.
         owner_of: the rank of the owner of each.
+        second_owner_of: the rank of the second one; -1 where there is none.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], comm: Communicator) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        has_second_owners: bool = False,
+    ) -> None:
         self.parameters = list(parameters)
+        self.has_second_owners = has_second_owners
         self._comm = comm
-        costs = [p.nbytes if p.requires_grad else 0 for p in self.parameters]
-        owners = assign_owners(costs, comm.size)
-        self.owner_of: dict[torch.Tensor, int] = dict(zip(self.parameters, owners, strict=True))
+        self.owner_of: dict[torch.Tensor, int] = {}
+        self.second_owner_of: dict[torch.Tensor, int] = {}
         self._values: list[_Values] = []
+        self._copies: list[_GradientCopy] = []
+        self._copied: list[nn.Parameter] = []
+        # The parameters, by number, whose state this worker has as the last update has left it.
+        self._held: set[int] = set()
+        self._owned: set[int] = set()  # those of them whose first owner it is
+        if getattr(comm, "is_joining", False):  # it gets its part when it becomes a member
+            self._set_owners([-1] * len(self.parameters), [-1] * len(self.parameters))
+            return
+        owners = assign_owners(self._costs(), comm.size)
+        seconds = [-1] * len(owners)
+        if has_second_owners and comm.size > 1:
+            hosts = comm.allgather_object(comm.node)
+            seconds = assign_second_owners(self._costs(), owners, seconds, hosts)
+        self._set_owners(owners, seconds)
+        self._held = {number for number, p in enumerate(self.parameters) if self.holds(p)}
+        self._owned = {number for number, owner in enumerate(owners) if owner == comm.rank}
+
+    def _costs(self) -> list[int]:
+        return [p.nbytes if p.requires_grad else 0 for p in self.parameters]
+
+    def _set_owners(self, owners: Sequence[int], seconds: Sequence[int]) -> None:
+        self.owner_of = dict(zip(self.parameters, owners, strict=True))
+        self.second_owner_of = dict(zip(self.parameters, seconds, strict=True))
+        self._values = []
+        self._copies = []
+        self._copied = []
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Return whether this worker updates a parameter."""
+        """Return whether this worker is the first owner of a parameter."""
         return self.owner_of[parameter] == self._comm.rank
 
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether this worker updates a parameter, as its first or second owner."""
+        rank = self._comm.rank
+        return rank in (self.owner_of[parameter], self.second_owner_of[parameter])
+
     def forget_others(self, optimizer: Optimizer) -> None:
-        """Drop the state of tensors that other workers own: some optimizers make it at once."""
+        """Drop the state of tensors that other workers update: some optimizers make it at once."""
         HAS_PART_OF_STATE.add(optimizer)
         for key in list(optimizer.state):
-            if key in self.owner_of and not self.owns(key):
+            if key in self.owner_of and not self.holds(key):
                 del optimizer.state[key]
 
     # --- a step
@@ -74,7 +120,11 @@ class OptimizerShards:
         One worker computes each. The others add zeros to it, which changes no bit of a norm.
         """
         trained = [p for p in parameters if p.requires_grad]
-        own = {number: p.grad for number, p in enumerate(trained) if p.grad is not None}
+        own = {
+            number: p.grad
+            for number, p in enumerate(trained)
+            if p.grad is not None and self.owns(p)
+        }
         dtype = torch.float32
         for p in trained:
             dtype = torch.promote_types(dtype, p.dtype)
@@ -85,11 +135,17 @@ class OptimizerShards:
         with named("norms of gradients"):
             return self._comm.allreduce(norms)
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
+    def clip(
+        self, parameters: Sequence[nn.Parameter], norms: torch.Tensor, max_norm: float
+    ) -> torch.Tensor:
         """Scale all gradients down together, as `precision.clip` does with the same bits; returns
-        their joint norm before. Called by all workers.
+        their joint norm before.
+
+        Args:
+            parameters: all parameters of the optimizer.
+            norms: of `gradient_norms`.
+            max_norm: the largest norm that is left as it is.
         """
-        norms = self.gradient_norms(parameters)
         trained = [p for p in parameters if p.requires_grad]
         if len({(p.dtype, p.device) for p in trained}) > 1:
             # torch's norm of the whole is that of the norms, group by group
@@ -101,9 +157,34 @@ class OptimizerShards:
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
         return norm
 
+    def copy_gradients(self) -> None:
+        """Give the gradients of each parameter from its owner to the second owner; called by all
+        workers.
+        """
+        comm = self._comm
+        if not self.has_second_owners or comm.size == 1:
+            return
+        trained = [p for p in self.parameters if p.requires_grad]
+        if list(map(id, trained)) != list(map(id, self._copied)):
+            pairs = {p: (self.owner_of[p], self.second_owner_of[p]) for p in trained}
+            self._copied = trained
+            self._copies = [
+                _GradientCopy(Bucket(group, 1), *pairs[group[0]], comm)
+                for group in group_parameters(trained, BUCKET, ALONE, pairs)
+            ]
+        with named("gradients for second owners"):
+            for copy in self._copies:
+                copy.receive()
+            for copy in self._copies:
+                copy.send()
+            for copy in self._copies:
+                copy.finish()
+
     @torch.no_grad()
     def give_out(self) -> None:
         """Give the new values of each parameter from its owner to all; called by all workers."""
+        if self._comm.size == 1:
+            return
         if not self._values:
             self._values = self._make_messages()
         with named("updated parameters"):
@@ -157,16 +238,7 @@ class OptimizerShards:
         workers; tensors are only described.
         """
         described = [
-            (
-                number,
-                self._comm.rank,
-                {
-                    name: _TensorEntry(tuple(value.shape), value.dtype)
-                    if isinstance(value, torch.Tensor)
-                    else value
-                    for name, value in optimizer.state[p].items()
-                },
-            )
+            (number, self._comm.rank, self._entries(optimizer, p))
             for number, p in enumerate(parameters)
             if self.owns(p) and p in optimizer.state
         ]
@@ -198,9 +270,11 @@ class OptimizerShards:
         return flat.view(entry.shape) if tensor is None else tensor.detach().cpu()
 
     def own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's whole state dict without the state of tensors that others own."""
+        """Return an optimizer's whole state dict without the state of tensors that others
+        update.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        others = {number for number, p in enumerate(parameters) if not self.owns(p)}
+        others = {number for number, p in enumerate(parameters) if not self.holds(p)}
         kept = {
             number: entries for number, entries in state["state"].items() if number not in others
         }
@@ -223,12 +297,150 @@ class OptimizerShards:
         sums = torch.tensor([each[3] for each in whole], dtype=torch.int64)
         return combined_checksum([each[2] for each in whole], sums)
 
+    # --- other workers; called by all of them together
+    # ----------------------------------------------------------------------------------------------
+
+    def find_owners(self) -> None:
+        """Choose, after workers were lost, an owner for each parameter among those that have its
+        state, so that values can be given out.
+
+        Raises:
+            LostStateError: on all workers, if nobody has the state of a parameter.
+        """
+        self._holdings()
+
+    def regroup(self, optimizer: Optimizer, leaving: bool = False) -> None:
+        """Choose owners for the communicator's present workers, such that little state changes
+        hands, and hand it over.
+
+        A worker that gets a part has all of it before anybody lets go what it has given, so that
+        another loss in between loses nothing more.
+
+        Args:
+            optimizer: with the state that this worker has.
+            leaving: whether this worker is about to leave, and is to keep nothing; it counts
+                only if another worker stays.
+
+        Raises:
+            LostStateError: see `find_owners`.
+        """
+        comm = self._comm
+        holders, hosts, leave = self._holdings(leaving)
+        stay = [rank for rank in range(comm.size) if not leave[rank]] or [0]
+        place = {rank: number for number, rank in enumerate(stay)}
+        before = [[place[rank] for rank in of_tensor if rank in place] for of_tensor in holders]
+        copies = 2 if self.has_second_owners else 1
+        after = [
+            [stay[number] for number in of_tensor]
+            for of_tensor in reassign(self._costs(), before, [hosts[rank] for rank in stay], copies)
+        ]
+        self._hand_over(optimizer, holders, after)
+        comm.barrier()  # everybody has what it gets
+        self._set_owners(
+            [of_tensor[0] for of_tensor in after],
+            [of_tensor[1] if len(of_tensor) > 1 else -1 for of_tensor in after],
+        )
+        self._held = {number for number in self._held if comm.rank in after[number]}
+        self._owned = {number for number in self._held if comm.rank == after[number][0]}
+        self.forget_others(optimizer)
+
+    def _holdings(self, leaving: bool = False) -> tuple[list[list[int]], list[int], list[bool]]:
+        """Return the ranks that have the state of each parameter, its owner first, the host of each
+        worker, and which ones leave; the first that has its state is its owner from here on.
+        """
+        comm = self._comm
+        own = {number: number in self._owned for number in sorted(self._held)}
+        by_rank = comm.allgather_object((comm.node, leaving, own))
+        holders: list[list[int]] = [[] for _ in self.parameters]
+        for owners_first in (True, False):
+            for rank, (_, _, theirs) in enumerate(by_rank):
+                for number, was_owner in theirs.items():
+                    if was_owner is owners_first:
+                        holders[number].append(rank)
+        lost = sum(not of_tensor for of_tensor in holders)
+        if lost:
+            parameters = counted(lost, "parameter")
+            raise LostStateError(
+                f"all workers that had the optimizer's state of {parameters} were lost"
+            )
+        self._set_owners([of_tensor[0] for of_tensor in holders], [-1] * len(holders))
+        self._owned = {number for number, ranks in enumerate(holders) if ranks[0] == comm.rank}
+        return holders, [node for node, _, _ in by_rank], [leaves for _, leaves, _ in by_rank]
+
+    def _hand_over(
+        self, optimizer: Optimizer, holders: list[list[int]], after: list[list[int]]
+    ) -> None:
+        """Send the state of each parameter from the first worker that has it to those that are to
+        have it.
+        """
+        comm = self._comm
+        moves = [
+            (number, holders[number][0], rank)
+            for number, ranks in enumerate(after)
+            for rank in ranks
+            if rank not in holders[number]
+        ]
+        sent = {number for number, source, _ in moves if source == comm.rank}
+        described = {number: self._entries(optimizer, self.parameters[number]) for number in sent}
+        entries: dict[int, dict[str, Any]] = {}
+        for theirs in comm.allgather_object(described):
+            entries |= theirs
+        with named("optimizer state for other owners"):
+            for number, source, target in moves:
+                if comm.rank == source:
+                    state = optimizer.state.get(self.parameters[number], {})
+                    for name, entry in entries[number].items():
+                        if isinstance(entry, _TensorEntry):
+                            self._send(state[name], target)
+                elif comm.rank == target:
+                    state = {}
+                    for name, entry in entries[number].items():
+                        is_tensor = isinstance(entry, _TensorEntry)
+                        state[name] = self._receive(entry, number, source) if is_tensor else entry
+                    optimizer.state.pop(self.parameters[number], None)
+                    if state:
+                        optimizer.state[self.parameters[number]] = state
+                    self._held.add(number)
+
+    def _entries(self, optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the state of a parameter; tensors are only described."""
+        return {
+            name: _TensorEntry(tuple(value.shape), value.dtype, value.device.type == "cpu")
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in optimizer.state.get(parameter, {}).items()
+        }
+
+    def _send(self, tensor: torch.Tensor, target: int) -> None:
+        flat = tensor.detach().to(self._comm.device).contiguous().view(-1)
+        for piece in _pieces_of(flat):
+            self._comm.send(piece, target)
+
+    def _receive(self, entry: _TensorEntry, number: int, source: int) -> torch.Tensor:
+        parameter = self.parameters[number]
+        flat = torch.empty(math.prod(entry.shape), dtype=entry.dtype, device=self._comm.device)
+        for piece in _pieces_of(flat):
+            self._comm.recv(piece, source)
+        tensor = flat.view(entry.shape)
+        if entry.is_on_cpu:
+            tensor = tensor.cpu()
+        if entry.shape != tuple(parameter.shape) or parameter.is_contiguous():
+            return tensor
+        return torch.empty_like(parameter, dtype=entry.dtype, device=tensor.device).copy_(tensor)
+
+
+def _pieces_of(flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return the parts of a 1-d tensor that are sent at once."""
+    length = _PIECE // flat.element_size()
+    return [flat[start : start + length] for start in range(0, flat.numel(), length)]
+
 
 class _TensorEntry(NamedTuple):
     """A tensor in an optimizer's state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_on_cpu: bool
 
 
 class _Values:
@@ -272,6 +484,62 @@ class _Values:
         self._work = None
 
 
+class _GradientCopy:
+    """The gradients of parameters of one owner, for their second owner.
+
+    Args:
+        bucket: the parameters.
+        owner: the rank of their owner.
+        second: that of the second one.
+        comm: communicator over the workers.
+    """
+
+    def __init__(self, bucket: Bucket, owner: int, second: int, comm: Communicator) -> None:
+        self._bucket = bucket
+        self._owner = owner
+        self._second = second
+        self._comm = comm
+        parameters = bucket.parameters
+        self._is_alone = len(parameters) == 1 and flat_memory(parameters[0].detach()) is not None
+        self._request: Any = None
+
+    def receive(self) -> None:
+        """Start to receive them, at the second owner."""
+        if self._comm.rank != self._second:
+            return
+        first = self._bucket.parameters[0]
+        if self._is_alone:
+            first.grad = torch.empty_like(first)
+            memory = flat_memory(first.grad)
+        else:
+            memory = torch.empty(self._bucket.numel, dtype=first.dtype, device=first.device)
+            for p, view in zip(self._bucket.parameters, self._bucket.views(memory), strict=True):
+                p.grad = view.data
+        assert memory is not None
+        self._request = self._comm.irecv(memory, self._owner)
+
+    def send(self) -> None:
+        """Start to send them, at the owner."""
+        if self._comm.rank != self._owner:
+            return
+        first = self._bucket.parameters[0]
+        gradients: Any = [p.grad for p in self._bucket.parameters]
+        memory = self._bucket.memory_of(gradients) if self._is_alone else None
+        if memory is None and self._is_alone:
+            memory = flat_memory(torch.empty_like(first).copy_(gradients[0]))
+        elif memory is None:
+            memory = torch.zeros(self._bucket.numel, dtype=first.dtype, device=first.device)
+            torch._foreach_copy_(self._bucket.views(memory), gradients)
+        assert memory is not None
+        self._request = self._comm.isend(memory, self._second)
+
+    def finish(self) -> None:
+        """Wait until they have been sent, or have come."""
+        if self._request is not None:
+            self._request.wait()
+            self._request = None
+
+
 def assign_owners(costs: Sequence[int], workers: int) -> list[int]:
     """Return the rank of the owner of each tensor: the largest first, each to the worker that has
     least so far.
@@ -291,3 +559,98 @@ def assign_owners(costs: Sequence[int], workers: int) -> list[int]:
         owners[number] = rank
         heapq.heapreplace(loads, (load + costs[number], rank))
     return owners
+
+
+def assign_second_owners(
+    costs: Sequence[int], owners: Sequence[int], before: Sequence[int], hosts: Sequence[int]
+) -> list[int]:
+    """Return the rank of the second owner of each tensor: on another host than its owner if there
+    is one, and such that all have about as much.
+
+    Args:
+        costs: of each tensor.
+        owners: the rank of its owner.
+        before: the rank that is its second owner so far, and stays it if it can; -1 if there is
+            none.
+        hosts: the host of each worker, at least two workers.
+    """
+    workers = len(hosts)
+
+    def may_be(rank: int, owner: int) -> bool:
+        is_other_host = hosts[rank] != hosts[owner] or len(set(hosts)) == 1
+        return rank != owner and is_other_host
+
+    seconds = [
+        rank if rank >= 0 and may_be(rank, owner) else -1
+        for rank, owner in zip(before, owners, strict=True)
+    ]
+    loads = [0] * workers
+    for cost, rank in zip(costs, seconds, strict=True):
+        if rank >= 0:
+            loads[rank] += cost
+    largest_first = sorted(range(len(costs)), key=lambda number: -costs[number])
+    for number in largest_first:
+        if seconds[number] < 0:
+            allowed = [rank for rank in range(workers) if may_be(rank, owners[number])]
+            seconds[number] = min(allowed, key=lambda rank: loads[rank])
+            loads[seconds[number]] += costs[number]
+    for number in largest_first:  # as long as it lowers the greater of two loads
+        high = seconds[number]
+        allowed = [rank for rank in range(workers) if may_be(rank, owners[number])]
+        low = min(allowed, key=lambda rank: loads[rank])
+        if 0 < costs[number] < loads[high] - loads[low]:
+            seconds[number] = low
+            loads[high] -= costs[number]
+            loads[low] += costs[number]
+    return seconds
+
+
+def reassign(
+    costs: Sequence[int], holders: Sequence[Sequence[int]], hosts: Sequence[int], copies: int
+) -> list[list[int]]:
+    """Return the owners of each tensor for other workers than before, such that little changes
+    hands.
+
+    A tensor stays with the first worker that has it, orphans go to whoever has least, the largest
+    first. Then, as long as it lowers the greatest load, the largest possible tensor goes from the
+    most loaded worker to the least loaded one.
+
+    Args:
+        costs: of each tensor.
+        holders: the ranks, among the present workers, of those that have it, its owner first.
+        hosts: the host of each worker.
+        copies: the number of owners that a tensor is to have, 1 or 2, if there are so many workers.
+    """
+    workers = len(hosts)
+    owners = [ranks[0] if ranks else -1 for ranks in holders]
+    loads = [0] * workers
+    for cost, owner in zip(costs, owners, strict=True):
+        if owner >= 0:
+            loads[owner] += cost
+    orphans = [number for number, owner in enumerate(owners) if owner < 0]
+    for number in sorted(orphans, key=lambda number: -costs[number]):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += costs[number]
+    while True:
+        high = loads.index(max(loads))
+        low = loads.index(min(loads))
+        room = loads[high] - loads[low]
+        fitting = [
+            number
+            for number, owner in enumerate(owners)
+            if owner == high and 0 < costs[number] < room
+        ]
+        if not fitting:
+            break
+        number = max(fitting, key=lambda number: costs[number])
+        owners[number] = low
+        loads[high] -= costs[number]
+        loads[low] += costs[number]
+    if copies == 1 or workers == 1:
+        return [[owner] for owner in owners]
+    before = [
+        next((rank for rank in ranks if rank != owner), -1)
+        for ranks, owner in zip(holders, owners, strict=True)
+    ]
+    seconds = assign_second_owners(costs, owners, before, hosts)
+    return [[owner, second] for owner, second in zip(owners, seconds, strict=True)]

@@ -97,6 +97,19 @@ class ModelState(TrainingState):
     def from_others(self, result: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.comm.device), result)
 
+    @property
+    def divides_state(self) -> bool:
+        """Each worker has all of the state by default."""
+        return False
+
+    @override
+    def finish_update(self) -> None:
+        pass
+
+    @override
+    def hand_over(self, leaving: bool) -> None:
+        pass
+
     @override
     def of_operations(self) -> dict[str, Any]:
         return {
@@ -209,6 +222,7 @@ class StateOfStep(ModelState):
     @override
     def undo(self) -> None:
         self.step.strategy.abandon_step()
+        self.step.precision.abandon_step()
         super().undo()
 
     def for_others(self, result: Any) -> Any:
@@ -222,12 +236,33 @@ class StateOfStep(ModelState):
 
     @override
     def of_operations(self) -> dict[str, Any]:
-        return {**super().of_operations(), "step": self.step.state_dict()}
+        state = super().of_operations()
+        if self.divides_state:  # whoever is to have a part gets it with its tensors
+            state["optimizer"] = {**state["optimizer"], "state": {}}
+        return {**state, "step": self.step.state_dict()}
 
     @override
     def load_operations(self, state: dict[str, Any]) -> None:
+        if self.divides_state:
+            own = self.optimizer.state_dict()["state"]
+            state = {**state, "optimizer": {**state["optimizer"], "state": own}}
         super().load_operations(state)
         self.step.load_state_dict(state["step"])
+
+    @property
+    @override
+    def divides_state(self) -> bool:
+        return self.step.strategy.shards is not None
+
+    @override
+    def finish_update(self) -> None:
+        self.step.finish_update()
+
+    @override
+    def hand_over(self, leaving: bool) -> None:
+        shards = self.step.strategy.shards
+        assert shards is not None
+        shards.regroup(self.optimizer, leaving)
 
     @override
     def regroup(self, states: bytes | None, all_seen: bool) -> None:

@@ -193,10 +193,13 @@ class Precision:
         """Forget that gradients were unscaled, where no update is made with them; the scale stays
         as it is.
         """
-        if self._scaler is not None:
-            state = self._scaler.state_dict()
-            self._scaler.update()
-            self._scaler.load_state_dict(state)
+        scaler = self._scaler
+        if scaler is not None and any(
+            state["found_inf_per_device"] for state in scaler._per_optimizer_states.values()
+        ):
+            state = scaler.state_dict()
+            scaler.update()
+            scaler.load_state_dict(state)
 
     def step(self, optimizer: Optimizer) -> None:
         """Update the parameters, or skip the step if fp16 gradients overflowed; the same on all

@@ -35,6 +35,7 @@ from ..elastic.membership import NO_STATE, Commit, View
 from ..errors import InterruptedRunError, MembershipChangedError
 from ..flight_recorder import named
 from ..parallel.nested import map_tensors
+from ..parallel.optimizer_shards import LostStateError
 from .stop_signals import StopSignals
 
 __all__ = [
@@ -116,6 +117,27 @@ class TrainingState(Protocol):
 
     def load_program(self, state: dict[str, Any]) -> None:
         """Load what `of_program` returned on another worker."""
+
+    @property
+    def divides_state(self) -> bool:
+        """Whether each worker has a part of the state only, see
+        `lockstep.parallel.optimizer_shards`.
+        """
+
+    def finish_update(self) -> None:
+        """Give all workers the values of an update that others have made, in the place of those
+        that were lost; called by all workers.
+
+        Raises:
+            LostStateError: if a part of the state is lost.
+        """
+
+    def hand_over(self, leaving: bool) -> None:
+        """Give those that stay the parts of the state of those that leave; called by all workers.
+
+        Args:
+            leaving: whether this worker leaves.
+        """
 
     def leave(self) -> None:
         """This worker leaves its group: let go what belongs to it."""
@@ -234,6 +256,32 @@ class Recovery:
         """
         return operation(*args)
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether the step in progress is completed rather than repeated, see `update`."""
+        return False
+
+    def update(
+        self,
+        meet: Callable[[], torch.Tensor | None],
+        update: Callable[[torch.Tensor | None], None],
+        give_out: Callable[[], None],
+    ) -> None:
+        """Make the update of a step of which each worker makes a part; the rest of the step does
+        not communicate.
+
+        As soon as one worker has the result of `meet`, all can make their parts, and no loss takes
+        the step back: those that are left complete it.
+
+        Args:
+            meet: exchanges something between all workers, each of which has by then all that its
+                own part needs; returns the same tensor on all.
+            update: makes this worker's part, with that.
+            give_out: gives all workers what the others have updated.
+        """
+        update(meet())
+        give_out()
+
     def run_only(self, operation: Callable[[], T]) -> T:
         """Return the result of the only operation of a training, see `run`; a worker that joins
         after the others have done it gets theirs.
@@ -292,10 +340,32 @@ class Recovery:
         """
 
 
+class _Update:
+    """An update in progress of which each worker makes a part.
+
+    Args:
+        make: makes this worker's part.
+
+    Attributes:
+        is_made: whether that is done.
+    """
+
+    def __init__(self, make: Callable[[torch.Tensor | None], None]) -> None:
+        self._make = make
+        self.is_made = False
+
+    def make(self, agreed: torch.Tensor | None) -> None:
+        """Make this worker's part with what all have agreed upon."""
+        self._make(agreed)
+        self.is_made = True
+
+
 class ElasticRecovery(Recovery):
     """The recovery of an elastic job, see `lockstep.elastic.membership` for the protocol.
 
-    A worker's *commit* is (number of the training in the program, operations done).
+    A worker's *commit* is (number of the training in the program, operations done), and behind them
+    a 1 if it has made its part of the update of a step whose values may not have arrived
+    everywhere.
 
     Args:
         comm: the communicator of the job's workers.
@@ -318,6 +388,8 @@ class ElasticRecovery(Recovery):
         self._last: Any = None  # the result of the last operation
         self._has_state = False
         self._is_within = False  # an operation
+        self._update: _Update | None = None  # in the operation in progress
+        self._agreed: torch.Tensor | None = None  # upon which the last update was made
         self._has_joined = False  # a training in which others have done the first steps
         self._was_left = False  # before its end
         self._is_beginning = False
@@ -372,6 +444,7 @@ class ElasticRecovery(Recovery):
         self._folder = folder
         self._given_signals = signals
         self._is_suspended = True
+        self._client.hands_over = state.divides_state
         self._has_joined = comm.is_joining
         self._kept_results = []
         self._was_left = False
@@ -387,6 +460,7 @@ class ElasticRecovery(Recovery):
                 leave_later(self._signals, self._client)
         finally:
             self._state = None
+            self._client.hands_over = False
             comm.keeps_values = True
         if takes_part:
             if self._done:
@@ -517,17 +591,54 @@ class ElasticRecovery(Recovery):
                 self._meet()
             result = operation(*args)
             self._client.wait_for_lease()
+        except _RepeatError:  # undone, in another group
+            self._is_within = False
+            return
         except BaseException as error:
             self._is_within = False
+            is_made = self._update is not None and self._update.is_made
+            self._update = None
+            if is_made:  # no other attempt may make it once more
+                raise
             state.undo()
             if not isinstance(error, RuntimeError):
                 raise
             self._regroup(failure_reason(error))
             return
         self._is_within = False
+        self._update = None
         self._done += 1
         self._last = result
         state.commit(result)
+
+    @property
+    @override
+    def is_updating(self) -> bool:
+        return self._update is not None
+
+    @override
+    def update(
+        self,
+        meet: Callable[[], torch.Tensor | None],
+        update: Callable[[torch.Tensor | None], None],
+        give_out: Callable[[], None],
+    ) -> None:
+        if not self.repeats or not self._is_within:
+            super().update(meet, update, give_out)
+            return
+        self._update = _Update(update)
+        try:
+            self._agreed = meet()
+        except RuntimeError as error:
+            self._regroup(failure_reason(error))
+            if self._update is None:
+                raise _RepeatError from None
+            return  # it was completed with the others
+        self._update.make(self._agreed)
+        try:
+            give_out()
+        except RuntimeError as error:
+            self._regroup(failure_reason(error))
 
     @override
     def leave_out(self, rank: int) -> None:
@@ -574,9 +685,16 @@ class ElasticRecovery(Recovery):
 
     @override
     def boundary(self, requests: float) -> None:
-        if requests >= REGROUP:
-            self._note_all_seen()
-            self._regroup(at_boundary=True)
+        if requests < REGROUP:
+            return
+        self._note_all_seen()
+        if self._state is not None and self._state.divides_state:
+            try:
+                self._state.hand_over(self._client.leaving)
+            except RuntimeError as error:
+                self._regroup(failure_reason(error))
+                return
+        self._regroup(at_boundary=True)
 
     def _leave_if_signalled(self) -> None:
         if (
@@ -590,8 +708,11 @@ class ElasticRecovery(Recovery):
         return (self._training, self._done) if self._has_state else NO_STATE
 
     def _arrive(self) -> Commit:
-        self._leave_if_signalled()
-        return self._commit()
+        assert self._state is not None
+        if not self._state.divides_state:  # else it leaves when it has handed over its part
+            self._leave_if_signalled()
+        is_made = self._update is not None and self._update.is_made
+        return (*self._commit(), 1) if is_made else self._commit()
 
     def _regroup(self, reason: str = "", at_boundary: bool = False) -> None:
         """Take part in the next view, again and again until its group is complete and all have the
@@ -611,18 +732,45 @@ class ElasticRecovery(Recovery):
     def _adapt(self, view: View) -> None:
         assert self._state is not None
         best = max(view.commits)
-        if any(commit != best for commit in view.commits):
-            self._share(self._state, view, best)
-        self._state.regroup(view.states, all_seen=tuple(view.events) >= tuple(self._commit()))
-        if NO_STATE in view.commits:
+        try:
+            self._complete_update(self._state, view)
+            is_new = NO_STATE in view.commits
+            is_complete = len(best) == 2
+            if is_new or (is_complete and any(commit != best for commit in view.commits)):
+                self._share(self._state, view, best)
+            all_seen = tuple(view.events) >= tuple(self._commit())
+            self._state.regroup(view.states, all_seen=all_seen)
+        except LostStateError:
+            self._has_state = False  # as all others say
+            raise
+        if is_new:
             self._meet()  # before anybody's program goes on, all that join have its state
         self._comm.publish_results()
+
+    def _complete_update(self, state: TrainingState, view: View) -> None:
+        """Complete the update of a step, if one of the workers that are left has made its part of
+        it; else drop that of this worker.
+        """
+        commits = {commit for commit in view.commits if commit != NO_STATE}
+        is_begun = len(commits) > 1 or any(len(commit) > 2 for commit in commits)
+        if not (state.divides_state and is_begun):
+            if self._update is not None:
+                self._update = None
+                state.undo()
+            return
+        source = view.members.index(view.source)
+        with named("norms of gradients"):
+            agreed = self._comm.broadcast_object(self._agreed, source)
+        if self._update is not None and not self._update.is_made:
+            self._agreed = agreed
+            self._update.make(agreed)
+        state.finish_update()
 
     def _share(self, state: TrainingState, view: View, best: Commit) -> None:
         """Give the state of the most advanced worker to those behind it."""
         comm = self._comm
         source = view.members.index(view.source)
-        is_behind = self._commit() != best
+        is_behind = self._commit() != best and self._update is None
         is_new = not self._has_state
         sent: dict[str, Any] | None = None
         if comm.rank == source:
@@ -677,6 +825,10 @@ def interrupt(recovery: Recovery, after: str) -> NoReturn:
     number = recovery.stop_signal or SIGTERM
     interruption.install()
     raise InterruptedRunError(f"stopped by {Signals(number).name} after {after}", number)
+
+
+class _RepeatError(Exception):
+    """The operation in progress has been undone, and its workers are others by now."""
 
 
 class _LateError(Exception):

@@ -26,6 +26,7 @@ from ..parallel.distributed import Distributed
 from ..parallel.fingerprints import mix_bits
 from ..parallel.invariant import Invariant
 from ..parallel.nested import split, tensors_of
+from ..parallel.optimizer_shards import OptimizerShards
 from ..parallel.randomness import seed_torch
 from ..parallel.replicas_strategy import Replicas
 from ..parallel.shards import local_range, mix
@@ -476,6 +477,8 @@ class TrainStep:
 
         All of them have the same state by now.
         """
+        if self.strategy.shards is not None:
+            self.strategy.shards.regroup(self.optimizer)
         self.strategy.regroup(self.model)
         self._module = self.strategy.wrap(self._loss)
         self._passes = make_passes(
@@ -483,7 +486,8 @@ class TrainStep:
         )
         self._trained = [p.requires_grad for p in self._changes.parameters]
         self._replicas.regroup()
-        self.measured = {}
+        if not self.recovery.is_updating:  # else the step in progress is completed
+            self.measured = {}
         for guard in self._guards:
             guard.on_regroup()
 
@@ -890,7 +894,9 @@ class TrainStep:
     def _finish_gradients(self, correction: Number | None) -> None:
         """Make the reduced gradients those of the mean, unscaled and times `correction`."""
         shards = self.strategy.shards
-        _fill_missing_gradients([p for p in self._parameters if shards is None or shards.owns(p)])
+        if shards is not None:
+            shards.copy_gradients()
+        _fill_missing_gradients([p for p in self._parameters if shards is None or shards.holds(p)])
         if cast := self.precision.cast:
             converted = [
                 p.grad for number, p in enumerate(self._changes.parameters) if number in cast
@@ -907,17 +913,49 @@ class TrainStep:
 
     def _update(self) -> torch.Tensor | None:
         """Update the parameters with the gradients; returns their norm if it is limited."""
-        norm = None
         shards = self.strategy.shards
+        if shards is not None:
+            return self._update_shards(shards)
+        norm = None
         if self._max_grad_norm is not None:
-            limited = clip if shards is None else shards.clip
-            norm = limited(self._parameters, self._max_grad_norm)
+            norm = clip(self._parameters, self._max_grad_norm)
         self.precision.step(self.optimizer)
         if self.shards_optimizer:
             clear_gradients(self.optimizer, self._parameters)
-        if shards is not None:
-            shards.give_out()
         return norm
+
+    def _update_shards(self, shards: OptimizerShards) -> torch.Tensor | None:
+        """Update the parameters that this worker owns, and give all their new values to all;
+        returns the norm of the gradients if it is limited.
+
+        In an elastic job the norms of the gradients are exchanged in any case: whoever contributes
+        has all gradients that its update needs, see `Recovery.update`.
+        """
+        limited: list[torch.Tensor] = []
+
+        def meet() -> torch.Tensor | None:
+            if self._max_grad_norm is None and self.recovery.has_fixed_workers:
+                return None
+            return shards.gradient_norms(self._parameters)
+
+        def update(norms: torch.Tensor | None) -> None:
+            if self._max_grad_norm is not None:
+                assert norms is not None
+                limited.append(shards.clip(self._parameters, norms, self._max_grad_norm))
+            self.precision.step(self.optimizer)
+            clear_gradients(self.optimizer, self._parameters)
+
+        self.recovery.update(meet, update, shards.give_out)
+        return limited[0] if limited else None
+
+    def finish_update(self) -> None:
+        """Give out the values of an update in the place of workers that were lost before all had
+        them; called by all workers.
+        """
+        shards = self.strategy.shards
+        assert shards is not None
+        shards.find_owners()
+        shards.give_out()
 
     def _sharded_norms(self) -> Callable[[], torch.Tensor] | None:
         """Return what computes the norms of all gradients, if a worker has only those of its

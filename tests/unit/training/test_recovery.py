@@ -112,6 +112,9 @@ class Group:
     def barrier(self) -> None:
         self.noted.append("barrier")
 
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        return value
+
     def regroup_until(
         self,
         commit: Any,
@@ -129,6 +132,7 @@ class State:
 
     def __init__(self) -> None:
         self.result, self.happened = "the result", list[str]()
+        self.divides_state = False
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self.happened.append(name)
@@ -170,6 +174,69 @@ def test_an_operation_is_repeated_where_it_was_called() -> None:
         recovery.boundary(2.0)
     assert comm.reasons == [("gone", False)] * 3 + [("", True)]
     assert comm.noted == [(0, 3, "folder"), "barrier", "the result"] and comm.keeps_values
+
+
+class Step:
+    """A step of which each worker updates a part; a worker is lost in one of its exchanges, once."""
+
+    def __init__(self, recovery: ElasticRecovery, lost_in: str) -> None:
+        self.recovery, self.lost_in, self.happened = recovery, lost_in, list[str]()
+
+    def exchange(self, name: str) -> None:
+        self.happened.append(name)
+        if name == self.lost_in:
+            self.lost_in = ""
+            raise TransportError("gone")
+
+    def __call__(self) -> int:
+        self.happened.append("passes")
+        self.recovery.update(
+            lambda: self.exchange("meet"),
+            lambda _: self.happened.append("update"),
+            lambda: self.exchange("give out"),
+        )
+        self.exchange("rest")
+        return 7
+
+
+@pytest.mark.parametrize(
+    ("lost_in", "attempts", "finishes"), [("meet", 2, False), ("give out", 1, True)]
+)
+def test_an_update_that_a_worker_has_made_is_completed_and_not_repeated(
+    lost_in: str, attempts: int, finishes: bool
+) -> None:
+    comm: Any = Group()
+    recovery, state = ElasticRecovery(comm), State()
+    state.divides_state = True
+    step = Step(recovery, lost_in)
+    with recovery.training(state, 3), recovery.until_all_have_ended():
+        assert comm.client.hands_over
+        assert recovery.run(step) == 7
+        assert not recovery.is_updating
+    assert step.happened.count("update") == 1
+    assert step.happened.count("passes") == attempts
+    assert ("finish_update" in state.happened) is finishes
+    assert ("undo" in state.happened) is not finishes
+    assert len(comm.reasons) == 1 and not comm.client.hands_over
+
+
+def test_no_step_is_repeated_after_its_update() -> None:
+    """What follows it must not communicate; if it does, a loss there ends the training."""
+    recovery, state = ElasticRecovery(Group()), State()  # type: ignore[arg-type]
+    state.divides_state = True
+    with pytest.raises(TransportError, match="gone"), recovery.training(state, 3):
+        recovery.run(Step(recovery, "rest"))
+    assert "undo" not in state.happened
+
+
+def test_who_leaves_hands_over_its_part_of_the_state() -> None:
+    comm: Any = Group()
+    recovery, state = ElasticRecovery(comm), State()
+    state.divides_state = True
+    with recovery.training(state, 3), recovery.until_all_have_ended():
+        state.happened.clear()
+        recovery.boundary(REGROUP)
+        assert state.happened == ["note_seen", "hand_over", "leave", "regroup"]
 
 
 def test_the_result_of_a_loop_that_was_left_counts_when_the_program_goes_on() -> None:

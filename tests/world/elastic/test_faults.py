@@ -22,6 +22,8 @@ SUPPORT = Path(__file__).parents[2] / "support"
         ("elastic_chaos.py", [], "gloo", 12),
         ("elastic_chaos.py", ["--proof"], "shm", 10),
         ("elastic_chaos.py", ["--proof"], "gloo", 6),
+        ("elastic_chaos.py", ["--shard-optimizer"], "shm", 9),
+        ("elastic_chaos.py", ["--shard-optimizer"], "gloo", 5),
         ("own_loop_chaos.py", [], "shm", 16),
         ("own_loop_chaos.py", ["--prepare"], "shm", 12),
     ],

@@ -15,9 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.communicator.elastic_communicator import ElasticCommunicator
 from lockstep.errors import ConfigError
-from lockstep.parallel.invariant import Invariant
+from lockstep.parallel.optimizer_shards import LostStateError, OptimizerShards
 from lockstep.proof.on_spike import StateCopy
 from lockstep.training.optimizers import LAMB, LARS
 from support.outcome import RanksFailedError
@@ -386,11 +385,59 @@ def test_only_with_virtual_workers() -> None:
         lockstep.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), shard_optimizer=True)
 
 
-def test_not_in_an_elastic_job() -> None:
-    strategy = Invariant(lockstep.init("cpu"), 4)
-    strategy.comm = ElasticCommunicator.__new__(ElasticCommunicator)
-    with pytest.raises(ConfigError, match="shard_optimizer: expected false in an elastic job"):
-        strategy.shard_optimizer()
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_second_owners_make_the_same_updates_and_workers_hand_over_their_parts(
+    pool: Pool, backend: str
+) -> None:
+    """As in an elastic job."""
+    expected = pool.run(trained, matrices, "adamw", False, workers=1)[0][0]
+
+    def run() -> list[Any]:
+        model = matrices()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        step = lockstep.TrainStep(
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            virtual_workers=8,
+            max_grad_norm=0.5,
+            shard_optimizer=True,
+        )
+        strategy: Any = step.strategy
+        shards = OptimizerShards(list(model.parameters()), step.comm, has_second_owners=True)
+        strategy.shards = shards
+        strategy.regroup(model)
+        for batch in lockstep.Loader(data(), BATCH, virtual_workers=8).epoch(0):
+            step.run(batch)
+        held = {
+            number: lockstep.fingerprint(model) + str(optimizer.state[p]["exp_avg_sq"].sum().item())
+            for number, p in enumerate(model.parameters())
+            if p in optimizer.state
+        }
+        by_rank = step.comm.allgather_object(held)
+        copies = [
+            [theirs[number] for theirs in by_rank if number in theirs]
+            for number in range(len(shards.parameters))
+        ]
+        before = step.fingerprint()
+        shards.regroup(optimizer, leaving=step.comm.rank == 0)
+        left = step.comm.allgather_object(len(optimizer.state_dict()["state"]))
+        return [[len(same), len(set(same))] for same in copies] + [left, before, step.fingerprint()]
+
+    found = pool.run(run, workers=3, backend=backend)
+    assert found == [[[2, 1], [2, 1], [2, 1], [0, 3, 3], expected, expected]] * 3
+
+
+def test_state_that_all_its_owners_have_taken_along_is_missed_by_all(pool: Pool) -> None:
+    def run() -> None:
+        model = matrices()
+        shards = OptimizerShards(list(model.parameters()), lockstep.init(), has_second_owners=True)
+        if lockstep.init().rank < 2:
+            shards._held.clear()
+        with pytest.raises(LostStateError, match="the optimizer's state of 1 parameter were lost"):
+            shards.find_owners()
+
+    pool.run(run, workers=3)
 
 
 @pytest.mark.parametrize("option", ["cross_check", "callbacks"])
