@@ -733,8 +733,8 @@ class _Job:
 
     def send(self) -> None:
         while self.coordinator.to_keep:
-            number, message = self.coordinator.to_keep.popleft()
-            self.coordinator.answer_kept(number, message.request)
+            message = self.coordinator.to_keep.popleft()
+            self.coordinator.answer_kept(message.worker, message.request)
         for number, told in self.coordinator.take_messages():
             self.workers.send(number, told)
 
