@@ -31,6 +31,8 @@ trainer.fit(data, 3, validate=data)
 print("this far a script does not come")
 """
 
+DIVIDED_OPTIMIZER = TRAINER.replace("16,", "16, virtual_workers=4, shard_optimizer=True,")
+
 SCHEDULE_BY_HAND = """
 loader = DataLoader(data, batch_size=16)
 model, prepared, loader = lockstep.prepare(model, optimizer, loader)
@@ -70,6 +72,15 @@ def test_a_trainer_is_the_same_up_to_rounding_and_leaves_no_run(
     assert "The same at every number of workers, up to rounding." in said
     assert "1 worker again 3 the same bits" in said and "this far" not in said
     assert not (tmp_path / "run").exists()
+
+
+def test_gradients_that_only_their_owners_have(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said = verify(tmp_path, here, DIVIDED_OPTIMIZER)
+    assert code == 0, said
+    assert "The same bits at every number of workers." in said
 
 
 def test_a_hyperparameter_that_follows_the_number_of_workers(tmp_path: Path, here: Here) -> None:

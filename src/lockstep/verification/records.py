@@ -45,6 +45,8 @@ class StepRecord(msgspec.Struct, frozen=True):
             0 if there were none that can ignore some.
         draws: the digest of the state of torch's generator before the first of these forward
             passes.
+        has_part: whether this rank has the gradients of some parameters only, and others have the
+            rest, as with ``shard_optimizer=True``.
     """
 
     optimizer: int
@@ -57,6 +59,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     passes: int = 0
     targets: int = 0
     draws: str = ""
+    has_part: bool = False
 
 
 class RunRecord(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from .. import environment
 from ..errors import DataError, LockstepError
@@ -16,7 +17,7 @@ from ..launcher.quiet_run import in_one_line, last_line, run_quietly
 from ..launcher.script import Script
 from .held import Held
 from .recording import StepRecorder, record_file
-from .records import RunRecord
+from .records import RunRecord, TensorRecord
 
 __all__ = ["record_run"]
 
@@ -86,7 +87,28 @@ def record_run(
             raise _no_step(script, folder)
         if any(record.workers != workers for record in records):
             raise LockstepError(f"{script.name} changed WORLD_SIZE: expected {workers} workers")
-        return records
+        return _with_gradients_of_all(records)
+
+
+def _with_gradients_of_all(records: list[RunRecord]) -> list[RunRecord]:
+    """Return the records, in which a rank that has the gradients of some parameters only has those
+    of the other ranks as well.
+    """
+    gradients: dict[tuple[int, int], dict[str, TensorRecord]] = {}
+    for step in (step for record in records for step in record.steps):
+        gradients.setdefault((step.optimizer, step.step), {}).update(step.gradients)
+    return [
+        replace(
+            record,
+            steps=tuple(
+                replace(step, gradients=gradients[step.optimizer, step.step])
+                if step.has_part
+                else step
+                for step in record.steps
+            ),
+        )
+        for record in records
+    ]
 
 
 def _no_step(script: Script, folder: Path) -> DataError:
