@@ -1,22 +1,22 @@
-"""Patches of torch: every new process group is watched, batches are counted, and the models of DDP
-are compared.
+"""The watchdog in a process: every process group that torch makes is watched, from the first until
+the last one is destroyed.
+
+The functions behind those of the package, which do not import torch.
 """
+
+# torch's stubs lack some of the names of torch.distributed
+# mypy: disable-error-code="attr-defined"
 
 from __future__ import annotations
 
-import dis
 import math
 import os
 import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from types import FrameType
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from ..flight_recorder.layout import StateWords
 from ..gloo import SocketTracker
 from ..system.patching import Replaced
 from . import last_rank
-from .call_sites import digest, is_internal
+from .batch_loops import batch_replacements
+from .group_creation import limit_of_user, watch_creation
 from .last_rank import LastRankWatch
 from .preflight import PreflightCheck
 from .process_groups import replace_group, watch_group
@@ -40,161 +41,28 @@ from .session import Session, record_exception, record_exit
 from .shared_state import Limits, WatchdogState
 
 __all__ = [
-    "BatchLoops",
-    "batch_replacements",
-    "ddp_replacements",
     "exclude_group",
     "install",
     "interrupt",
     "report_exception",
     "report_exit",
+    "unfinished_works",
     "uninstall",
     "watch_rounds",
     "watch_wait",
 ]
 
 
-# --------------------------------------------------------------------------------------------------
-# MessageReader the batch that a program is on: each step of a loop over a `DataLoader` counts.
-
-
-@dataclass(slots=True)
-class _Loop:
-    """A loop over batches.
-
-    Attributes:
-        iterator: of the batches.
-        key: 64-bit digest of the line of the loop.
-    """
-
-    iterator: weakref.ref[Any]
-    key: int
-
-
-class BatchLoops:
-    """The loops over batches that this rank is in, the innermost last."""
-
-    def __init__(self, recorder: FlightRecorder) -> None:
-        self._recorder = recorder
-        self._open: list[_Loop] = []
-
-    def note(self, iterator: Any, number: int) -> None:
-        """Record that `iterator` has yielded its batch `number`, from 0."""
-        if not _is_program_loop():
-            return
-        at = next((i for i, loop in enumerate(self._open) if loop.iterator() is iterator), -1)
-        if at >= 0:
-            del self._open[at + 1 :]  # a loop inside this one is over
-        else:
-            self._remove_dropped()
-            # a method of this object would keep it, and the flight recorder, in a cycle
-            own = weakref.WeakMethod(self._dropped)
-
-            def note_dropped(_: object) -> None:
-                dropped = own()
-                if dropped is not None:
-                    dropped()
-
-            self._open.append(_Loop(weakref.ref(iterator, note_dropped), _loop_loop_key()))
-        self._recorder.note_batch(number, self._open[-1].key)
-
-    def end(self, iterator: Any, count: int) -> None:
-        """Record that `iterator` has ended after `count` batches."""
-        if not _is_program_loop():
-            return
-        loop = next((loop for loop in self._open if loop.iterator() is iterator), None)
-        key = loop.key if loop is not None else _loop_loop_key()
-        self._open = [each for each in self._open if each is not loop]
-        self._recorder.note_batch(-2 - count, key)
-
-    def _dropped(self) -> None:
-        """Record that a loop was left before its end; the loop around it records its batch with its
-        next one.
-        """
-        if self._open and self._open[-1].iterator() is None:
-            self._recorder.note_batch(-1, 0)
-        self._remove_dropped()
-
-    def _remove_dropped(self) -> None:
-        self._open = [loop for loop in self._open if loop.iterator() is not None]
-
-
-def _is_program_loop() -> bool:
-    """Return whether a for loop of the main thread takes the batch.
-
-    A thread that prefetches is ahead of the program by a number of batches that differs between
-    ranks; and a program that calls `next` itself may take a different number of batches on each
-    rank.
-    """
-    if threading.get_ident() != threading.main_thread().ident:
-        return False
-    frame = _calling_frame()
-    return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("CALL", "PRECALL"))
-
-
-def _calling_frame() -> FrameType:
-    frame = sys._getframe(2)
-    while frame.f_back is not None and is_internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
-
-
-def _loop_loop_key() -> int:
-    frame = _calling_frame()
-    return digest(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-
-
-def batch_replacements(state: WatchdogState) -> list[Replaced]:
-    """Patch torch's loaders to count batches, while the session lasts."""
-    from torch.distributed.algorithms.join import Join
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    loops = BatchLoops(state.recorder)
-
-    def count(original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(self: Any) -> Any:
-            try:
-                data = original(self)
-            except StopIteration:
-                loops.end(self, self._num_yielded)
-                raise
-            loops.note(self, self._num_yielded - 1)
-            return data
-
-        return step
-
-    def enter_join(original: Callable[..., Any]) -> Callable[..., Any]:
-        def enter(self: Any) -> Any:
-            state.uneven_batches += bool(self._enable)
-            return original(self)
-
-        return enter
-
-    def leave_join(original: Callable[..., Any]) -> Callable[..., Any]:
-        def leave(self: Any, *args: Any) -> Any:
-            try:
-                return original(self, *args)
-            finally:
-                state.uneven_batches -= bool(self._enable)
-
-        return leave
-
-    return [
-        Replaced(_BaseDataLoaderIter, "__next__", count),
-        Replaced(Join, "__enter__", enter_join),
-        Replaced(Join, "__exit__", leave_join),
-    ]
-
-
-# --- DistributedDataParallel: models are compared, and the backward pass raises the root cause
-# ------------------------
-
-
 def ddp_replacements(state: WatchdogState) -> list[Replaced]:
-    """Patch `DistributedDataParallel` and the backward pass, while the session lasts."""
+    """Return the patches of `DistributedDataParallel`, whose models are compared among the ranks,
+    and of the backward pass, which raises the root cause in place of a symptom.
+
+    Args:
+        state: of the watchdog; the patches hold while its session lasts.
+    """
     import torch.nn.parallel.distributed as ddp
 
-    def compare(original: Callable[..., Any]) -> Callable[..., Any]:
+    def comparing(original: Callable[..., Any]) -> Callable[..., Any]:
         def verify(process_group: Any, tensors: Iterable[torch.Tensor], logger: Any = None) -> Any:
             tensors = list(tensors)
             monitor = getattr(process_group, "watchdog_monitor", None)
@@ -202,8 +70,8 @@ def ddp_replacements(state: WatchdogState) -> list[Replaced]:
                 monitor.used_by_ddp = True
                 # not a collective of c10d: only a record, by which ranks with different models are
                 # found
-                made = getattr(sys._getframe(1).f_locals.get("self"), "module", None)
-                pending = monitor.enter("model", _layout(tensors, made))
+                model = getattr(sys._getframe(1).f_locals.get("self"), "module", None)
+                pending = monitor.enter("model", _layout(tensors, model))
                 if monitor.preflight is not None:
                     with state.blocking(pending.number, monitor.ranks):
                         monitor.preflight.check(pending)
@@ -212,7 +80,7 @@ def ddp_replacements(state: WatchdogState) -> list[Replaced]:
 
         return verify
 
-    def explain(original: Callable[..., Any]) -> Callable[..., Any]:
+    def explaining(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
                 return original(*args, **kwargs)
@@ -223,8 +91,8 @@ def ddp_replacements(state: WatchdogState) -> list[Replaced]:
         return run
 
     return [
-        Replaced(ddp, "_verify_param_shape_across_processes", compare),
-        Replaced(torch.autograd, "_engine_run_backward", explain),
+        Replaced(ddp, "_verify_param_shape_across_processes", comparing),
+        Replaced(torch.autograd, "_engine_run_backward", explaining),
     ]
 
 
@@ -233,33 +101,25 @@ def _layout(tensors: list[torch.Tensor], model: torch.nn.Module | None) -> tuple
     swapped.
     """
     names = {
-        id(tensor): f"{f'{path}.' * bool(path)}{name} of {type(layer).__name__}"
+        id(tensor): f"{path}{'.' if path else ''}{name} of {type(layer).__name__}"
         for path, layer in (model.named_modules() if model is not None else ())
         for name, tensor in layer.named_parameters(recurse=False)
     }
     return tuple(((tensor.shape, tensor.dtype), names.get(id(tensor), "")) for tensor in tensors)
 
 
-# --- Process groups
-# --------------------------------------------------------------------------------------------------
-
-# torch's stubs lack some of the names of torch.distributed
-# mypy: disable-error-code="attr-defined"
-
-
-_HOST_BACKENDS = {
-    "shm",
-    "gloo",
-    "mpi",
-    "mpi4py",
-}  # backends whose operations have completed when their works say so
+# backends whose operations have completed when their works say so
+_HOST_BACKENDS = {"shm", "gloo", "mpi", "mpi4py"}
+# backends that connect all ranks by Gloo, over which calls can be compared across hosts
+_GLOO_BACKENDS = {"gloo", "shm"}
 
 
 class _Watchdog:
-    """The patches of this process.
+    """The patches of torch in this process, and the session while there are groups.
 
     Args:
-        host_key, lasting: see `watchdog.install`.
+        host_key: returns a text that is the same for processes that can open each other's files.
+        lasting: whether the patches stay after the default group has been destroyed.
 
     Attributes:
         session: None while there are no groups.
@@ -274,7 +134,7 @@ class _Watchdog:
         self._sockets = SocketTracker()
         self._limits = Limits.read()
         self._hooks = [
-            Replaced(c10d, "_new_process_group_helper", self._making),
+            Replaced(c10d, "_new_process_group_helper", self._creating),
             Replaced(c10d, "destroy_process_group", self._destroying),
         ]
         # torch.distributed has its own reference to the same function
@@ -283,12 +143,17 @@ class _Watchdog:
         )
 
     def uninstall(self) -> None:
+        """End the session and undo the patches."""
         self.end()
         for hook in reversed(self._hooks):
             hook.undo()
 
-    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def make(
+    def _creating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return c10d's function that makes a group, with the watch; `ranks` is empty for the
+        default group, with which a session begins.
+        """
+
+        def create(
             group_size: int,
             group_rank: int,
             ranks: list[int],
@@ -306,23 +171,31 @@ class _Watchdog:
             elif self.session is None:
                 return original(group_size, group_rank, ranks, backend, store, *args, **kw)
             name = str(args[0] if args else kw.get("group_name", ""))
-            with self._sockets.tracking(), _creation(self.session, name, ranks, backend, args, kw):
-                group, own = original(group_size, group_rank, ranks, backend, store, *args, **kw)
+            with (
+                self._sockets.tracking(),
+                watch_creation(self.session, name, ranks, backend, args, kw),
+            ):
+                group, store_of_group = original(
+                    group_size, group_rank, ranks, backend, store, *args, **kw
+                )
             self._sockets.retransmit_often()
             # most backends have synchronised the ranks by now, so that none is late by much
             if not ranks:
                 self._begin(group_size, group_rank, store)
-            return self._wrap(self.session, group, ranks, _limit_s(args, kw)), own
+            limit_s = limit_of_user(args, kw)
+            return self._watch(self.session, group, ranks, limit_s), store_of_group
 
-        return make
+        return create
 
     def _begin(self, size: int, rank: int, store: Any) -> None:
+        """Begin the session of a job of `size` ranks, or say why there is none."""
         if size < 2:
             self._record_alone(rank)
             return
         try:
-            found = rendezvous(store, rank, size, self._host_key(), self._limits.heartbeat_s)
-            self.session = Session(found, self._limits, self._sockets)
+            host_key = self._host_key()
+            ranks = rendezvous(store, rank, size, host_key, self._limits.heartbeat_s)
+            self.session = Session(ranks, self._limits, self._sockets)
         except NoSpaceError as error:
             if rank == min(error.ranks):  # once for all
                 jobs.write_message(None, f"the watchdog is disabled: {error}")
@@ -354,7 +227,18 @@ class _Watchdog:
             self._alone.floats[StateWords().heartbeat] = math.inf  # there is no thread that beats
             current.recorder = self._alone
 
-    def _wrap(self, session: Session | None, group: Any, ranks: list[int], limit_s: float) -> Any:
+    def _watch(self, session: Session | None, group: Any, ranks: list[int], limit_s: float) -> Any:
+        """Watch a group that this rank has made, if it is one of its ranks and there is a session.
+
+        Args:
+            session: None without a watchdog.
+            group: the group, or what c10d returns in its place.
+            ranks: of the group; empty for the default group.
+            limit_s: timeout in seconds that the user has set for the group; 0 for none.
+
+        Returns:
+            The group that the program gets: one that records what it is called with.
+        """
         if (
             session is None
             or group is None
@@ -362,53 +246,52 @@ class _Watchdog:
             or "watchdog_monitor" in getattr(group, "__dict__", ())
         ):
             return group
-        made = watch_group(group)
-        if made is not group:
-            replace_group(group, made)
-        name = str(c10d._world.pg_names[made])
+        watched = watch_group(group)
+        if watched is not group:
+            replace_group(group, watched)
+        name = str(c10d._world.pg_names[watched])
         members = tuple(ranks) or tuple(range(session.state.recorder.world_size))
-        title = (
-            (made.group_desc if made.group_desc not in ("", "undefined") else name) if ranks else ""
-        )
-        made.watchdog_monitor = session.add_group(name, title, members, limit_s)
-        backends = {part.partition(":")[2] for part in c10d.get_backend_config(made).split(",")}
-        made.watchdog_monitor.completes_on_host = backends <= _HOST_BACKENDS
-        made.watchdog_monitor.sizes_must_fit = "gloo" in backends
-        made.watchdog_monitor.moved = getattr(made, "count_moved", None)
-        made.watchdog_monitor.waits_in_slices = (
-            session.state.limits.expects_losses and "gloo" in backends
-        )
-        if made.watchdog_monitor.remote_ranks and backends <= {
-            "gloo",
-            "shm",
-        }:  # these connect all ranks by Gloo
-            monitor = made.watchdog_monitor
-            check = PreflightCheck(
-                made, session.state, monitor.key, monitor.ranks, monitor.swaps, monitor.abandon
+        title = ""
+        if ranks:
+            has_description = watched.group_desc not in ("", "undefined")
+            title = watched.group_desc if has_description else name
+        backends = {part.partition(":")[2] for part in c10d.get_backend_config(watched).split(",")}
+        monitor = session.add_group(name, title, members, limit_s)
+        monitor.completes_on_host = backends <= _HOST_BACKENDS
+        monitor.sizes_must_fit = "gloo" in backends
+        monitor.moved = getattr(watched, "count_moved", None)
+        monitor.waits_in_slices = session.state.limits.expects_losses and "gloo" in backends
+        watched.watchdog_monitor = monitor
+        if monitor.remote_ranks and backends <= _GLOO_BACKENDS:
+            monitor.preflight = PreflightCheck(
+                watched, session.state, monitor.key, monitor.ranks, monitor.swaps, monitor.abandon
             )
-            monitor.preflight = check
-        session.groups[made] = made.watchdog_monitor
-        return made
+        session.groups[watched] = monitor
+        return watched
 
     def _destroying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return c10d's function that destroys a group, or all of them, with which the session
+        ends.
+        """
+
         def destroy(group: Any = None) -> Any:
             session = self.session
             if session is None:
                 return original(group)
             destroys_all = group is None or group == dist.GroupMember.WORLD
-            known = session.state.error
+            error_before = session.state.error
             if (
                 destroys_all
                 and session.state.recorder.phase != "raised"
                 and not session.is_interrupted
             ):
                 session.cross_host.compare_at_exit()
-            found = session.state.error is not known
+            has_new_error = session.state.error is not error_before
             destroyed = list(session.groups) if destroys_all else [group]
             if any(map(_may_be_freed_by_ddp, destroyed)):
                 time.sleep(_RELEASE_PAUSE_S)
-            for each in destroyed:
-                session.remove_group(each)
+            for destroyed_group in destroyed:
+                session.remove_group(destroyed_group)
             if destroys_all:
                 session.mark_groups_destroyed()
             try:
@@ -416,7 +299,7 @@ class _Watchdog:
             finally:
                 if destroys_all:
                     self.end()
-                if found:
+                if has_new_error:
                     session.state.check()
 
         return destroy
@@ -449,95 +332,9 @@ _RELEASE_PAUSE_S = 0.05
 
 
 def _may_be_freed_by_ddp(group: Any) -> bool:
+    """Return whether a DistributedDataParallel reduces over the group, by Gloo."""
     monitor = getattr(group, "watchdog_monitor", None)
     return monitor is not None and monitor.used_by_ddp and "gloo" in c10d.get_backend_config(group)
-
-
-def _given_timeout(args: tuple[Any, ...], kw: dict[str, Any]) -> timedelta | None:
-    return kw.get("timeout", next((each for each in args if isinstance(each, timedelta)), None))
-
-
-def _limit_s(args: tuple[Any, ...], kw: dict[str, Any]) -> float:
-    """Return the timeout in seconds that the user has set for a group; 0 if torch has filled in its
-    default.
-    """
-    given = _given_timeout(args, kw)
-    is_default = any(
-        given is each for each in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout)
-    )
-    return 0.0 if given is None or is_default else float(given.total_seconds())
-
-
-_CREATION_POLL_S = 1e-3
-
-
-def _creation(
-    session: Session | None,
-    name: str,
-    ranks: list[int],
-    backend: Any,
-    args: tuple[Any, ...],
-    kw: dict[str, Any],
-) -> AbstractContextManager[None]:
-    """Return a context in which this rank makes the group `name` together with the other `ranks`.
-
-    Args:
-        session: None without a watchdog.
-        name, ranks, backend: of the group.
-        args, kw: the other arguments of c10d's function.
-    """
-    if session is None or session.state.rank not in ranks or len(ranks) < 2:
-        return nullcontext()
-    given = _given_timeout(args, kw)
-    own_limit_s = math.inf if given is None else given.total_seconds()
-    return _watched_creation(
-        session, name, tuple(ranks), _connects_at_once(backend), own_limit_s, _limit_s(args, kw)
-    )
-
-
-@contextmanager
-def _watched_creation(
-    session: Session,
-    name: str,
-    ranks: tuple[int, ...],
-    connects: bool,
-    own_limit_s: float,
-    limit_s: float,
-) -> Iterator[None]:
-    """Record that this rank makes a group.
-
-    Args:
-        session: of the watchdog.
-        name, ranks: of the group.
-        connects: whether the ranks wait for each other in its constructor, in C++, from which no
-            error gets them: they wait here.
-        own_limit_s: seconds after which the constructor gives up.
-        limit_s: timeout in seconds that the user has set for the group; 0 for none.
-    """
-    state = session.state
-    if not state.recorder.has_free_slot:
-        yield
-        return
-    monitor = session.add_group(f"creation of {name}", name, ranks, limit_s)
-    try:
-        pending = monitor.enter("new_group", (str(list(ranks)),))
-        with state.blocking(pending.number, ranks):
-            deadline = time.monotonic() + own_limit_s
-            while (
-                connects and monitor.missing_ranks(pending.sequence) and time.monotonic() < deadline
-            ):
-                state.check()
-                time.sleep(_CREATION_POLL_S)
-            state.check()
-            yield
-        monitor.finish(pending, time.monotonic())
-    finally:
-        session.remove_monitor(monitor)
-
-
-def _connects_at_once(backend: Any) -> bool:
-    parts = {part.rpartition(":")[2] for part in str(backend).split(",")}
-    return parts <= {"gloo", "shm"}
 
 
 def _last_rank_watch(state: WatchdogState) -> LastRankWatch | None:
@@ -560,6 +357,9 @@ def _is_reported(state: WatchdogState) -> bool:
 
 
 def _open_log(state: WatchdogState) -> RecordLog | None:
+    """Return the log of all records, if the user wants a timeline; None where it cannot be
+    written, which is said.
+    """
     folder = environment.timeline_dir()
     try:
         return RecordLog(folder, state.own) if folder is not None else None
@@ -572,42 +372,42 @@ _watchdog: _Watchdog | None = None
 
 
 def install(host_key: Callable[[], str], lasting: bool) -> None:
-    """See `watchdog.install`."""
+    """Watch every group that is made from now on; see `watchdog.install` for the arguments."""
     global _watchdog
     if _watchdog is None and environment.watchdog_mode() != "off":
         _watchdog = _Watchdog(host_key, lasting)
 
 
 def uninstall() -> None:
-    """See `watchdog.uninstall`."""
+    """Stop watching, and undo all patches."""
     global _watchdog
     if _watchdog is not None:
-        found = _watchdog
+        uninstalled = _watchdog
         _watchdog = None
-        found.uninstall()
+        uninstalled.uninstall()
 
 
 def report_exception(error: BaseException) -> None:
-    """See `watchdog.report_exception`."""
+    """Report to the other ranks that this rank ends with `error`."""
     if _watchdog is not None and _watchdog.session is not None:
         record_exception(_watchdog.session.state, error)
 
 
 def report_exit() -> None:
-    """See `watchdog.report_exit`."""
+    """Report to the other ranks that this rank has reached the end of its program."""
     if _watchdog is not None and _watchdog.session is not None:
         record_exit(_watchdog.session.state)
     last_rank.note_end()
 
 
 def interrupt(error: TransportError) -> None:
-    """See `watchdog.interrupt`."""
+    """End all waits of this rank in its groups with `error`, from any thread."""
     if _watchdog is not None and _watchdog.session is not None:
         _watchdog.session.interrupt(error)
 
 
 def unfinished_works() -> list[Any]:
-    """See `watchdog.unfinished_works`."""
+    """Return the works of an elastic job's Gloo groups that have not ended."""
     if _watchdog is None or _watchdog.session is None:
         return []
     return [
@@ -616,7 +416,7 @@ def unfinished_works() -> list[Any]:
 
 
 def exclude_group(group: Any) -> None:
-    """See `watchdog.exclude_group`."""
+    """Stop watching `group`; its waits still end when something goes wrong."""
     if _watchdog is not None and _watchdog.session is not None:
         _watchdog.session.exclude_group(group)
 
@@ -624,7 +424,7 @@ def exclude_group(group: Any) -> None:
 def watch_rounds(
     group: Any, purpose: Callable[[], str], warning_s: float, stall_s: float, setting: str
 ) -> Rounds | None:
-    """See `watchdog.watch_rounds`."""
+    """Watch the rounds of `group`, not its collectives; see `rounds.Rounds` for the arguments."""
     if _watchdog is None or _watchdog.session is None:
         return None
     return _watchdog.session.watch_rounds(group, purpose, warning_s, stall_s, setting)
@@ -632,7 +432,9 @@ def watch_rounds(
 
 @contextmanager
 def watch_wait(group: Any, operation: str) -> Iterator[Callable[[], None]]:
-    """See `watchdog.watch_wait`."""
+    """Return a context in which the ranks of `group` wait for each other by means of their own,
+    which is watched as the collective `operation`.
+    """
     session = _watchdog.session if _watchdog is not None else None
     monitor = session.groups.get(group) if session is not None else None
     if (

@@ -13,8 +13,9 @@ FLOORS = (
     ("call_sites", "report"),
     ("report_text", "signatures", "swaps", "states", "rendezvous", "last_rank", "call_order"),
     ("mismatch", "deadlock", "diagnosis", "shared_state"),
-    ("preflight", "monitor", "cross_host", "delivery", "rounds"),
+    ("preflight", "monitor", "cross_host", "delivery", "rounds", "batch_loops"),
     ("session", "process_groups"),
+    ("group_creation",),
     ("patches",),
 )
 PACKAGE = "lockstep.watchdog."

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.flight_recorder import FlightRecorder, RecorderReader, current
 from lockstep.watchdog import patches
-from lockstep.watchdog.patches import BatchLoops, batch_replacements
+from lockstep.watchdog.batch_loops import BatchLoops, batch_replacements
 
 
 def batches_of(loader: DataLoader[Any], use: Callable[[Any], object]) -> list[int]:
