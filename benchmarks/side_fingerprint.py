@@ -2,7 +2,7 @@
 any launcher.
 
 python side_fingerprint.py STEPS          as a worker, or alone
-python side_fingerprint.py STEPS ray      with two workers, which are actors of Ray
+python side_fingerprint.py STEPS ray      with two workers, started by an actor of Ray
 """
 
 from __future__ import annotations

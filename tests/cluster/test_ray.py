@@ -35,7 +35,7 @@ pytestmark = [
         "the driver's connection to Ray, and the cluster, serve all tests of this file"
     ),
     pytest.mark.filterwarnings("default"),  # Ray's own
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
 ]
 
 MEMORY = 100 << 20
@@ -91,30 +91,30 @@ def assert_nothing_left() -> None:
     wait_for(lambda: not living(), "end of all actors")
 
 
-def test_each_rank_is_an_actor_of_its_own_and_those_of_a_host_share_memory(
+def test_ranks_of_a_node_are_processes_of_one_actor_and_share_memory(
     cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def body(factor: int, *, power: int) -> tuple[Any, ...]:
-        import ray
         import torch.distributed as dist
 
         comm = lockstep.init()
         total = comm.allreduce(torch.tensor([float(factor * (comm.rank + 1) ** power)]))
         print("on standard output")
         print("on standard error", file=sys.stderr)
-        actors = comm.allgather_object((ray.get_runtime_context().get_actor_id(), os.getpid()))
+        processes = comm.allgather_object((os.getpid(), os.getppid()))
         return (
             total,
-            actors,
+            processes,
             type(dist.group.WORLD).__name__,
             comm.world,
             torch.get_num_threads(),
             os.getpid(),
         )
 
-    total, actors, group, world, threads, pid = lockstep.ray.launch(body, 10, workers=3, power=2)
+    total, processes, group, world, threads, pid = lockstep.ray.launch(body, 10, workers=3, power=2)
     assert total.tolist() == [140.0]
-    assert len(set(actors)) == 3
+    workers, parents = (set(each) for each in zip(*processes, strict=True))
+    assert (len(workers), len(parents)) == (3, 1)
     assert os.getpid() != pid
     assert group == "ShmGroup"
     assert (world.world_size, world.local_world_size, world.nodes, threads) == (3, 3, 1, 1)
@@ -157,7 +157,7 @@ def test_the_watchdogs_report_on_a_desync_reaches_the_driver(cluster: Any) -> No
     assert caught.value.report_json
 
 
-def test_an_actor_that_is_killed_is_named(cluster: Any) -> None:
+def test_a_rank_that_is_killed_is_named(cluster: Any) -> None:
     def body() -> None:
         comm = lockstep.init()
         comm.barrier()
@@ -165,7 +165,7 @@ def test_an_actor_that_is_killed_is_named(cluster: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         comm.barrier()
 
-    with pytest.raises(lockstep.WorkerError, match="killed by a signal") as caught:
+    with pytest.raises(lockstep.WorkerError, match="killed by SIGKILL") as caught:
         lockstep.ray.launch(body, workers=2)
     assert caught.value.rank == 1
     assert "Rank 1 died while other ranks waited for it" in str(caught.value)
@@ -180,6 +180,43 @@ def test_the_same_error_on_all_ranks_is_raised_as_it_is(cluster: Any) -> None:
         lockstep.ray.launch(body, workers=2)
 
 
+def test_errors_on_several_nodes_are_those_of_one(cluster: Any) -> None:
+    def alike() -> None:
+        lockstep.init()
+        raise lockstep.ConfigError("lr", "a number above 0", -1)
+
+    def desync() -> None:
+        comm = lockstep.init()
+        comm.barrier()
+        if comm.rank == 1:
+            comm.broadcast(torch.ones(4), 0)
+        else:
+            comm.allreduce(torch.ones(4))
+
+    def of_one() -> None:
+        comm = lockstep.init()
+        comm.barrier()
+        if comm.rank == 1:
+            raise KeyError("of the program")
+        comm.barrier()
+
+    nodes = [add_node(cluster, "pair", 1) for _ in range(2)]
+    cluster.wait_for_nodes()
+    try:
+        with pytest.raises(lockstep.ConfigError, match="lr: expected a number above 0, got -1"):
+            lockstep.ray.launch(alike, workers=2, resources={"pair": 1})
+        with pytest.raises(lockstep.DesyncError, match="Desync at collective #2"):
+            lockstep.ray.launch(desync, workers=2, resources={"pair": 1})
+        with pytest.raises(lockstep.WorkerError, match="of the program") as caught:
+            lockstep.ray.launch(of_one, workers=2, resources={"pair": 1})
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
+    assert (caught.value.rank, caught.value.kind) == (1, "KeyError")
+    assert 'raise KeyError("of the program")' in caught.value.worker_traceback
+    assert_nothing_left()
+
+
 def test_more_workers_than_the_cluster_has_cpus_for_are_an_error_at_once(cluster: Any) -> None:
     with pytest.raises(
         lockstep.ConfigError,
@@ -190,6 +227,51 @@ def test_more_workers_than_the_cluster_has_cpus_for_are_an_error_at_once(cluster
         lockstep.ray.launch(print, workers=2, resources={"GPU": 1})
     with pytest.raises(lockstep.ConfigError, match="at most 4: each needs 1 CPU"):
         lockstep.ray.launch(print, workers=(6, 8))
+    assert_nothing_left()
+
+
+def test_a_function_uses_rays_own_api_and_handles_of_actors(cluster: Any) -> None:
+    def body(counter: Any) -> tuple[int, list[int]]:
+        import ray
+
+        comm = lockstep.init()
+        own = ray.get(ray.put(comm.rank))
+        return own, sorted(comm.allgather_object(ray.get(counter.next.remote())))
+
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def next(self) -> int:
+            self.count += 1
+            return self.count
+
+    counter = ray.remote(Counter).options(num_cpus=0).remote()
+    try:
+        assert lockstep.ray.launch(body, counter, workers=2) == (0, [1, 2])
+    finally:
+        ray.kill(counter)
+
+
+def test_a_reference_to_an_object_of_ray_is_refused_by_name(cluster: Any) -> None:
+    with pytest.raises(lockstep.ConfigError, match=r"args\[0\].*pass the value of ray.get"):
+        lockstep.ray.launch(print, ray.put(1), workers=2)
+
+
+def test_workers_of_one_node_see_gpus_of_their_own(cluster: Any) -> None:
+    node = cluster.add_node(num_cpus=1, num_gpus=4, object_store_memory=MEMORY)
+    cluster.wait_for_nodes()
+
+    def body() -> list[str]:
+        return lockstep.init("cpu").allgather_object(os.environ["CUDA_VISIBLE_DEVICES"])
+
+    try:
+        pairs = lockstep.ray.launch(body, workers=2, resources={"GPU": 2})
+        halves = lockstep.ray.launch(body, workers=3, resources={"GPU": 0.5})
+    finally:
+        cluster.remove_node(node)
+    assert sorted(device for pair in pairs for device in pair.split(",")) == ["0", "1", "2", "3"]
+    assert halves[0] == halves[1] != halves[2]
     assert_nothing_left()
 
 

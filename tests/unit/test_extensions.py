@@ -22,13 +22,6 @@ EXTENSIONS = [
     "submit/",
 ]
 
-# Modules that do otherwise still.
-EXCEPTIONS = [
-    "lockstep.compat.horovod.engine.regrouping",
-    "lockstep.ray.elastic_nodes",
-    "lockstep.ray.rank_actors",
-]
-
 Tree = Callable[[dict[str, str]], dict[str, layers.Module]]
 
 
@@ -61,10 +54,7 @@ def test_extensions_stand_on_public_names_of_the_core(modules: dict[str, layers.
         *extension_access.check_private_names(modules, EXTENSIONS),
         *extension_access.check_patches(modules, EXTENSIONS),
     ]
-    unexpected = [problem for problem in problems if problem.partition(":")[0] not in EXCEPTIONS]
-    assert not unexpected, "\n".join(unexpected)
-    needless = set(EXCEPTIONS) - {problem.partition(":")[0] for problem in problems}
-    assert not needless, f"{needless} need no exception any more"
+    assert not problems, "\n".join(problems)
 
 
 # --- the checks fail when they should -----------------------------------------------------------

@@ -39,6 +39,8 @@ from ..watchdog.delivery import is_transport_error
 from .communicator import Communicator
 from .groups import world_among
 
+__all__ = ["ElasticCommunicator"]
+
 T = TypeVar("T")
 
 # torch's stubs lack some of the names of torch.distributed

@@ -36,7 +36,6 @@ class JobClient:
         number: of this worker.
         pings: how often the launcher has shown that it runs.
         peers: the processes of the workers of this host.
-        failure: that was sent; None if none was.
 
     Raises:
         OSError: no launcher listens there.
@@ -52,7 +51,6 @@ class JobClient:
     ) -> None:
         self.number = number
         self.peers: frozenset[int] = frozenset({os.getpid()})
-        self.failure: Failure | None = None
         self._on_turn = on_turn
         self._on_lost = on_lost
         self._released = threading.Event()
@@ -78,7 +76,6 @@ class JobClient:
 
     def fail(self, failure: Failure) -> None:
         """Tell the launcher why this worker ends early."""
-        self.failure = failure
         self.send(failure)
 
     def subscribe(self, take: Take, lost: Callable[[], None]) -> None:

@@ -58,7 +58,14 @@ from .script import HOROVOD_SETUP, Script
 
 T = TypeVar("T")
 
-__all__ = ["ElasticPart", "JobSpec", "join_job", "join_running_job"]
+__all__ = [
+    "ElasticPart",
+    "JobSpec",
+    "Listener",
+    "found_job",
+    "join_job",
+    "join_running_job",
+]
 
 _KNOCK_S = 5.0
 _RETRY_S = 0.5

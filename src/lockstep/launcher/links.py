@@ -137,6 +137,8 @@ class OneHost:
         reason: why the job cannot go on, because of another host; "" while it can.
         failure: of another host's workers, if that is why.
         interruption: the host that has received a signal first, and the signal.
+        signals: that this launcher has received, in order; who starts it in another way than by a
+            command may append some, from any thread.
     """
 
     def __init__(self) -> None:
@@ -152,6 +154,7 @@ class OneHost:
         self.reason = ""
         self.failure: HostFailure | None = None
         self.interruption: Interrupted | None = None
+        self.signals: list[int] = []
         self._store: Any = None
         self._rounds = 0
 

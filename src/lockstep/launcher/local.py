@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -112,7 +112,6 @@ class HostJob:
     program: str = ""
     shows_progress: bool = True
     first_rank: int = 0
-    signals: list[int] = field(default_factory=list)
     supervisor: WorkerSupervisor | None = None
     is_over: bool = False
     reason: str = ""
@@ -121,6 +120,7 @@ class HostJob:
     pulse: Pulse | None = None
 
     def __post_init__(self) -> None:
+        self.signals = self.hosts.signals
         if not self.program:
             name = program_name(sys.argv)
             self.program = " ".join([name, *sys.argv[1:2]]) if name == "lockstep" else name

@@ -9,15 +9,17 @@ import os
 import signal
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 from typing_extensions import override
 
 from .. import environment
 from ..errors import InterruptedRunError, LockstepError, WorkerError
-from ..job.messages import AgentFailure, HostFailure, JobIsOver, Request
+from ..job.messages import AgentFailure, HostDescription, HostFailure, JobIsOver, Request
 from ..system.heartbeat import address_towards
 from .host_description import describe_host
 from .links import FIRST, FixedHosts, interface_with_address, listen_for_hosts
@@ -28,7 +30,7 @@ from .script import Script
 from .starter import Starter
 from .worker_options import FAILURE_GRACE
 
-__all__ = ["FixedPart", "HostPart", "failure_of", "run_as_node"]
+__all__ = ["FixedPart", "HostPart", "failure_of", "run_as_node", "run_host"]
 
 
 class HostPart(ABC):
@@ -147,30 +149,61 @@ class FixedPart(HostPart):
 
     @override
     def run(self, config: JobOptions, log: LogMultiplexer, address: str, port: int) -> None:
-        """Run this host's workers, and agree with the other hosts on the first failure."""
-        own: HostFailure | None = None
-        error: LockstepError | None = None
         hosts = FixedHosts(address, port, config.node_rank, config.nnodes)
-        with closing(hosts):
-            hosts.meet(self.description, config, self._listener)
-            _choose_interface(config, hosts)
-            try:
-                run_host_share(self.script, config, self.description.workers, log, hosts)
-            except InterruptedRunError:
-                raise
-            except LockstepError as raised:
-                _check_interruption(raised, hosts)
-                own = failure_of(raised, hosts.clock_offset_ns)
-                error = raised
-            if own is not None and self.starter is not None:
-                self.starter.send(AgentFailure(own))
-            first = hosts.end(own, FAILURE_GRACE + 2)
-        if first is not None:
-            if own is None or own.rank != first.rank:  # one host shows the traceback
-                first = msgspec.structs.replace(first, traceback="")
-            raise first.as_error()
-        if error is not None:
-            raise error
+        workers = self.description.workers
+        run_workers = partial(run_host_share, self.script, config, workers, log, hosts)
+        run_host(hosts, self.description, config, self._listener, run_workers, self._report)
+
+    def _report(self, failure: HostFailure) -> None:
+        if self.starter is not None:
+            self.starter.send(AgentFailure(failure))
+
+
+def run_host(
+    hosts: FixedHosts,
+    description: HostDescription,
+    config: JobOptions,
+    listener: socket.socket | None,
+    run_workers: Callable[[], None],
+    report: Callable[[HostFailure], object] = lambda failure: None,
+) -> None:
+    """Run one host's part of a job on several, and agree with the others on the first failure.
+
+    Args:
+        hosts: of the job.
+        description: of this host.
+        config: of the run.
+        listener: where the others connect, if this host is the first.
+        run_workers: runs the workers of this host, as `run_host_share` and `run_program` do.
+        report: called with the failure of this host's workers, before the others are waited for.
+
+    Raises:
+        ConfigError: the hosts do not meet, or are incompatible.
+        WorkerError: the rank that failed first, on any host; its cause is the error of this host.
+        as `run_workers`.
+    """
+    own: HostFailure | None = None
+    error: LockstepError | None = None
+    with closing(hosts):
+        hosts.meet(description, config, listener)
+        _choose_interface(config, hosts)
+        try:
+            run_workers()
+        except InterruptedRunError:
+            raise
+        except LockstepError as raised:
+            _check_interruption(raised, hosts)
+            own = failure_of(raised, hosts.clock_offset_ns)
+            error = raised
+        if own is not None:
+            report(own)
+        first = hosts.end(own, FAILURE_GRACE + 2)
+    if first is not None:
+        if own is None or own.rank != first.rank:  # one host shows the traceback
+            first = msgspec.structs.replace(first, traceback="")
+        raise first.as_error() from error
+    if error is not None:
+        raise error
 
 
 def _check_interruption(error: LockstepError, hosts: FixedHosts) -> None:

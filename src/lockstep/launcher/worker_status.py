@@ -38,14 +38,12 @@ from ..watchdog.report import Report as WatchdogReport
 
 __all__ = [
     "WorkerResults",
-    "combine",
     "common_error",
     "first_failure",
     "later_failures",
     "pickle_by_value",
     "pickle_call",
     "raise_failure",
-    "run_call",
     "run_stored_call",
     "unpickle",
 ]
@@ -110,35 +108,24 @@ def _not_picklable(name: str, value: object, error: Exception) -> ConfigError:
 
 def run_stored_call(call: Path, value: Path, find_rank: Callable[[], int] | None = None) -> None:
     """Execute the pickled call in a file as a worker; rank 0 writes its pickled value into another,
-    if it has one.
+    unless that is None.
 
     Args:
         call: of `pickle_call`.
         value: of which nothing exists before it is whole.
-        find_rank: as for `run_call`.
-    """
-    result = run_call(call.read_bytes(), find_rank)
-    if result is not None:
-        draft = value.with_name(f"{value.name}-{time.time_ns()}")
-        draft.write_bytes(result)
-        draft.replace(value)
-
-
-def run_call(call: bytes, find_rank: Callable[[], int] | None = None) -> bytes | None:
-    """Execute a pickled call as a worker; rank 0 returns its pickled value unless that is None.
-
-    Args:
-        call: of `pickle_call`.
         find_rank: called after the function; by default the rank is the one that the environment
             gives.
     """
-    fn, args, kwargs = unpickle(call)
+    fn, args, kwargs = unpickle(call.read_bytes())
     # the function chooses its own start method: what it defines cannot be imported by name in a new
     # interpreter
     multiprocessing.set_start_method(None, force=True)
-    value = fn(*args, **kwargs)
+    returned = fn(*args, **kwargs)
     rank = find_rank() if find_rank is not None else environment.find_world().rank
-    return pickle_by_value(value) if value is not None and rank == 0 else None
+    if returned is not None and rank == 0:
+        draft = value.with_name(f"{value.name}-{time.time_ns()}")
+        draft.write_bytes(pickle_by_value(returned))
+        draft.replace(value)
 
 
 # --- The error that a run raises (pure)
@@ -165,7 +152,6 @@ class WorkerResults:
         killed: whether the launcher killed workers after their grace period.
         workers: how many there were.
         first_rank: the rank of the first of them; all other ranks here are local ranks.
-        ends: what is known of the end of ranks that died, where the exit code is not.
     """
 
     reports: Sequence[Failure] = ()
@@ -177,7 +163,6 @@ class WorkerResults:
     first_rank: int = 0
     dead_since: int = 0
     watchdog_report: WatchdogReport | None = None
-    ends: Mapping[int, str] | None = None
 
     @property
     def failures(self) -> list[Failure]:
@@ -188,41 +173,6 @@ class WorkerResults:
             (report for report in self.reports if not report.stopped),
             key=lambda report: report.repeats_watchdog,
         )
-
-
-def combine(hosts: Sequence[WorkerResults], signals: Sequence[int] = ()) -> WorkerResults:
-    """Return the results of all hosts of a job as one, in which local ranks are ranks.
-
-    Args:
-        hosts: their results, with times on one clock.
-        signals: that the launcher of the job received.
-    """
-    reports: list[Failure] = []
-    dead: list[tuple[int, int]] = []
-    codes: dict[int, int] = {}
-    ends: dict[int, str] = {}
-    for host in hosts:
-        first = host.first_rank
-        for report in host.reports:
-            peers = tuple(first + rank for rank in report.dead_peers)
-            reports.append(structs.replace(report, rank=first + report.rank, dead_peers=peers))
-        dead += [(host.dead_since, first + rank) for rank in host.dead_ranks]
-        codes |= {first + rank: code for rank, code in (host.codes or {}).items()}
-        ends |= {first + rank: text for rank, text in (host.ends or {}).items()}
-    reports.sort(key=lambda report: report.time)
-    return WorkerResults(
-        reports,
-        [rank for _, rank in sorted(dead)],
-        codes,
-        signals,
-        any(host.killed for host in hosts),
-        sum(host.workers for host in hosts),
-        dead_since=min((since for since, _ in dead), default=0),
-        watchdog_report=next(
-            (host.watchdog_report for host in hosts if host.watchdog_report is not None), None
-        ),
-        ends=ends,
-    )
 
 
 def raise_failure(results: WorkerResults) -> None:
@@ -297,9 +247,6 @@ def first_failure(results: WorkerResults) -> WorkerError | None:
 
 def _error_of_silent_rank(rank: int, results: WorkerResults) -> WorkerError:
     codes = results.codes or {}
-    ends = results.ends or {}
-    if rank in ends and rank not in codes:
-        return WorkerError(results.first_rank + rank, "exit", ends[rank])
     # it ended with code 0, or so early that nobody has its code
     if results.signals and rank not in codes:
         number = results.signals[0]

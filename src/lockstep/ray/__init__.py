@@ -6,8 +6,10 @@ Experimental: may change in any release.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+import copyreg
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from .. import arguments
 from ..errors import ConfigError, InterruptedRunError, LockstepError
@@ -34,17 +36,21 @@ def launch(
     """Run ``fn(*args, **kwargs)`` on every rank of a new job on a Ray cluster and return the result
     of rank 0.
 
-    As `lockstep.launch`, but each worker is an actor of Ray, in a placement group of all. In the
-    function ``lockstep.init()`` (or ``torch.distributed``) finds its rank in torchrun's environment
-    variables; workers on one host share memory. It may use Ray's own API. The lines of all ranks
-    are printed here, with the rank in front. Without a connection to a cluster ``ray.init()`` is
-    called, which reads RAY_ADDRESS or starts Ray on this host.
+    As `lockstep.launch`, but over the nodes of the cluster: an actor on each of them, all in one
+    placement group, reserves the resources of its workers and starts them as processes, as
+    `lockstep run` does on a host. In the function ``lockstep.init()`` (or ``torch.distributed``)
+    finds its rank in torchrun's environment variables; workers on one host share memory. Each sees
+    its own GPUs only. The lines of all ranks are printed here, with the rank in front. Without a
+    connection to a cluster ``ray.init()`` is called, which reads RAY_ADDRESS or starts Ray on this
+    host.
+
+    Where the function uses Ray's API, its process connects to the cluster as a driver of its own,
+    in the namespace of this one. Handles of actors may be passed; an ``ObjectRef`` is refused: pass
+    the object.
 
     With ``workers=(2, 8)`` the job is elastic: it begins with as many workers as there are free
     resources for, at most 8; it goes on, in the step in which it was, when workers or nodes are
-    lost, and uses nodes that are added. Below 2 workers it waits. There is one actor for each node
-    then, which holds the resources of its workers and starts them as processes; they are no actors,
-    and Ray's API is not connected in them.
+    lost, and uses nodes that are added. Below 2 workers it waits.
 
     Ctrl-C and SIGTERM are forwarded to the workers, which then have `grace` seconds to finish their
     step, save and exit; a second signal kills them at once. Signals are handled only if this is
@@ -80,18 +86,16 @@ def launch(
     check_process()
     arguments.require_package("ray", "lockstep.ray", "ray")
     from ..launcher.worker_status import pickle_call, unpickle
-    from . import elastic_nodes, rank_actors
+    from .driver import run_job
     from .resources import Placement, check_resources, connect, default_resources
 
-    call = pickle_call(fn, args, kwargs)  # before anything is started
+    with _noted_handles() as handles:
+        call = pickle_call(fn, args, kwargs)  # before anything is started
     needs = check_resources(resources)
     connect()
     place = Placement(default_resources() if needs is None else needs, threads, grace)
     try:
-        if isinstance(workers, int):
-            value = rank_actors.run_job(call, workers, place)
-        else:
-            value = elastic_nodes.run_job(call, limits, place)
+        value = run_job(call, workers if isinstance(workers, int) else limits, place, bool(handles))
     except LockstepError as error:
         attach_report(error)
         if isinstance(error, InterruptedRunError):
@@ -122,3 +126,36 @@ def _limits(workers: object) -> tuple[int, int]:
         )
         raise ConfigError("workers", expected, workers)
     return least, most
+
+
+@contextmanager
+def _noted_handles() -> Iterator[list[object]]:
+    """Give a list of the handles of actors that are pickled meanwhile, and refuse references to
+    objects.
+
+    A handle can be rebuilt in a process that is connected to the cluster. A reference that Ray does
+    not pickle itself has lost its owner: whoever waits for the object waits for ever.
+    """
+    import ray
+    from ray.actor import ActorHandle
+
+    handles: list[object] = []
+
+    def note(handle: Any) -> Any:
+        handles.append(handle)
+        return handle.__reduce__()
+
+    def refuse(reference: Any) -> Any:
+        raise TypeError("an ObjectRef does not arrive in a worker; pass the value of ray.get(...)")
+
+    before = {kind: copyreg.dispatch_table.get(kind) for kind in (ActorHandle, ray.ObjectRef)}
+    copyreg.dispatch_table[ActorHandle] = note
+    copyreg.dispatch_table[ray.ObjectRef] = refuse
+    try:
+        yield handles
+    finally:
+        for kind, reducer in before.items():
+            if reducer is None:
+                del copyreg.dispatch_table[kind]
+            else:
+                copyreg.dispatch_table[kind] = reducer

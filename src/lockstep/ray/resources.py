@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ __all__ = [
     "describe",
     "find_nodes",
     "knows_node_types",
+    "needs_of",
     "raise_signal",
     "reserve",
     "spread",
@@ -80,13 +83,21 @@ class Placement:
 
     def options(self, workers: int = 1) -> dict[str, Any]:
         """Return the resources of so many workers as options of an actor."""
-        rest = {
-            name: workers * amount
-            for name, amount in self.resources.items()
-            if name not in ("CPU", "GPU")
-        }
-        cpus, gpus = (workers * self.resources.get(name, 0) for name in ("CPU", "GPU"))
-        return {"num_cpus": cpus, "num_gpus": gpus, "resources": rest, "max_restarts": 0}
+        needs = needs_of(workers, self.resources)
+        cpus, gpus = (needs.pop(name, 0) for name in ("CPU", "GPU"))
+        return {"num_cpus": cpus, "num_gpus": gpus, "resources": needs, "max_restarts": 0}
+
+
+def needs_of(workers: int, resources: Mapping[str, float]) -> dict[str, float]:
+    """Return the resources of so many workers of one node.
+
+    Those that share GPUs get whole ones together, if they need more than one: Ray gives away
+    nothing in between.
+    """
+    needs = {name: workers * amount for name, amount in resources.items()}
+    if needs.get("GPU", 0.0) > 1:
+        needs["GPU"] = float(math.ceil(round(needs["GPU"], 4)))
+    return needs
 
 
 def check_resources(resources: object) -> dict[str, float] | None:
@@ -103,6 +114,11 @@ def check_resources(resources: object) -> dict[str, float] | None:
     for name, amount in resources.items():
         arguments.text("resources", name, expected)
         arguments.number(f"resources[{name!r}]", amount, above=0, finite=True)
+    gpus = resources.get("GPU", 1)
+    if gpus > 1 and gpus != int(gpus):
+        raise ConfigError(
+            "resources['GPU']", "a whole number, or a part of one GPU, as Ray has it", gpus
+        )
     return dict(resources)
 
 
@@ -183,6 +199,7 @@ def knows_node_types(status: bytes | None) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 _WAIT_S = 0.5
+_TAKEN_S = 5.0  # after which others have taken the room that was given back
 
 
 def connect() -> None:
@@ -245,9 +262,16 @@ def has_autoscaler() -> bool:
     return False
 
 
-def reserve(workers: int, needs: Mapping[str, float], signals: Sequence[int]) -> Any:
-    """Return a placement group with a bundle for each worker, as soon as the cluster has the
-    resources free.
+def reserve(
+    workers: int, needs: Mapping[str, float], signals: Sequence[int]
+) -> tuple[Any, list[int]]:
+    """Return a placement group with a bundle for each node of the job, and how many workers each
+    bundle holds, as soon as the cluster has the resources free.
+
+    Ray decides which nodes these are, for a group with a bundle for each worker. An agent holds the
+    resources of all workers of its node, and an actor has to fit into one bundle: so that group is
+    given back for one with a bundle for each node. If others take the room meanwhile, this begins
+    again.
 
     Args:
         workers: their number.
@@ -258,15 +282,38 @@ def reserve(workers: int, needs: Mapping[str, float], signals: Sequence[int]) ->
         ConfigError: the cluster can never hold them, and nothing adds nodes to it.
         KeyboardInterrupt, InterruptedRunError: after a signal.
     """
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group_table, remove_placement_group
 
     if not has_autoscaler():
         check_capacity(find_nodes(), workers, needs)
-    group = placement_group([dict(needs)] * workers, strategy="PACK")
+    with Activity(_waiting_text(workers, needs)):
+        while True:
+            group = _make_group([dict(needs)] * workers, "PACK", math.inf, signals)
+            nodes = placement_group_table(group)["bundles_to_node_id"].values()
+            counts = sorted(Counter(nodes).values(), reverse=True)
+            if counts[0] == 1:
+                return group, counts
+            remove_placement_group(group)
+            bundles = [needs_of(count, needs) for count in counts]
+            group = _make_group(bundles, "STRICT_SPREAD", _TAKEN_S, signals)
+            if group is not None:
+                return group, counts
+
+
+def _make_group(
+    bundles: list[dict[str, float]], strategy: str, seconds: float, signals: Sequence[int]
+) -> Any:
+    """Return a placement group once it has its resources; None if it has not after so long."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    deadline = time.monotonic() + seconds
+    group = placement_group(bundles, strategy=strategy)
     try:
-        with Activity(_waiting_text(workers, needs)):
-            while not group.wait(_WAIT_S):
-                raise_signal(signals, "while the job waited for resources of the cluster")
+        while not group.wait(_WAIT_S):
+            raise_signal(signals, "while the job waited for resources of the cluster")
+            if time.monotonic() > deadline:
+                remove_placement_group(group)
+                return None
     except BaseException:
         remove_placement_group(group)
         raise

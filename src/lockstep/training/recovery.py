@@ -367,15 +367,24 @@ class ElasticRecovery(Recovery):
     a 1 if it has made its part of the update of a step whose values may not have arrived
     everywhere.
 
+    A subclass may have another way to regroup: it replaces `adapt`, and calls `form_next_group`
+    itself.
+
     Args:
         comm: the communicator of the job's workers.
+
+    Attributes:
+        comm: the same.
+        client: this worker's membership of the job.
+        done: the operations that the training has done.
+        has_state: whether this worker has the state of the training.
     """
 
     has_fixed_workers = False
 
     def __init__(self, comm: ElasticCommunicator) -> None:
-        self._comm = comm
-        self._client = comm.client
+        self.comm = comm
+        self.client = comm.client
         self._state: TrainingState | None = None  # of the training that runs
         self._signals = StopSignals()
         self._given_signals: StopSignals | None = None
@@ -384,9 +393,9 @@ class ElasticRecovery(Recovery):
         self._folder = ""
         self._is_suspended = False
         self._training = -1
-        self._done = 0
+        self.done = 0
         self._last: Any = None  # the result of the last operation
-        self._has_state = False
+        self.has_state = False
         self._is_within = False  # an operation
         self._update: _Update | None = None  # in the operation in progress
         self._agreed: torch.Tensor | None = None  # upon which the last update was made
@@ -411,16 +420,16 @@ class ElasticRecovery(Recovery):
     def requests(self) -> float:
         if not self.repeats:
             return 0.0
-        return STOP * bool(self._client.stop_signal) + REGROUP * self._client.wants_to_regroup
+        return STOP * bool(self.client.stop_signal) + REGROUP * self.client.wants_to_regroup
 
     @property
     @override
     def stop_signal(self) -> int:
-        return self._client.stop_signal
+        return self.client.stop_signal
 
     def stop_signals(self, signals: StopSignals) -> StopSignals:
         """Return the job's signals: a signal to this worker alone means that it leaves."""
-        return _JobSignals(self._client)
+        return _JobSignals(self.client)
 
     @contextmanager
     @override
@@ -433,18 +442,18 @@ class ElasticRecovery(Recovery):
         repeats: bool = True,
         is_one_of_many: bool = False,
     ) -> Iterator[bool]:
-        comm = self._comm
+        comm = self.comm
         self._training = comm.trainings
         comm.trainings = comm.trainings + 1
         self._state = state
-        self._done = 0
+        self.done = 0
         self._last = None
-        self._has_state = not comm.is_joining
+        self.has_state = not comm.is_joining
         self._most = most
         self._folder = folder
         self._given_signals = signals
         self._is_suspended = True
-        self._client.hands_over = state.divides_state
+        self.client.hands_over = state.divides_state
         self._has_joined = comm.is_joining
         self._kept_results = []
         self._was_left = False
@@ -457,13 +466,13 @@ class ElasticRecovery(Recovery):
                 if repeats and takes_part:
                     self.resume()
                 yield takes_part
-                leave_later(self._signals, self._client)
+                leave_later(self._signals, self.client)
         finally:
             self._state = None
-            self._client.hands_over = False
+            self.client.hands_over = False
             comm.keeps_values = True
         if takes_part:
-            if self._done:
+            if self.done:
                 comm.forget_results(self._training)
             comm.note_result(self._training, state.result)
             if not self._was_left:
@@ -473,17 +482,17 @@ class ElasticRecovery(Recovery):
         """Become a member at the next boundary; False if the others have completed this training
         before that.
         """
-        comm = self._comm
+        comm = self.comm
         if comm.joins_before_result() if is_one_of_many else not comm.has_earlier_result:
             self._hold_signals()
             try:
-                self._regroup()
+                self.form_next_group()
             except _LateError:
                 comm.is_joining = True  # in the training that the others are in
                 self._held.close()
             else:
                 self._is_suspended = False
-                self._client.enter(self._training, self._most, self._folder)
+                self.client.enter(self._training, self._most, self._folder)
                 return True
         state.result = comm.earlier_result()
         return False
@@ -496,14 +505,14 @@ class ElasticRecovery(Recovery):
     def suspend(self) -> None:
         if self.repeats:
             self._is_suspended = True
-            self._client.enter(_OUTSIDE, self._most, self._folder)
+            self.client.enter(_OUTSIDE, self._most, self._folder)
             self._held.close()
 
     @override
     def resume(self) -> None:
         if self._state is not None and self._is_suspended:
             self._hold_signals()
-            self._client.enter(self._training, self._most, self._folder)
+            self.client.enter(self._training, self._most, self._folder)
             self._is_suspended = False
             self._state.commit(None)
 
@@ -521,7 +530,7 @@ class ElasticRecovery(Recovery):
         # result counts only if the program goes on.
         except GeneratorExit:
             self._was_left = True
-            leave_later(self._signals, self._client)
+            leave_later(self._signals, self.client)
             self.suspend()
             raise
         self._complete()
@@ -531,9 +540,9 @@ class ElasticRecovery(Recovery):
             assert self._state is not None
             with suppress(MembershipChangedError):
                 self._state.note_seen(self._note_seen)
-                if self._client.complete():
+                if self.client.complete():
                     return
-            self._regroup()
+            self.form_next_group()
 
     @override
     def part_of(self, batch: Batch) -> Batch:
@@ -546,8 +555,8 @@ class ElasticRecovery(Recovery):
             return operation(*args)
         if self._is_beginning and self._has_joined:
             return cast(T, self._state.from_others(next(self._first_results)))
-        number = self._done
-        while self._done == number:
+        number = self.done
+        while self.done == number:
             self._try(self._state, operation, args, meets)
         if self._is_beginning:
             self._kept_results.append(self._state.for_others(self._last))
@@ -555,7 +564,7 @@ class ElasticRecovery(Recovery):
 
     @override
     def run_only(self, operation: Callable[[], T]) -> T:
-        if self._done:  # before this worker joined
+        if self.done:  # before this worker joined
             return cast(T, self._last)
         return self.run(operation, meets=False)
 
@@ -573,24 +582,24 @@ class ElasticRecovery(Recovery):
     def attempt(self, operation: Callable[..., T], *args: Any) -> T | None:
         if self._state is None or self._is_suspended or self._is_within:
             return operation(*args)
-        number = self._done
+        number = self.done
         self._try(self._state, operation, args, meets=True)
-        return cast(T, self._last) if self._done > number else None
+        return cast(T, self._last) if self.done > number else None
 
     def _try(
         self, state: TrainingState, operation: Callable[..., Any], args: Any, meets: bool
     ) -> None:
         self._is_within = True
         try:
-            self._leave_if_signalled()
+            self.leave_if_signalled()
             state.begin()
             state.note_seen(self._note_seen)
-            self._client.wait_for_lease()
-            self._client.check()  # a worker that is alone waits in no collective
+            self.client.wait_for_lease()
+            self.client.check()  # a worker that is alone waits in no collective
             if not meets:
                 self._meet()
             result = operation(*args)
-            self._client.wait_for_lease()
+            self.client.wait_for_lease()
         except _RepeatError:  # undone, in another group
             self._is_within = False
             return
@@ -603,11 +612,11 @@ class ElasticRecovery(Recovery):
             state.undo()
             if not isinstance(error, RuntimeError):
                 raise
-            self._regroup(failure_reason(error))
+            self.form_next_group(failure_reason(error))
             return
         self._is_within = False
         self._update = None
-        self._done += 1
+        self.done += 1
         self._last = result
         state.commit(result)
 
@@ -630,7 +639,7 @@ class ElasticRecovery(Recovery):
         try:
             self._agreed = meet()
         except RuntimeError as error:
-            self._regroup(failure_reason(error))
+            self.form_next_group(failure_reason(error))
             if self._update is None:
                 raise _RepeatError from None
             return  # it was completed with the others
@@ -638,18 +647,18 @@ class ElasticRecovery(Recovery):
         try:
             give_out()
         except RuntimeError as error:
-            self._regroup(failure_reason(error))
+            self.form_next_group(failure_reason(error))
 
     @override
     def leave_out(self, rank: int) -> None:
         if not self.repeats:
             return
-        if rank == self._comm.rank:
-            self._client.leave(is_faulty=True)
-        raise MembershipChangedError(self._client.generation)
+        if rank == self.comm.rank:
+            self.client.leave(is_faulty=True)
+        raise MembershipChangedError(self.client.generation)
 
     def _note_seen(self, states: bytes | None) -> None:
-        self._client.note_events(self._commit(), states)
+        self.client.note_events(self._commit(), states)
 
     def _note_all_seen(self) -> None:
         """Note what rank 0's callbacks have seen before other workers join: one of these may be
@@ -661,7 +670,7 @@ class ElasticRecovery(Recovery):
 
     def _meet(self) -> None:
         with named("meeting of all workers"):
-            self._comm.barrier()
+            self.comm.barrier()
 
     @override
     def read(self, load: Callable[[], T]) -> T:
@@ -672,7 +681,7 @@ class ElasticRecovery(Recovery):
                 if not self.repeats or self._is_within:
                     raise
                 self._note_all_seen()
-                self._regroup(failure_reason(error))
+                self.form_next_group(failure_reason(error))
 
     @override
     def once(self, hook: Callable[..., object], *args: Any) -> None:
@@ -681,7 +690,7 @@ class ElasticRecovery(Recovery):
         except RuntimeError as error:
             if not self.repeats or self._is_within:
                 raise
-            self._regroup(failure_reason(error))
+            self.form_next_group(failure_reason(error))
 
     @override
     def boundary(self, requests: float) -> None:
@@ -690,46 +699,57 @@ class ElasticRecovery(Recovery):
         self._note_all_seen()
         if self._state is not None and self._state.divides_state:
             try:
-                self._state.hand_over(self._client.leaving)
+                self._state.hand_over(self.client.leaving)
             except RuntimeError as error:
-                self._regroup(failure_reason(error))
+                self.form_next_group(failure_reason(error))
                 return
-        self._regroup(at_boundary=True)
+        self.form_next_group(at_boundary=True)
 
-    def _leave_if_signalled(self) -> None:
+    def leave_if_signalled(self) -> None:
+        """Leave the job with the next change of its workers, if a signal to this one says so."""
         if (
             self._signals.received is not None
-            and not self._client.leaving
-            and not self._client.stop_signal
+            and not self.client.leaving
+            and not self.client.stop_signal
         ):
-            self._client.leave()
+            self.client.leave()
 
     def _commit(self) -> Commit:
-        return (self._training, self._done) if self._has_state else NO_STATE
+        return (self._training, self.done) if self.has_state else NO_STATE
 
     def _arrive(self) -> Commit:
         assert self._state is not None
         if not self._state.divides_state:  # else it leaves when it has handed over its part
-            self._leave_if_signalled()
+            self.leave_if_signalled()
         is_made = self._update is not None and self._update.is_made
         return (*self._commit(), 1) if is_made else self._commit()
 
-    def _regroup(self, reason: str = "", at_boundary: bool = False) -> None:
+    def form_next_group(self, reason: str = "", at_boundary: bool = False) -> None:
         """Take part in the next view, again and again until its group is complete and all have the
         same state.
+
+        Args:
+            reason: why the last group has failed, if it has.
+            at_boundary: whether all workers have agreed to regroup here.
+
+        Raises:
+            WorkerLeft: this worker leaves the job, or the job ends.
         """
         assert self._state is not None
         self._state.leave()
-        self._comm.regroup_until(self._arrive, self._adapt, reason, at_boundary, self._check)
+        self.comm.regroup_until(self._arrive, self.adapt, reason, at_boundary, self._check)
 
     def _check(self, view: View) -> None:
         """Check, before its group is formed, that a view is of the training that this worker is
         about to join.
         """
-        if not self._has_state and view.fit > self._training:
+        if not self.has_state and view.fit > self._training:
             raise _LateError
 
-    def _adapt(self, view: View) -> None:
+    def adapt(self, view: View) -> None:
+        """Bring all workers of a new group to the same state; called when the group is formed, and
+        again in the next one if it fails meanwhile.
+        """
         assert self._state is not None
         best = max(view.commits)
         try:
@@ -741,11 +761,11 @@ class ElasticRecovery(Recovery):
             all_seen = tuple(view.events) >= tuple(self._commit())
             self._state.regroup(view.states, all_seen=all_seen)
         except LostStateError:
-            self._has_state = False  # as all others say
+            self.has_state = False  # as all others say
             raise
         if is_new:
             self._meet()  # before anybody's program goes on, all that join have its state
-        self._comm.publish_results()
+        self.comm.publish_results()
 
     def _complete_update(self, state: TrainingState, view: View) -> None:
         """Complete the update of a step, if one of the workers that are left has made its part of
@@ -760,7 +780,7 @@ class ElasticRecovery(Recovery):
             return
         source = view.members.index(view.source)
         with named("norms of gradients"):
-            agreed = self._comm.broadcast_object(self._agreed, source)
+            agreed = self.comm.broadcast_object(self._agreed, source)
         if self._update is not None and not self._update.is_made:
             self._agreed = agreed
             self._update.make(agreed)
@@ -768,10 +788,10 @@ class ElasticRecovery(Recovery):
 
     def _share(self, state: TrainingState, view: View, best: Commit) -> None:
         """Give the state of the most advanced worker to those behind it."""
-        comm = self._comm
+        comm = self.comm
         source = view.members.index(view.source)
         is_behind = self._commit() != best and self._update is None
-        is_new = not self._has_state
+        is_new = not self.has_state
         sent: dict[str, Any] | None = None
         if comm.rank == source:
             sent = {"operations": state.of_operations(), "program": {}}
@@ -788,8 +808,8 @@ class ElasticRecovery(Recovery):
             state.load_program(received["program"])
             self._kept_results = from_bytes(received["program"]["beginning"], torch.device("cpu"))
         self._last = state.from_others(result)
-        self._done = best[1]
-        self._has_state = True
+        self.done = best[1]
+        self.has_state = True
         state.commit(None if is_new else self._last)
 
 

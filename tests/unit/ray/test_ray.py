@@ -1,5 +1,5 @@
-"""What `lockstep.ray` decides without Ray: what fits on a cluster, places, how an actor ended,
-output on its way.
+"""What `lockstep.ray` decides without Ray: what fits on a cluster, how an agent ended, output on its
+way.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import pytest
 
 import lockstep
 from lockstep.errors import ConfigError, LockstepError, WorkerError
-from lockstep.job.messages import Failure
 from lockstep.launcher.log_multiplexer import OutputLine
-from lockstep.launcher.worker_status import WorkerResults, combine, first_failure
 from lockstep.ray import resources as of_ray
-from lockstep.ray.elastic_nodes import NodeEnd, choose_error
-from lockstep.ray.rank_actors import describe_end, describe_start, places_of
+from lockstep.ray.agent import NodeEnd, devices_of_worker
+from lockstep.ray.driver import choose_error, describe_end, describe_start
 from lockstep.ray.relay import RelayedLog
 from lockstep.ray.resources import Node, Placement
 
@@ -70,7 +68,7 @@ def test_what_is_no_amount_of_a_resource_is_refused_by_its_name(amount: Any) -> 
 
 def test_resources_are_options_of_an_actor() -> None:
     placement = Placement({"CPU": 2, "GPU": 0.5, "fast": 1}, None, 1.0)
-    expected = {"num_cpus": 6, "num_gpus": 1.5, "resources": {"fast": 3}, "max_restarts": 0}
+    expected = {"num_cpus": 6, "num_gpus": 2, "resources": {"fast": 3}, "max_restarts": 0}
     assert placement.options(3) == expected
     assert placement.worker_threads == 2
     assert Placement({"CPU": 0.5}, None, 1.0).worker_threads == 1
@@ -135,29 +133,36 @@ def test_slots_are_spread_over_the_nodes() -> None:
     assert of_ray.spread({}, 8) == {}
 
 
-def test_ranks_of_a_node_are_consecutive() -> None:
-    first, second = places_of({0: "x", 1: "y", 2: "x", 3: "x"}, {"x": "host-x"})
-    assert (first.name, first.first_rank, first.bundles) == ("host-x", 0, (0, 2, 3))
-    assert (second.name, second.first_rank, second.bundles) == ("y", 3, (1,))
-    world = second.world(0)
-    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (3, 4, 0, 1)
-    assert (world.node, world.nodes) == (1, 2)
+@pytest.mark.parametrize(
+    ("amount", "workers", "expected"),
+    [
+        (1, 4, [["0"], ["1"], ["2"], ["3"]]),
+        (2, 2, [["0", "1"], ["2", "3"]]),
+        (0.5, 8, [["0"], ["0"], ["1"], ["1"], ["2"], ["2"], ["3"], ["3"]]),
+    ],
+)
+def test_each_worker_has_devices_of_its_own(
+    amount: float, workers: int, expected: list[list[str]]
+) -> None:
+    visible = ["0", "1", "2", "3"]
+    devices = [devices_of_worker(visible, amount, rank, workers) for rank in range(workers)]
+    assert devices == expected
 
 
-# --- how it ended
-# --------------------------------------------------------------------------------------------------
+def test_gpus_between_whole_numbers_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"resources\['GPU'\]: expected a whole number, or a part"
+    ):
+        of_ray.check_resources({"GPU": 1.5})
 
 
-def test_what_ray_says_of_the_end_of_an_actor() -> None:
-    assert describe_end("ActorDiedError ... Worker exits with an exit code 4.") == (4, "")
-    assert (
-        "ran out of memory"
-        in describe_end("OutOfMemoryError Task was killed due to the node running low")[1]
-    )
-    assert (
-        "killed by a signal"
-        in describe_end("ActorDiedError ... connection error code 2. End of file")[1]
-    )
+def test_what_ray_says_of_the_end_of_an_agent() -> None:
+    text = describe_end("ActorDiedError ... Worker exits with an exit code 4.")
+    assert text == "ended with exit code 4"
+    text = describe_end("OutOfMemoryError Task was killed due to the node running low on memory")
+    assert "ran out of memory" in text
+    text = describe_end("ActorDiedError ... connection error code 2. End of file")
+    assert "killed by a signal" in text
 
 
 def test_a_node_without_lockstep_is_an_error_that_says_what_to_do() -> None:
@@ -170,33 +175,7 @@ def test_a_node_without_lockstep_is_an_error_that_says_what_to_do() -> None:
     )
 
 
-def report(rank: int, time: int, **more: Any) -> Failure:
-    return Failure(rank, time, "KeyError", f"of local rank {rank}", **more)
-
-
-def test_the_results_of_several_hosts_are_one() -> None:
-    a = WorkerResults([report(1, 30)], workers=2, first_rank=0)
-    b = WorkerResults(
-        [report(0, 20, dead_peers=(1,))],
-        [1],
-        workers=2,
-        first_rank=2,
-        dead_since=10,
-        ends={1: "lost"},
-    )
-    results = combine([a, b])
-    assert [(each.rank, each.dead_peers) for each in results.reports] == [(2, (3,)), (1, ())]
-    assert (results.dead_ranks, results.dead_since, results.ends) == ([3], 10, {3: "lost"})
-    assert (results.workers, results.first_rank) == (4, 0)
-    first = first_failure(results)
-    assert first is not None
-    assert first.rank == 1  # it saw no dead peer
-    silent = first_failure(combine([WorkerResults(workers=2), b]))
-    assert silent is not None
-    assert (silent.rank, silent.kind, silent.reason) == (3, "exit", "lost")
-
-
-def test_of_the_errors_of_an_elastic_jobs_nodes_the_one_with_the_worker_counts() -> None:
+def test_of_the_errors_of_the_nodes_the_one_with_the_worker_counts() -> None:
     worker, shared = WorkerError(1, "KeyError", "x"), ConfigError("a", "b", "c")
     plain = NodeEnd(error=LockstepError("x"), is_over=True)
     assert choose_error([NodeEnd(b"", is_over=True)]) is None
@@ -204,6 +183,16 @@ def test_of_the_errors_of_an_elastic_jobs_nodes_the_one_with_the_worker_counts()
     assert choose_error([plain, NodeEnd(error=shared, cause=worker)]) is shared
     assert shared.__cause__ is worker
     assert choose_error([NodeEnd(error=LockstepError("y")), plain]) is plain.error
+
+
+def test_what_the_workers_of_all_nodes_have_raised_alike_is_the_error() -> None:
+    first = WorkerError(1, "ConfigError", "x")
+    nodes = [
+        NodeEnd(error=first, own=ConfigError("lr", "more", 1), own_cause=WorkerError(rank, "x", ""))
+        for rank in range(2)
+    ]
+    assert choose_error(nodes) is nodes[0].own
+    assert choose_error([*nodes, NodeEnd(error=first)]) is first
 
 
 # --- output

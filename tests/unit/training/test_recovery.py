@@ -306,11 +306,11 @@ def test_operations_before_the_first_step_have_the_results_of_the_others_on_a_wo
     def regroup() -> None:
         joined._kept_results = sent
 
-    monkeypatch.setattr(joined, "_regroup", regroup)
+    monkeypatch.setattr(joined, "form_next_group", regroup)
     with joined.training(state, 3):
         with joined.beginning():
             assert [joined.run(int, "no") for _ in range(3)] == [0, 7, 14]
-        assert joined.run(lambda: 9) == 9 and joined._done == 1
+        assert joined.run(lambda: 9) == 9 and joined.done == 1
 
 
 def test_a_hook_that_a_loss_ends_is_not_called_again() -> None:

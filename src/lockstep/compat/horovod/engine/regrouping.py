@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import override
+
 import lockstep
 from lockstep import environment
 from lockstep.communicator.elastic_communicator import ElasticCommunicator
@@ -102,16 +104,16 @@ class ElasticTraining(ElasticRecovery):
     @property
     def commits(self) -> int:
         """How often the state was saved."""
-        return self._done
+        return self.done
 
     @commits.setter
     def commits(self, commits: int) -> None:
-        self._done = commits
+        self.done = commits
 
     def __enter__(self) -> ElasticTraining:
         global _current, _first_commits
         self._context.enter_context(self.training(_NoState(self._stop), 1 << 30))
-        self._has_state = _has_state
+        self.has_state = _has_state
         self._commits_of_rank0 = _first_commits
         _first_commits = 0  # another training begins without any, on all ranks
         _current = self
@@ -136,11 +138,11 @@ class ElasticTraining(ElasticRecovery):
         Raises:
             HorovodInternalError: this rank has to leave its group at once.
         """
-        self._client.wait_for_lease()
-        if self._client.is_over:  # a rank that is alone waits in no operation
+        self.client.wait_for_lease()
+        if self.client.is_over:  # a rank that is alone waits in no operation
             raise HorovodInternalError("the ranks of the job have changed")
-        self._leave_if_signalled()
-        return self._client.wants_to_regroup
+        self.leave_if_signalled()
+        return self.client.wants_to_regroup
 
     def interrupt(self) -> None:
         """End the training, on all ranks, after a signal to the launcher.
@@ -148,7 +150,7 @@ class ElasticTraining(ElasticRecovery):
         Raises:
             InterruptedRunError: always.
         """
-        self._client.complete()
+        self.client.complete()
         interrupt(self, f"commit {self.commits}")
 
     # --- state
@@ -161,7 +163,7 @@ class ElasticTraining(ElasticRecovery):
         the others for ever, and none of these could leave.
         """
         global _has_state
-        _has_state = self._has_state = True
+        _has_state = self.has_state = True
         self.commits = self._commits_of_rank0
         return self.commits
 
@@ -172,7 +174,7 @@ class ElasticTraining(ElasticRecovery):
             HorovodInternalError: a rank was lost before, so that the others go back to their last
                 commit.
         """
-        if not self._client.complete():
+        if not self.client.complete():
             raise HorovodInternalError(
                 "a rank was lost before all ranks had completed the training"
             )
@@ -191,19 +193,20 @@ class ElasticTraining(ElasticRecovery):
         Raises:
             WorkerLeft: this rank leaves the job, or the job ends.
         """
-        before = self._client.members
-        was_told = self._client.is_over
-        self._regroup(reason, at_boundary)
-        return was_told or self._client.members != before
+        before = self.client.members
+        was_told = self.client.is_over
+        self.form_next_group(reason, at_boundary)
+        return was_told or self.client.members != before
 
-    def _adapt(self, view: View) -> None:
+    @override
+    def adapt(self, view: View) -> None:
         if any(view.commits) and not view.commits[0]:
             raise LockstepError(
                 "the ranks before one that had joined were lost before it had the training's state"
             )
         self._commits_of_rank0 = _commits_of_rank0(view)
         self._stop()  # what an interrupted attempt has left
-        _set_variables(self._comm)
+        _set_variables(self.comm)
         self._start()
 
 
