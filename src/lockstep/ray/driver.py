@@ -40,6 +40,8 @@ _AGAIN_S = 10.0  # until a node whose actor was lost is used again, if it is sti
 _START_S = 120.0  # for all nodes to take part
 _LOST_S = 10.0  # for the agents of a fixed job to end after one was lost
 
+_NODE_S = 5.0  # in which Ray notices that the node of an agent is gone with it
+
 _OF_THE_WATCHDOG = (DesyncError, RankLostError, StallError)
 
 
@@ -286,10 +288,7 @@ class _Job:
         self._again_at[part.key] = time.monotonic() + _AGAIN_S
         if isinstance(self.workers, tuple):
             return
-        is_there = any(node.key == part.key for node in find_nodes())
         how = f"its agent on {part.name} {describe_end(message)}"
-        if not is_there:
-            how = f"its node {part.name} was lost"
         self._lost.append((part, how))
         self._lost_at = self._lost_at or time.monotonic()
         for other in self._parts:
@@ -361,6 +360,12 @@ class _Job:
         )
         if is_cause and not getattr(error, "report_json", ""):
             return
+        deadline = time.monotonic() + _NODE_S
+        while time.monotonic() < deadline:
+            if all(node.key != part.key for node in find_nodes()):
+                how = f"its node {part.name} was lost"
+                break
+            time.sleep(_POLL_S)
         failure = WorkerError(lost[0], "exit", how)
         failure.host = part.name
         failure.report_json = getattr(error, "report_json", "")
