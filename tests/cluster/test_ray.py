@@ -35,7 +35,7 @@ pytestmark = [
         "the driver's connection to Ray, and the cluster, serve all tests of this file"
     ),
     pytest.mark.filterwarnings("default"),  # Ray's own
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(240),
 ]
 
 MEMORY = 100 << 20
@@ -78,6 +78,10 @@ def wait_for(is_there: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
+def living_actors() -> list[dict[str, Any]]:
+    return [each for each in ray._private.state.actors().values() if each["State"] != "DEAD"]
+
+
 def assert_nothing_left() -> None:
     """No actor and no placement group is left, and what they had reserved is free again."""
     wait_for(
@@ -85,10 +89,7 @@ def assert_nothing_left() -> None:
         "removed groups",
     )
 
-    def living():
-        return [each for each in ray._private.state.actors().values() if each["State"] != "DEAD"]
-
-    wait_for(lambda: not living(), "end of all actors")
+    wait_for(lambda: not living_actors(), "end of all actors")
 
 
 def test_ranks_of_a_node_are_processes_of_one_actor_and_share_memory(
@@ -331,6 +332,27 @@ def test_a_node_that_is_removed_is_named(cluster: Any, tmp_path: Path) -> None:
     assert sorted(path.read_text() for path in tmp_path.glob("node-*")) == ["0 of 2", "1 of 2"]
     assert caught.value.kind == "exit"
     assert_nothing_left()
+
+
+def test_an_agent_that_is_killed_is_told_apart_from_its_node(cluster: Any, tmp_path: Path) -> None:
+    def body(folder: Path) -> None:
+        lockstep.init().barrier()
+        (folder / f"runs-{os.getpid()}").touch()
+        time.sleep(LIMIT_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(lockstep.ray.launch, body, tmp_path, workers=2)
+        wait_for(lambda: len(list(tmp_path.glob("runs-*"))) == 2 or job.done(), "running workers")
+        (agent,) = living_actors()
+        os.kill(agent["Pid"], signal.SIGKILL)
+        with pytest.raises(lockstep.WorkerError, match=r"its agent on .* died without") as caught:
+            job.result(LIMIT_S)
+    assert (caught.value.rank, caught.value.kind) == (0, "exit")
+    assert_nothing_left()
+    wait_for(
+        lambda: not any(Path(f"/proc/{each.name[5:]}").exists() for each in tmp_path.iterdir()),
+        "end of the workers",
+    )
 
 
 # --- elastic jobs

@@ -91,7 +91,7 @@ class WorkerSetup:
         run_id: value of LOCKSTEP_RUN_ID in all processes of the run.
         program: what the job runs, for lists of processes; "" to keep the title that the process
             has.
-        patience: with a launcher that does not answer; None where there is none.
+        patience: with a launcher that does not answer.
     """
 
     folder: Path
@@ -99,11 +99,11 @@ class WorkerSetup:
     output: OutputTarget
     run_id: str
     program: str
-    patience: Patience | None = None
+    patience: Patience
 
 
-def main(task: Callable[[], object], setup: WorkerSetup, rank: int) -> object:
-    """Run `task` as the worker with the local rank `rank`, and return its value.
+def main(task: Callable[[], object], setup: WorkerSetup, rank: int) -> None:
+    """Run `task` as the worker with the local rank `rank`.
 
     An exception is reported to the launcher and ends the process with the exception's exit code.
     One that shuts a worker down cleanly on a signal (InterruptedRunError) ends it with exit code 0:
@@ -115,25 +115,22 @@ def main(task: Callable[[], object], setup: WorkerSetup, rank: int) -> object:
         JobFolderLock(setup.folder)  # for as long as this process lives
         _set_up_process(setup, rank)
         late_failures.set_reporter(partial(_report_late, client))
-        value = task()
+        task()
         watchdog.report_exit()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     except InterruptedRunError as error:
         client.fail(_make_report(client, error))
-        value = None
     except BaseException as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         watchdog.report_exception(error)
         report = _make_report(client, error)
-        if report.exit_code:
+        if report.exit_code:  # sys.exit(0) is a successful end
             _exit_with_report(report, client)
-        value = None  # sys.exit(0) is a successful end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the task is done
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # without the program's handler
     _flush()
     client.send(Finished())
-    return value
 
 
 def _connect(setup: WorkerSetup, rank: int) -> JobClient:
@@ -240,15 +237,13 @@ class _Launcher:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self.client: JobClient | None = None
-        # in an actor of Ray, which ends with its job, there is none
         parent = multiprocessing.parent_process()
-        self._pid = 0 if parent is None else parent.pid or 0
+        assert parent is not None and parent.pid is not None
+        self._pid = parent.pid
         self._liveness = ProcessLiveness({0: self._pid})
-        self._silence: SilenceWatch | None = None
         # the others know first why this worker ends, and do not take it for dead
-        if setup.patience is not None:
-            limit_s = setup.patience.limit_s + _OTHERS_FIRST_S
-            self._silence = SilenceWatch(replace(setup.patience, limit_s=limit_s))
+        limit_s = setup.patience.limit_s + _OTHERS_FIRST_S
+        self._silence = SilenceWatch(replace(setup.patience, limit_s=limit_s))
 
     def look(self) -> None:
         """Say that the launcher has not answered for long, and end this worker when that has lasted
@@ -258,7 +253,7 @@ class _Launcher:
         """
         silence = self._silence
         client = self.client
-        if silence is None or client is None or not self._pid:
+        if client is None:
             return
         pulse = client.pings
         folder = self._setup.folder
@@ -289,8 +284,6 @@ class _Launcher:
         """End this process and those that it has started; if the launcher has ended, remove what it
         has left.
         """
-        if not self._pid:
-            return
         try:
             if self._has_ended():
                 self._remove_traces()

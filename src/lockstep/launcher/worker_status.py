@@ -107,8 +107,7 @@ def _not_picklable(name: str, value: object, error: Exception) -> ConfigError:
 
 
 def run_stored_call(call: Path, value: Path, find_rank: Callable[[], int] | None = None) -> None:
-    """Execute the pickled call in a file as a worker; rank 0 writes its pickled value into another,
-    unless that is None.
+    """Execute the pickled call in a file as a worker; rank 0 writes its pickled value into another.
 
     Args:
         call: of `pickle_call`.
@@ -122,7 +121,7 @@ def run_stored_call(call: Path, value: Path, find_rank: Callable[[], int] | None
     multiprocessing.set_start_method(None, force=True)
     returned = fn(*args, **kwargs)
     rank = find_rank() if find_rank is not None else environment.find_world().rank
-    if returned is not None and rank == 0:
+    if rank == 0:
         draft = value.with_name(f"{value.name}-{time.time_ns()}")
         draft.write_bytes(pickle_by_value(returned))
         draft.replace(value)

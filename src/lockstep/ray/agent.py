@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import socket
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +104,7 @@ class NodeEnd:
     """How the part of a node ended.
 
     Attributes:
-        value: of rank 0, pickled, if it ran there.
+        value: of rank 0, pickled, if it has returned there.
         error: of the job.
         cause: of the error.
         own: the error of this node's workers, if that is another one.
@@ -137,8 +139,11 @@ class AgentActor:
         self._founder: Listener | None = None
         self._listener: socket.socket | None = None
         self._address: tuple[str, int] | None = None
-        self._signals: list[int] = []
+        self._signals: list[int] = []  # of an elastic job those that came while it took no part
+        self._takes_part = False
+        self._lock = threading.Lock()
         self._lost = ""
+        self._end: Future[NodeEnd] = Future()
 
     def describe(self) -> HostDescription:
         """Return the description of this host."""
@@ -174,6 +179,26 @@ class AgentActor:
             workers: of this node, or the most here in an elastic job.
             addresses: of agents of the job; those of this one, if it is the first.
         """
+        try:
+            self._end.set_result(self._run(call, config, workers, addresses))
+        except BaseException as error:
+            self._end.set_exception(error)
+        return self._end.result()
+
+    def wait(self, seconds: float) -> NodeEnd | None:
+        """Return what `run` has returned, for a driver that could not be reached then; None if it
+        still runs after so long.
+        """
+        wait([self._end], seconds)
+        return self._end.result() if self._end.done() else None
+
+    def _run(
+        self,
+        call: bytes,
+        config: JobOptions,
+        workers: int,
+        addresses: list[tuple[str, int]],
+    ) -> NodeEnd:
         import ray
 
         with tempfile.TemporaryDirectory(prefix="lockstep-ray-", dir=short_base()) as name:
@@ -228,8 +253,8 @@ class AgentActor:
             else OneHost()
         )
         hosts.signals = self._signals
-        hosts.reason = self._lost
         self._hosts = hosts
+        hosts.reason = self._lost or hosts.reason  # another thread may have set either
         options = WorkerOptions(workers, config.threads or 1, config.grace, exit_grace=config.grace)
         output = OutputSettings(self._log, quiet=True)
         run_workers = partial(run_program, script, options, output, hosts)
@@ -254,11 +279,13 @@ class AgentActor:
             join_job(addresses, config, setup, slots, self._watch, config.start_timeout)
 
     def _watch(self, host: ElasticHost | None) -> None:
-        self._host = host or self._host
-        if host is not None:
-            self._address = host.mesh.own.address, host.mesh.own.port
-            host.job_signals.extend(self._signals)  # that came before
-            self._signals.clear()
+        with self._lock:
+            self._takes_part = host is not None
+            if host is not None:
+                self._host = host
+                self._address = host.mesh.own.address, host.mesh.own.port
+                host.job_signals.extend(self._signals)
+                self._signals.clear()
 
     def poll(self, seconds: float) -> tuple[list[Item], tuple[str, int] | None]:
         """Return the output since the last call, and where this agent listens, if it takes part in
@@ -268,10 +295,11 @@ class AgentActor:
 
     def signal(self, number: int) -> None:
         """Forward a signal to the whole job."""
-        if self._host is not None:
-            self._host.job_signals.append(number)
-        else:
-            self._signals.append(number)
+        with self._lock:
+            if self._host is not None and self._takes_part:
+                self._host.job_signals.append(number)
+            else:
+                self._signals.append(number)
 
     def end(self, reason: str) -> None:
         """The job of a fixed number of workers cannot go on, because of another node."""

@@ -9,16 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import (
-    DesyncError,
-    LockstepError,
-    RankLostError,
-    StallError,
-    WorkerError,
-)
+from ..errors import LockstepError, WorkerError
 from ..interruption import collect_signals
+from ..job.messages import WATCHDOG_ERROR_KINDS
 from ..launcher.host_description import check_compatible, describe_host
 from ..launcher.options import JobOptions
+from ..stores import LOOPBACK
 from .agent import AgentActor, NodeEnd
 from .relay import Screen, forwarded_variables
 from .resources import (
@@ -31,7 +27,7 @@ from .resources import (
     wait_for_slots,
 )
 
-__all__ = ["choose_error", "describe_end", "describe_start", "run_job"]
+__all__ = ["choose_error", "describe_loss", "describe_start", "run_job"]
 
 _POLL_S = 0.2
 _OUTPUT_S = 1.0  # for which an actor waits for output before it answers
@@ -40,20 +36,23 @@ _AGAIN_S = 10.0  # until a node whose actor was lost is used again, if it is sti
 _START_S = 120.0  # for all nodes to take part
 _LOST_S = 10.0  # for the agents of a fixed job to end after one was lost
 
-_NODE_S = 5.0  # in which Ray notices that the node of an agent is gone with it
-
-_OF_THE_WATCHDOG = (DesyncError, RankLostError, StallError)
+# Ray 2.60 says after 13 s that a node is gone whose processes were killed, and after 63 s that one
+# does not answer.
+_UNREACHABLE_S = 90.0
 
 
 def choose_error(ends: list[NodeEnd]) -> BaseException | None:
     """Return the error of the job with its cause: the one of the node that knows which worker
-    failed; or what the workers of all nodes have raised alike.
+    failed; or what the workers of all nodes have raised alike, as they do after a desync.
     """
     failed = [end for end in ends if end.error is not None]
     alike = {(type(end.own), str(end.own)) for end in ends}
     for end in failed:
-        repeats = isinstance(end.own, _OF_THE_WATCHDOG) and bool(
-            getattr(end.error, "report_json", "")
+        first = end.error
+        repeats = (
+            isinstance(first, WorkerError)
+            and bool(first.report_json)
+            and first.kind in WATCHDOG_ERROR_KINDS
         )
         if end.own is not None and (len(alike) == 1 or repeats):
             end.own.__cause__ = end.own_cause
@@ -73,14 +72,26 @@ def choose_error(ends: list[NodeEnd]) -> BaseException | None:
     return None
 
 
-def describe_end(message: str) -> str:
-    """Return how the process of an agent ended, from Ray's message."""
+def describe_loss(node: str, message: str) -> str:
+    """Return what was lost with an agent, its node or its process alone, from Ray's message.
+
+    Args:
+        node: its name.
+        message: of the error that Ray raises for a call to the agent.
+    """
+    if "its node has died" in message:
+        return f"node {node} was lost"
     code = re.search(r"exits? with an? exit code (\d+)", message)
     if code:
-        return f"ended with exit code {code[1]}"
+        return f"agent on {node} ended with exit code {code[1]}"
     if "OutOfMemory" in message or "ran low on memory" in message or "memory pressure" in message:
-        return "was killed by Ray, because its node ran out of memory"
-    return "died without a message: killed by a signal (as the kernel does when memory runs out)"
+        return f"agent on {node} was killed by Ray, because its node ran out of memory"
+    if "worker process has died" in message:
+        return (
+            f"agent on {node} died without a message: killed by a signal (as the kernel does when "
+            "memory runs out)"
+        )
+    return f"agent on {node} was lost: {_last_line(message)}"
 
 
 def describe_start(error: Exception) -> str:
@@ -91,10 +102,11 @@ def describe_start(error: Exception) -> str:
             "Lockstep is not installed on all nodes of the Ray cluster. Install the same version "
             "on each, or let Ray do it: ray.init(runtime_env={'pip': ['lockstep-train']})"
         )
-    last = next(
-        (line for line in reversed(text.splitlines()) if line.strip()), type(error).__name__
-    )
-    return f"the workers could not be started on Ray: {last.strip()}"
+    return f"the workers could not be started on Ray: {_last_line(text) or type(error).__name__}"
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def run_job(
@@ -124,8 +136,8 @@ def run_job(
 
 @dataclass
 class _Part:
-    """What the driver knows of a node: its agent, its workers or slots, and where the agent
-    listens.
+    """What the driver knows of a node: its agent, its workers or slots, where the agent listens,
+    and since when Ray has not reached it.
     """
 
     key: str
@@ -134,6 +146,7 @@ class _Part:
     name: str
     first_rank: int = 0
     address: tuple[str, int] | None = None
+    unreachable_since: float | None = None
 
 
 @dataclass
@@ -163,7 +176,7 @@ class _Job:
     _next_look: float = 0.0
     _is_ending: bool = False
     _group: Any = None
-    _lost: list[tuple[_Part, str]] = field(default_factory=list)  # of a fixed job
+    _lost: list[tuple[_Part, str]] = field(default_factory=list)  # with what was lost
     _lost_at: float = 0.0
 
     def start(self) -> None:
@@ -178,7 +191,10 @@ class _Job:
             descriptions = self._get([part.actor.describe.remote() for part in parts])
             check_compatible([describe_host(0), *descriptions])
             is_elastic = isinstance(self.workers, tuple)
-            ((address, port),) = self._get([parts[0].actor.listen.remote(is_elastic)])
+            address = LOOPBACK
+            port = 0
+            if is_elastic or len(parts) > 1:
+                ((address, port),) = self._get([parts[0].actor.listen.remote(is_elastic)])
         except ray.exceptions.RayError as error:
             raise LockstepError(describe_start(error)) from error
         config = self._config(address, port)
@@ -252,7 +268,7 @@ class _Job:
         """
         import ray
 
-        while any(kind == "run" for kind, _ in self._pending.values()):
+        while self._is_running():
             ready, _ = ray.wait(list(self._pending), timeout=_POLL_S)
             for reference in ready:
                 kind, part = self._pending.pop(reference)
@@ -260,47 +276,97 @@ class _Job:
             while self._forwarded < len(self.signals):
                 self._forward(self.signals[self._forwarded])
                 self._forwarded += 1
-            if self._lost and time.monotonic() - self._lost_at > _LOST_S:
+            self._give_up_unreachable()
+            is_fixed = not isinstance(self.workers, tuple)
+            if is_fixed and self._lost and time.monotonic() - self._lost_at > _LOST_S:
                 return  # nobody waits longer for a node that Ray has given up
             if time.monotonic() >= self._next_look and not (self._is_ending or self.signals):
                 self._next_look = time.monotonic() + _LOOK_S
                 self._use_new_nodes()
+
+    def _is_running(self) -> bool:
+        """Return whether the end of an agent is waited for.
+
+        An elastic job that is over waits for none that Ray does not reach, once its error or rank
+        0's value is there.
+        """
+        has_outcome = any(
+            end.is_over and (end.value is not None or end.error is not None) for end in self._ends
+        )
+        is_over = isinstance(self.workers, tuple) and has_outcome
+        return any(
+            kind == "run" and not (is_over and part.unreachable_since is not None)
+            for kind, part in self._pending.values()
+        )
 
     def _note_end(self, reference: Any, part: _Part) -> None:
         import ray
 
         try:
             end = ray.get(reference)
+            part.unreachable_since = None
         except ray.exceptions.RayTaskError as error:
             raise LockstepError(f"the agent on {part.name} failed: {error.cause!r}") from error
+        except ray.exceptions.ActorUnavailableError:
+            self._note_unreachable(part)
+            end = None
         except ray.exceptions.RayError as error:
-            self._forget(part, f"{type(error).__name__} {error}")
+            self._forget(part, describe_loss(part.name, f"{type(error).__name__} {error}"))
+            return
+        if end is None:
+            self._pending[part.actor.wait.remote(_OUTPUT_S)] = ("run", part)
             return
         self._ends.append(end)
         self._is_ending = self._is_ending or end.is_over or end.error is not None
         self._again_at[part.key] = time.monotonic() + _AGAIN_S
 
-    def _forget(self, part: _Part, message: str) -> None:
+    def _note_unreachable(self, part: _Part) -> None:
+        """Ray does not reach an agent, and does not know yet whether that, or its node, is lost."""
+        if part.unreachable_since is None:
+            part.unreachable_since = time.monotonic()
+            self._screen.show(
+                [
+                    f"lockstep: Ray does not reach the agent on {part.name}; waiting up to "
+                    f"{_UNREACHABLE_S:g} s until Ray says whether it is lost"
+                ]
+            )
+
+    def _give_up_unreachable(self) -> None:
+        now = time.monotonic()
+        for part in list(self._parts):
+            since = part.unreachable_since
+            if since is not None and now - since > _UNREACHABLE_S:
+                self._pending = {
+                    reference: (kind, other)
+                    for reference, (kind, other) in self._pending.items()
+                    if other is not part
+                }
+                limit = f"{_UNREACHABLE_S:g} s"
+                self._forget(part, f"agent on {part.name} could not be reached for {limit}")
+
+    def _forget(self, part: _Part, lost: str) -> None:
         """The agent of a node is lost; those of an elastic job know that already, and go on."""
         if part not in self._parts:
             return
         self._parts.remove(part)
         self._again_at[part.key] = time.monotonic() + _AGAIN_S
-        if isinstance(self.workers, tuple):
-            return
-        how = f"its agent on {part.name} {describe_end(message)}"
-        self._lost.append((part, how))
+        self._lost.append((part, lost))
         self._lost_at = self._lost_at or time.monotonic()
-        for other in self._parts:
-            other.actor.end.remote(how)
+        if not isinstance(self.workers, tuple):
+            for other in self._parts:
+                other.actor.end.remote(f"its {lost}")
 
     def _note_output(self, reference: Any, part: _Part) -> None:
         import ray
 
         try:
             items, part.address = ray.get(reference)
+            part.unreachable_since = None
+        except ray.exceptions.ActorUnavailableError:
+            self._note_unreachable(part)
+            items = []
         except ray.exceptions.RayError as error:
-            self._forget(part, f"{type(error).__name__} {error}")
+            self._forget(part, describe_loss(part.name, f"{type(error).__name__} {error}"))
             return
         self._screen.show(items)
         if items or any(kind == "run" and other is part for kind, other in self._pending.values()):
@@ -316,8 +382,10 @@ class _Job:
         """
         if not isinstance(self.workers, tuple):
             return
-        addresses = [part.address for part in self._parts if part.address is not None]
-        room = self.workers[1] - sum(part.slots for part in self._parts)
+        # the room of a node that Ray does not reach is free: the agents keep to the most workers
+        parts = [part for part in self._parts if part.unreachable_since is None]
+        addresses = [part.address for part in parts if part.address is not None]
+        room = self.workers[1] - sum(part.slots for part in parts)
         if not addresses or room <= 0:
             return
         used = {part.key for part in self._parts}
@@ -337,45 +405,39 @@ class _Job:
         """Return the value of rank 0, or raise the error of the job."""
         import ray
 
-        for reference, (_, part) in list(self._pending.items()):  # the last output
+        for reference, (kind, part) in list(self._pending.items()):  # the last output
+            if kind != "poll" or part.unreachable_since is not None:
+                continue
             with suppress(ray.exceptions.RayError):
                 self._screen.show(ray.get(reference, timeout=2 * _OUTPUT_S)[0])
                 self._screen.show(ray.get(part.actor.poll.remote(0), timeout=_OUTPUT_S)[0])
         self._screen.close()
         error = choose_error(self._ends)
-        if self._lost and not self.signals:
+        if self._lost and not self.signals and not isinstance(self.workers, tuple):
             self._raise_lost_agent(error)
         if error is not None:
             raise error
-        if not self._ends:
-            self._raise_lost()
-        return next((end.value for end in self._ends if end.value is not None), None)
+        value = next((end.value for end in self._ends if end.value is not None), None)
+        if self._lost and value is None:
+            raise_signal(self.signals, "with all nodes of the job")
+            what = "all agents of the job were lost, and the state of the training with them"
+            if self._ends:
+                what = "rank 0 has returned no value, or it was lost with its agent"
+            raise LockstepError(f"{what}: {self._lost[-1][1]}")
+        return value
 
     def _raise_lost_agent(self, error: BaseException | None) -> None:
         """Raise the loss of a node of a fixed job, unless a worker of another one failed before."""
-        part, how = self._lost[0]
-        lost = range(part.first_rank, part.first_rank + part.slots)
+        part, lost = self._lost[0]
         is_cause = (
             isinstance(error, WorkerError) and error.worker_traceback and not error.in_collective
         )
         if is_cause and not getattr(error, "report_json", ""):
             return
-        deadline = time.monotonic() + _NODE_S
-        while time.monotonic() < deadline:
-            if all(node.key != part.key for node in find_nodes()):
-                how = f"its node {part.name} was lost"
-                break
-            time.sleep(_POLL_S)
-        failure = WorkerError(lost[0], "exit", how)
+        failure = WorkerError(part.first_rank, "exit", f"its {lost}")
         failure.host = part.name
         failure.report_json = getattr(error, "report_json", "")
         raise failure
-
-    def _raise_lost(self) -> None:
-        raise_signal(self.signals, "with all nodes of the job")
-        raise LockstepError(
-            "all nodes of the job were lost, and the state of the training with them"
-        )
 
     def remove(self) -> None:
         """Remove all actors and the placement group."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from .. import environment
@@ -28,24 +28,16 @@ _MOST_KEPT = 1 << 16  # items; the oldest are dropped if the driver does not tak
 
 
 class RelayedLog(LogMultiplexer):
-    """Keeps what is written until the driver asks for it.
+    """Keeps what is written until the driver asks for it."""
 
-    Args:
-        show: gets each item instead, at once.
-    """
-
-    def __init__(self, show: Callable[[Iterable[Item]], None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__((1, 2), colours=False)
-        self._show = show
         self._items: deque[Item] = deque(maxlen=_MOST_KEPT)
         self._changed = threading.Condition()
         self._is_closed = False
 
     def write(self, rank: int, stream: int, line: OutputLine) -> None:
         """Keep a line of a rank; of a progress bar that is not complete only the last state."""
-        if self._show is not None:
-            self._show([(rank, stream, line)])
-            return
         with self._changed:
             last = self._items[-1] if self._items else ""
             if (
@@ -60,9 +52,6 @@ class RelayedLog(LogMultiplexer):
 
     def write_message(self, text: str) -> None:
         """Keep a message of the launcher."""
-        if self._show is not None:
-            self._show([text])
-            return
         with self._changed:
             self._items.append(text)
             self._changed.notify_all()

@@ -95,9 +95,15 @@ def needs_of(workers: int, resources: Mapping[str, float]) -> dict[str, float]:
     nothing in between.
     """
     needs = {name: workers * amount for name, amount in resources.items()}
-    if needs.get("GPU", 0.0) > 1:
-        needs["GPU"] = float(math.ceil(round(needs["GPU"], 4)))
+    part = resources.get("GPU", 1.0)
+    if part < 1 and needs["GPU"] > 1:
+        needs["GPU"] = float(math.ceil(workers / _count_in(1.0, part)))
     return needs
+
+
+def _count_in(has: float, amount: float) -> int:
+    """Return how many times an amount is in another one; Ray counts in units of 1/10000."""
+    return round(has * 10_000) // max(1, round(amount * 10_000))
 
 
 def check_resources(resources: object) -> dict[str, float] | None:
@@ -124,12 +130,12 @@ def check_resources(resources: object) -> dict[str, float] | None:
 
 def capacity(has: Mapping[str, float], needs: Mapping[str, float]) -> int:
     """Return how many workers that each need so much a node can hold that has so much."""
-    # Ray counts in units of 1/10000
-    counts = [
-        round(has.get(name, 0) * 10_000) // max(1, round(amount * 10_000))
-        for name, amount in needs.items()
-    ]
-    return max(0, min([MOST_ON_A_NODE, *counts]))
+    counts = {name: _count_in(has.get(name, 0.0), amount) for name, amount in needs.items()}
+    part = needs.get("GPU", 1.0)
+    gpus = int(has.get("GPU", 0.0))
+    if part < 1 and gpus:  # as `needs_of`: whole ones
+        counts["GPU"] = gpus * _count_in(1.0, part)
+    return max(0, min([MOST_ON_A_NODE, *counts.values()]))
 
 
 def describe(needs: Mapping[str, float]) -> str:

@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError, LockstepError, WorkerError
 from lockstep.launcher.log_multiplexer import OutputLine
 from lockstep.ray import resources as of_ray
 from lockstep.ray.agent import NodeEnd, devices_of_worker
-from lockstep.ray.driver import choose_error, describe_end, describe_start
+from lockstep.ray.driver import choose_error, describe_loss, describe_start
 from lockstep.ray.relay import RelayedLog
 from lockstep.ray.resources import Node, Placement
 
@@ -85,6 +85,9 @@ def test_resources_are_options_of_an_actor() -> None:
         ({"CPU": 4}, {"CPU": 1}, 4),
         ({"CPU": 4}, {"CPU": 3}, 1),
         ({"CPU": 4, "GPU": 1}, {"CPU": 1, "GPU": 0.5}, 2),
+        ({"GPU": 2}, {"GPU": 0.4}, 4),  # two on each: no worker has parts of two
+        ({"GPU": 1.8}, {"GPU": 0.4}, 2),  # of several workers each GPU is a whole one
+        ({"GPU": 0.8}, {"GPU": 0.4}, 2),
         ({"CPU": 0.3}, {"CPU": 0.1}, 3),  # 0.3 / 0.1 is less than 3
         ({"CPU": 4}, {"GPU": 1}, 0),
         ({"CPU": 1000}, {"CPU": 1}, of_ray.MOST_ON_A_NODE),
@@ -156,13 +159,33 @@ def test_gpus_between_whole_numbers_are_refused() -> None:
         of_ray.check_resources({"GPU": 1.5})
 
 
-def test_what_ray_says_of_the_end_of_an_agent() -> None:
-    text = describe_end("ActorDiedError ... Worker exits with an exit code 4.")
-    assert text == "ended with exit code 4"
-    text = describe_end("OutOfMemoryError Task was killed due to the node running low on memory")
-    assert "ran out of memory" in text
-    text = describe_end("ActorDiedError ... connection error code 2. End of file")
-    assert "killed by a signal" in text
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        (
+            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
+            "Worker exit detail: Worker unexpectedly exits with a connection error code 2.",
+            "agent on b died without a message: killed by a signal",
+        ),
+        (
+            "The actor is dead because its worker process has died. Worker exit detail: Worker "
+            "exits with an exit code 4.",
+            "agent on b ended with exit code 4",
+        ),
+        (
+            "OutOfMemoryError Task was killed due to the node running low on memory",
+            "agent on b was killed by Ray, because its node ran out of memory",
+        ),
+        (
+            "The actor died because its node has died. Node Id: 4259\n\tthe actor's node was "
+            "terminated unexpectedly: health check failed due to missing too many heartbeats",
+            "node b was lost",
+        ),
+        ("RaySystemError: x\ny\n", "agent on b was lost: y"),
+    ],
+)
+def test_what_was_lost_is_what_ray_says(message: str, lost: str) -> None:
+    assert describe_loss("b", message).startswith(lost)
 
 
 def test_a_node_without_lockstep_is_an_error_that_says_what_to_do() -> None:
@@ -193,6 +216,18 @@ def test_what_the_workers_of_all_nodes_have_raised_alike_is_the_error() -> None:
     ]
     assert choose_error(nodes) is nodes[0].own
     assert choose_error([*nodes, NodeEnd(error=first)]) is first
+
+
+def test_a_desync_is_the_error_of_all_and_not_what_follows_from_another_workers_error() -> None:
+    def end(kind: str) -> NodeEnd:
+        first = WorkerError(1, kind, "x", "Traceback")
+        first.report_json = "{}"  # which another node has made
+        own = lockstep.RankLostError(1, "rank 1 died while other ranks waited for it")
+        return NodeEnd(error=first, own=own, own_cause=WorkerError(0, "RankLostError", "x"))
+
+    repeats, follows = end("RankLostError"), end("KeyError")
+    assert choose_error([repeats, NodeEnd(error=repeats.error)]) is repeats.own
+    assert choose_error([follows, NodeEnd(error=follows.error)]) is follows.error
 
 
 # --- output
