@@ -16,24 +16,6 @@ from typing import Any, TypeVar
 
 from .errors import ConfigError, MissingPackageError, unknown_name
 
-__all__ = [
-    "choice",
-    "flag",
-    "function",
-    "instance",
-    "keyword_names",
-    "number",
-    "output_file",
-    "parse_host",
-    "parse_number",
-    "parse_whole",
-    "path",
-    "require_package",
-    "text",
-    "texts",
-    "whole",
-]
-
 T = TypeVar("T")
 
 

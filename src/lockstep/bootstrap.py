@@ -25,8 +25,6 @@ from .stores import LOOPBACK, loopback_variables, serve_store
 from .system import private_folders
 from .topology import World
 
-__all__ = ["Rendezvous", "find_rendezvous", "open_store"]
-
 # Below the ephemeral ports of Linux (from 32768), above those of Slurm's daemons (6817 to 6819).
 _FIRST_PORT = 10_000
 _PORTS = 20_000

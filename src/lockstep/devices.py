@@ -17,39 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "CUBLAS_WORKSPACE",
-    "Memory",
-    "accelerator",
-    "backend_of",
-    "bound_to",
-    "copies_in_background",
-    "count",
-    "current",
-    "current_stream",
-    "generator_of",
-    "has_float64",
-    "has_streams",
-    "in_stream",
-    "in_which_parameters_stay",
-    "is_known",
-    "known_names",
-    "memory_of",
-    "name_of",
-    "new_stream",
-    "peak_memory",
-    "pins_memory",
-    "record_event",
-    "reset_peak_memory",
-    "seed",
-    "supports_bf16",
-    "synchronize",
-    "synchronize_used",
-    "use",
-    "uuid_of",
-    "versions_of",
-]
-
 CUBLAS_WORKSPACE = ":4096:8"
 """The value of CUBLAS_WORKSPACE_CONFIG with which cuBLAS sums in a fixed order: a workspace of
 fixed size.

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from .registry import Registry
 
-__all__ = ["EXTENSION_POINTS"]
-
 EXTENSION_POINTS = Registry(
     "extension point",
     {

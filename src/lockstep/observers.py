@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Observer", "active", "install"]
-
 _NOTHING = nullcontext()
 
 

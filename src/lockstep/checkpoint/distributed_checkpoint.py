@@ -56,8 +56,6 @@ from .serialization import (
     write_tensors,
 )
 
-__all__ = ["load_tensors", "prepare"]
-
 _POLL = 0.1
 """Seconds between checks whether the other workers have written their parts, in the background."""
 

@@ -15,23 +15,6 @@ from ..errors import CheckpointError, ConfigError
 from .numerics import NUMERICS
 from .serialization import MAX_JSON, Entry, Json, from_json, pack, to_json, unpack
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "MODEL",
-    "PARTS",
-    "TENSORS",
-    "TREE",
-    "VERSION",
-    "check",
-    "head",
-    "load",
-    "parse_content",
-    "part_name",
-    "read",
-    "render",
-]
-
 FORMAT = "lockstep checkpoint"
 VERSION = 2
 # Only files with these names, and those of `part_name`, are ever opened, whatever a manifest lists.

@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from ..errors import ConfigError
 
-__all__ = ["match_names", "plain_names"]
-
 T = TypeVar("T")
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["CHANGES", "NUMERICS", "Change", "changes_since"]
-
 
 @dataclass(frozen=True)
 class Change:

@@ -23,32 +23,6 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, ConfigError
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_JSON",
-    "Entry",
-    "Json",
-    "OpenFiles",
-    "Piece",
-    "StoredTensor",
-    "TensorFile",
-    "Tree",
-    "blocks",
-    "check_storable",
-    "check_tensors",
-    "code_of",
-    "copy_piece",
-    "cpu_copy",
-    "dtype_of",
-    "from_json",
-    "is_storable_name",
-    "pack",
-    "to_json",
-    "unpack",
-    "write_bytes",
-    "write_tensors",
-]
-
 # Written with Sequence and Mapping because they are covariant: a dict[str, Tensor] is a Tree to the
 # type checker.
 Tree: TypeAlias = None | bool | int | float | str | Tensor | Sequence["Tree"] | Mapping[Any, "Tree"]

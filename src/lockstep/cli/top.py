@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 
     from ..flight_recorder.jobs import JobDescription
 
-__all__ = ["add_to", "run_command", "select_jobs"]
-
-
-# --- The command
-# --------------------------------------------------------------------------------------------------
-
 _DESCRIPTION = """\
 Show how far a job on this host is, and what its ranks are doing: steps, samples
 and tokens per second, waits for data and for other ranks, the slowest rank (on
@@ -140,10 +134,6 @@ def _pids(folder: Path) -> list[int]:
     for reader in readers:
         reader.close()
     return pids
-
-
-# --- The display
-# --------------------------------------------------------------------------------------------------
 
 
 class _Display:
@@ -305,10 +295,6 @@ def _last_events(folder: Path) -> list[str]:
     return [plain(line) for line in lines[-_EVENTS:]]
 
 
-# --- The totals of a job
-# --------------------------------------------------------------------------------------------------
-
-
 def _lines_of_totals(totals: Sequence[JobTotals]) -> list[str]:
     """Return how far a job is and how fast, and what it has lost, in two lines; none before the
     first step.
@@ -341,10 +327,6 @@ def _lines_of_totals(totals: Sequence[JobTotals]) -> list[str]:
 def _rate(count: float) -> str:
     """Return a number per second as text, with two digits at least: few are not none."""
     return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
-
-
-# --- The tables of ranks
-# --------------------------------------------------------------------------------------------------
 
 
 def _table_of_ranks(ranks: Sequence[RankStatus]) -> RenderableType:

@@ -20,8 +20,6 @@ from .. import environment
 from ..environment.launchers import LAUNCHERS
 from .findings import Problem, Section
 
-__all__ = ["error_line", "examine_backends"]
-
 _START = "import sys; from lockstep.doctor import trial; trial.{}(*sys.argv[1:])"
 
 _TERM_GRACE_S = 3.0  # for a launcher to end its workers

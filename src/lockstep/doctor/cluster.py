@@ -25,8 +25,6 @@ from .findings import Problem, Section
 if TYPE_CHECKING:
     from ..stores import Store
 
-__all__ = ["compare_nodes", "examine_cluster"]
-
 # in which the nodes of a job begin their examinations: their images are pulled, Python has started
 _NODES_S = 30.0
 
@@ -135,10 +133,6 @@ def _add_address(section: Section, place: _Place) -> bool:
         return False
     section.add("first node", f"{place.address} is {address}", good=True)
     return True
-
-
-# --- The other nodes
-# --------------------------------------------------------------------------------------------------
 
 
 class _Node(msgspec.Struct, frozen=True):

@@ -18,8 +18,6 @@ from ..launcher.remote_command import ssh_command
 from . import this_host
 from .findings import Problem, Section
 
-__all__ = ["examine_hosts", "login_command"]
-
 # runs on the host, with any version of Python
 _PROGRAM = """
 import json, os, platform

@@ -24,21 +24,6 @@ from ..errors import ConfigError
 from ..tried_versions import OLDEST_TORCH, release_of
 from .findings import Problem, Section
 
-__all__ = [
-    "NAMES",
-    "examine_devices",
-    "examine_host",
-    "examine_job",
-    "examine_network",
-    "examine_versions",
-    "size",
-    "versions",
-]
-
-
-# --- Host
-# --------------------------------------------------------------------------------------------------
-
 INFINIBAND = Path("/sys/class/infiniband")
 _SHM = Path("/dev/shm")
 _MIN_SHM = 256 << 20  # containers get 64 MiB, which a few batches of loader processes fill
@@ -157,9 +142,6 @@ def _read(path: str) -> str:
         return ""
 
 
-# --- Devices
-# --------------------------------------------------------------------------------------------------
-
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -234,9 +216,6 @@ def _unused(torch: Any, driver: str) -> Problem:
     )
 
 
-# --- Versions
-# --------------------------------------------------------------------------------------------------
-
 _OLDEST = {"python": (3, 10), "torch": OLDEST_TORCH}
 _PACKAGES = {"torch": "torch", "lockstep": "lockstep-train"}
 
@@ -285,9 +264,6 @@ def _built_with() -> dict[str, str]:
         libraries["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return libraries
 
-
-# --- Network
-# --------------------------------------------------------------------------------------------------
 
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 # a name in /etc/hosts is resolved in a millisecond; a lost answer of a name server costs 5 s
@@ -360,10 +336,6 @@ def _first_line(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-# --- Job
-# --------------------------------------------------------------------------------------------------
 
 
 def examine_job() -> Section:

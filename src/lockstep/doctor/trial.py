@@ -17,8 +17,6 @@ import torch.distributed as dist
 from .. import launcher
 from ..errors import LockstepError
 
-__all__ = ["RANKS", "run_launched", "run_under_mpiexec"]
-
 RANKS = 2
 _WAIT = timedelta(seconds=60)
 _SIZES = {

@@ -30,8 +30,6 @@ from .membership import (
     WorkerState,
 )
 
-__all__ = ["MembershipClient", "WorkerLeft"]
-
 
 class WorkerLeft(SystemExit):
     """This worker has left the job in good order; its program ends with exit code 0."""
@@ -127,9 +125,6 @@ class MembershipClient:
             case Finish(how="complete"):
                 self._completed = max(self._completed, message.number)
 
-    # --- what this worker has been told
-    # -------------------------------------------------------------------------------
-
     @property
     def is_over(self) -> bool:
         """Whether this worker's generation is over, so that it has to leave its group at once."""
@@ -161,9 +156,6 @@ class MembershipClient:
             return
         with self._changed:
             self._changed.wait_for(lambda: time.monotonic() < self._leased_until or self.is_over)
-
-    # --- what this worker tells
-    # ---------------------------------------------------------------------------------------
 
     def _tell(self, **changes: Any) -> None:
         """Tell the coordinator what has changed in this worker's state."""
@@ -225,9 +217,6 @@ class MembershipClient:
             self.send(Keep(None, commit=commit))
         else:
             self.request(self.generation, lambda number: Keep(states, number, commit=commit))
-
-    # --- the group
-    # ----------------------------------------------------------------------------------------------
 
     def join(self) -> View:
         """Ask to become a member, and wait for the first view.
@@ -337,9 +326,6 @@ class MembershipClient:
                 return False
             self._state = structs.replace(self._state, phase="member", fit=-1)
             return True
-
-    # --- keys
-    # ----------------------------------------------------------------------------------------------
 
     def request(self, generation: int, make: Callable[[int], Up], waits: bool = False) -> Answer:
         """Return the coordinator's answer about keys of `generation`.

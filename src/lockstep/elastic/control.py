@@ -16,8 +16,6 @@ from ..errors import LockstepError
 from ..messages import Integer, Tagged
 from ..system.strangers import Strangers
 
-__all__ = ["Answer", "ControlSocket", "Reply", "Request", "request"]
-
 Answer = Callable[[str, bool], None]
 """Called with what the job does, or why it does not, and whether it does."""
 

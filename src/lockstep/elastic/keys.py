@@ -10,8 +10,6 @@ from typing import Literal
 
 from ..messages import Integer, List, Tagged
 
-__all__ = ["Answer", "Keys", "StoreRequest"]
-
 
 class StoreRequest(Tagged, frozen=True):
     """An operation of a worker on the keys of `generation`, as of c10d's stores.

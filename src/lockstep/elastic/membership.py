@@ -50,9 +50,6 @@ __all__ = [
 ]
 
 
-# --- Messages
-# --------------------------------------------------------------------------------------------------
-
 Commit = List[Integer]
 """The position of a worker's last complete step: (fit, steps done, rows of the history). A later
 one is greater.
@@ -221,10 +218,6 @@ def training_of(state: WorkerState, view: View | None, completed: int) -> int:
     return training if training > completed else -1
 
 
-# --- What a host knows of its workers, for the next coordinator
-# -------------------------------------------------------
-
-
 class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
     """One worker: what it has said of itself, and what it has been told.
 
@@ -379,10 +372,6 @@ class HostMemory:
             self._workers[number] = structs.replace(self._workers[number], **values)
 
 
-# --- The coordinator
-# --------------------------------------------------------------------------------------------------
-
-
 class _Status(Enum):
     STARTED = "started"  # its program has not asked to become a member yet
     READY = "ready"
@@ -497,9 +486,6 @@ class Coordinator:
 
     def _training_of(self, worker: _Worker) -> int:
         return training_of(worker.state, self._newest, self.completed)
-
-    # --- events
-    # ----------------------------------------------------------------------------------------------
 
     def started(self, number: int, host: int = 0) -> None:
         """A worker has been started on a host."""
@@ -652,9 +638,6 @@ class Coordinator:
         is_now = worker.state.generation == self.generation
         return worker.state.phase == "done" and is_now and self._training_of(worker) >= 0
 
-    # --- another coordinator
-    # ------------------------------------------------------------------------------------------
-
     def resume(self, reports: Iterable[HostReport]) -> None:
         """Take over from another coordinator, with what the hosts that are left know of their
         workers.
@@ -713,9 +696,6 @@ class Coordinator:
             elif worker.status is _Status.OVER:
                 self._send(worker, Finish("leave"))
         self.complete = completed >= 0 and all(training < 0 for training in trainings)
-
-    # --- generations
-    # ----------------------------------------------------------------------------------------------
 
     def _in_training(self) -> bool:
         """Return whether all members are in the same training, and not outside of it."""
@@ -868,9 +848,6 @@ class Coordinator:
 
     def _send(self, worker: _Worker, message: Down) -> None:
         self._messages.append((worker.number, message))
-
-    # --- keys
-    # ----------------------------------------------------------------------------------------------
 
     def _use_keys(self, worker: _Worker, message: StoreRequest) -> None:
         if message.generation < self.formed:

@@ -32,23 +32,6 @@ from ..messages import Integer, List, Tagged
 from ..system.heartbeat import keep_alive
 from ..system.strangers import LIMIT_S, Strangers
 
-__all__ = [
-    "ASKS",
-    "NEW",
-    "NOBODY_LEADS",
-    "WAITS_TO_JOIN",
-    "HostEntry",
-    "Knock",
-    "Link",
-    "Mesh",
-    "NobodyLeadsError",
-    "Refused",
-    "WaitsToJoinError",
-    "Welcome",
-    "knock",
-]
-
-
 NEW = -1
 """The number of a host that wants to join."""
 
@@ -269,9 +252,6 @@ class Mesh:
         selector.register(listener, selectors.EVENT_READ, self._accept)
         selector.register(self._wake, selectors.EVENT_READ, self._take_results)
 
-    # --- use
-    # ----------------------------------------------------------------------------------------------
-
     def send(self, host: int, message: object) -> None:
         """Send a message to another host; ignored if it is not connected."""
         peer = self._peers.get(host)
@@ -387,9 +367,6 @@ class Mesh:
         self._strangers.close()
         self._waker.close()
 
-    # --- dialling
-    # ----------------------------------------------------------------------------------------------
-
     def _dial(self, host: int, probes: bool) -> None:
         """Connect to a host in a thread; as a probe only to see whether it listens."""
         entry = self.hosts[host]
@@ -446,9 +423,6 @@ class Mesh:
         """
         self._listens[host] = self._listens.get(host, 0) + 1
         return self._listens[host] % _ASKED_AFTER == 0
-
-    # --- connections
-    # ----------------------------------------------------------------------------------------------
 
     def _connection(self, end: socket.socket) -> Connection[Any, Any]:
         end.setblocking(False)
@@ -589,10 +563,6 @@ class Mesh:
         with suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection.socket)
         peer.connection.close()
-
-
-# --- A new host
-# --------------------------------------------------------------------------------------------------
 
 
 NOBODY_LEADS = "no launcher of the job leads at the moment; try again"

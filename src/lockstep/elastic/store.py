@@ -14,8 +14,6 @@ from .keys import Answer, StoreRequest
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined,misc"
 
-__all__ = ["GenerationStore"]
-
 
 class GenerationStore(Store):
     """The c10d store of one generation, whose waits have no time limit and end with it.

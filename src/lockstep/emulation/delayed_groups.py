@@ -33,9 +33,6 @@ from .link_clock import GroupClock, LinkClock
 from .message_schedules import ROUNDS
 from .virtual_time import AwakeCore, OperationTime, VirtualTime, prefer_long_slices
 
-__all__ = ["Emulation", "install", "install_from_environment", "uninstall"]
-
-
 # a poll sleeps for the rest of a wait that is shorter, as those who poll may sleep for 1 ms
 _NEAR_S = 2e-3
 _POLL_S = 50e-6

@@ -21,8 +21,6 @@ from ..network import VirtualNetwork
 from .message_schedules import BUSY_TIMES, ROUNDS, Cards, finish_times
 from .virtual_time import VirtualTime
 
-__all__ = ["GroupClock", "LinkClock", "Statistics", "emulation_summary"]
-
 
 class _SharedNumbers:
     """Doubles in a file that processes map, and a lock that they share; the kernel frees it when

@@ -18,9 +18,6 @@ from dataclasses import dataclass
 
 from ..network import VirtualNetwork
 
-__all__ = ["BUSY_TIMES", "ROUNDS", "Cards", "Message", "Rounds", "finish_times"]
-
-
 BUSY_TIMES = 64
 """How many busy times of a card are kept: an all-reduce among 16 hosts has 30."""
 

@@ -23,9 +23,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["AwakeCore", "OperationTime", "VirtualTime", "prefer_long_slices", "sleep_until"]
-
-
 _SPIN_S = (
     1e-4  # a sleep without slack ends some 20 µs late, and up to 80 µs where the core has slept
 )

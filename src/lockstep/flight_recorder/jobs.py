@@ -23,22 +23,6 @@ from ..system.terminal_text import plain
 from . import layout, notes
 from .reader import open_job
 
-__all__ = [
-    "EVENTS",
-    "JobDescription",
-    "MessageReader",
-    "command_line",
-    "default_base",
-    "find_jobs",
-    "make_base",
-    "remove",
-    "remove_dead",
-    "resolve_base",
-    "write_description",
-    "write_message",
-]
-
-
 _MAX_CHARACTERS = (
     2000  # of a line of JSON (ASCII); up to 4 KiB that are written at once are not interleaved
 )

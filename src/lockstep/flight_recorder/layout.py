@@ -10,31 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "CHANNEL_SIZES",
-    "CHANNEL_WORDS",
-    "COMPARED",
-    "DEPTH",
-    "GROUP_SLOTS",
-    "HEADER",
-    "MAGIC",
-    "PHASES",
-    "RECORD",
-    "RING",
-    "TEXT_SLOTS",
-    "TEXT_SLOT_BYTES",
-    "TRACEBACK",
-    "TRACEBACK_BYTES",
-    "VERSION",
-    "Layout",
-    "StateWords",
-    "TextTable",
-    "parent",
-    "rank_file",
-    "read_text",
-]
-
-
 MAGIC = b"LOCKSTEP"
 VERSION = 5
 
@@ -202,9 +177,7 @@ class Layout:
         return self.channels + 8 * CHANNEL_WORDS * self.channel_slots
 
 
-# --------------------------------------------------------------------------------------------------
-# TextTable in a recording: written once, then known by a number; the oldest make room.
-
+# Of a text in a recording: written once, then known by a number; the oldest make room.
 _HEAD = struct.Struct("<QI")
 _ROOM = TEXT_SLOT_BYTES - _HEAD.size
 

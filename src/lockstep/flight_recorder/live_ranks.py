@@ -15,8 +15,6 @@ from ..system.terminal_text import plain
 from .rank_progress import WINDOW_S, RankProgress
 from .reader import RankState, RawRecord, RecorderReader, open_job
 
-__all__ = ["LiveRanks", "RankStatus"]
-
 _HEARTBEAT_LIMIT_S = 3.0  # a rank's watchdog records many heartbeats per second
 _ONLY_WAITS = 0.99  # share of the time; such a rank completes no step
 _NO_TIME_S = 1e-6  # instead of 0, by which nothing can be divided

@@ -11,8 +11,6 @@ from typing import Any
 from .layout import RING, StateWords
 from .reader import Record, RecorderReader
 
-__all__ = ["LogFile", "RecordLog", "read_log", "read_log_header"]
-
 _FORMAT = 1
 _NAMES = {field.name for field in fields(Record)}
 

@@ -18,16 +18,6 @@ from ..messages import Integer
 from . import notes
 from .reader import RecorderReader
 
-__all__ = [
-    "OtherHosts",
-    "RankProgress",
-    "SlowRank",
-    "SlowestRank",
-    "read_other_hosts",
-    "slowest",
-    "write_other_hosts",
-]
-
 WINDOW_S = 10.0
 """Seconds over which the times that ranks have waited are compared."""
 

@@ -30,16 +30,6 @@ from .layout import (
     read_text,
 )
 
-__all__ = [
-    "RankState",
-    "RawRecord",
-    "Record",
-    "RecorderReader",
-    "decode_batch",
-    "describe",
-    "open_job",
-]
-
 _AT = StateWords()
 _RECORD_BYTES = RECORD.size
 _COMPARED_BYTES = COMPARED.size

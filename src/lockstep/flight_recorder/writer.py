@@ -34,22 +34,6 @@ from .layout import (
     rank_file,
 )
 
-__all__ = [
-    "CallSignature",
-    "FlightRecorder",
-    "activity",
-    "current",
-    "in_method",
-    "named",
-    "note_batch",
-    "note_data_wait",
-    "note_samples",
-    "note_step",
-    "recorded_collectives",
-    "solo_section",
-]
-
-
 _RUNS, _WAITS, _LEFT, _ENDED, _RAISED = range(len(PHASES))
 _AT = StateWords()
 # those that each collective writes

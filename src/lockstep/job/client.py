@@ -15,8 +15,6 @@ import msgspec
 from .connection import Connection, connect_to_launcher
 from .messages import Failure, Hello, Note, Peers, Release, ToAnyWorker
 
-__all__ = ["JobClient", "ask_for_time", "current", "note_checkpoint"]
-
 _TURN_S = 0.5  # between two calls of `on_turn`, at most
 
 Take = Callable[[Any], None]

@@ -20,17 +20,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-__all__ = [
-    "AT_ONCE",
-    "START",
-    "Connection",
-    "Pipes",
-    "connect_over_standard_streams",
-    "connect_to_launcher",
-    "take_turn",
-    "watch_unsent",
-]
-
 In = TypeVar("In")
 Out = TypeVar("Out")
 _Socket = socket.socket

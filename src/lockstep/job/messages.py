@@ -44,9 +44,6 @@ __all__ = [
 ]
 
 
-# --- A worker and the launcher of its host --------------------------------------------------------
-
-
 class Hello(Tagged, frozen=True):
     """The first message of a worker: which one it is."""
 
@@ -128,9 +125,6 @@ FromAnyWorker = Hello | Failure | Finished | Note
 
 ToAnyWorker = Peers | Release
 """From a launcher to any of its workers."""
-
-
-# --- A host, and the first failure of its workers -------------------------------------------------
 
 
 class HostDescription(msgspec.Struct, frozen=True):
@@ -248,9 +242,6 @@ class HostFailure(msgspec.Struct, frozen=True):
 
     def _summary(self) -> tuple[str, str]:
         return f"rank {self.rank} on {self.host} failed later with {self.kind}", self.others
-
-
-# --- The launcher of a host, and the one that was typed in ----------------------------------------
 
 
 class AgentHello(Tagged, frozen=True):

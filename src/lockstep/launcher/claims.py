@@ -18,8 +18,6 @@ from pathlib import Path
 from .. import messages
 from .election import HostView
 
-__all__ = ["SharedFolder", "claim"]
-
 
 def claim(folder: Path, view: HostView) -> HostView:
     """Create the file of a view, unless another host has created one of this number; returns the

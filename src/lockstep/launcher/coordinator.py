@@ -14,25 +14,6 @@ from dataclasses import dataclass, field
 from ..job.messages import HostFailure, Say
 from ..messages import Integer, Tagged
 
-__all__ = [
-    "AllDone",
-    "Coordinator",
-    "Done",
-    "FromCoordinator",
-    "HostEnd",
-    "Interrupted",
-    "JobOver",
-    "Join",
-    "NextRound",
-    "Outcome",
-    "Round",
-    "ToCoordinator",
-]
-
-
-# --- Messages from a launcher to the coordinator
-# ----------------------------------------------------------------------
-
 
 class Join(Tagged, frozen=True):
     """This host can start so many workers in a round: after so many restarts."""
@@ -58,10 +39,6 @@ class HostEnd(Tagged, frozen=True):
     """This host's part is over, with this failure of its workers if there is one."""
 
     failure: HostFailure | None = None
-
-
-# --- Messages from the coordinator to all launchers
-# -------------------------------------------------------------------
 
 
 class Round(Tagged, frozen=True):
@@ -108,9 +85,6 @@ class Outcome(Tagged, frozen=True):
 ToCoordinator = Join | Done | Interrupted | HostEnd
 FromCoordinator = Round | NextRound | AllDone | Interrupted | JobOver | Outcome | Say
 
-
-# --- Decisions
-# --------------------------------------------------------------------------------------------------
 
 _FINISHED = "workers cannot be restarted, because another host's have finished already"
 _FAILED = "another host's workers have failed"

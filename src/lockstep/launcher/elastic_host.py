@@ -226,9 +226,6 @@ class ElasticHost:
             stack.enter_context(host._pulse)
             yield host
 
-    # --- start
-    # ----------------------------------------------------------------------------------------------
-
     @property
     def mesh(self) -> Mesh:
         """The connections to the other hosts."""
@@ -313,9 +310,6 @@ class ElasticHost:
         self._description = self._description or describe_host(0)
         check_compatible([self._description, about.description])
         return about
-
-    # --- the loop
-    # ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Take part in the job until it is over.
@@ -547,9 +541,6 @@ class ElasticHost:
             self._over = Over(describe_ended(self._name))
             self._job = None
 
-    # --- who leads
-    # ----------------------------------------------------------------------------------------------
-
     def _tick_election(self) -> None:
         """Send what the election has to tell, and follow what it has decided."""
         election = self._election
@@ -760,9 +751,6 @@ class ElasticHost:
             )
         raise LockstepError(f"the host that let {self._name} in was lost before the job had begun")
 
-    # --- messages
-    # ----------------------------------------------------------------------------------------------
-
     def _send(self, host: int, message: HostMessages) -> None:
         if host == self._me:
             self._own.append((host, message))
@@ -893,9 +881,6 @@ class ElasticHost:
         if message.request >= 0:
             self._to_leader(Kept(message.worker, message.request))
 
-    # --- shared storage
-    # ----------------------------------------------------------------------------------------------
-
     def _make_shared_folder(self) -> None:
         """Make a folder within that of the run, or use the one that there is, so that the
         succession can be claimed there if all hosts see it.
@@ -922,9 +907,6 @@ class ElasticHost:
             self._election.set_claims("")
         if self._shared.seen_by >= job.hosts.keys() and len(job.hosts) > 1:
             self._election.set_claims(self._shared.path)
-
-    # --- requests of users
-    # --------------------------------------------------------------------------------------------
 
     def _ask_from_user(
         self, what: str, number: int, name: str, reply: Callable[[str, bool], None]
@@ -955,9 +937,6 @@ class ElasticHost:
         self._asked += 1
         self._replies[self._asked] = reply
         self._to_leader(Request(self._asked, what, count, name))
-
-    # --- the end
-    # ----------------------------------------------------------------------------------------------
 
     def _finish(self, job: ElasticJob) -> None:
         """Tell all hosts that the job is over, and how."""

@@ -33,23 +33,6 @@ from ..job.messages import Failure, Say
 from ..messages import Integer, List, Tagged
 from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
 
-__all__ = [
-    "AgentState",
-    "ElasticJob",
-    "Ended",
-    "ForLeader",
-    "FromWorker",
-    "HostMessages",
-    "JobState",
-    "Kept",
-    "Kill",
-    "Limits",
-    "Over",
-    "Start",
-    "ToWorker",
-    "describe_workers",
-]
-
 _MOST_FAILED_STARTS = 3  # workers, one after the other, that have ended before they became members
 _SAME_ERROR_S = 1.0  # in which all workers raise the same error, if the input is bad
 _MOST_RESTARTS = 3  # of all workers, one after the other, without any progress
@@ -73,10 +56,6 @@ class Limits:
     minimum: int
     maximum: int
     pause_s: float = math.inf
-
-
-# --- Messages between the launcher that leads and those of all hosts
-# --------------------------------------------------
 
 
 class JobState(Tagged, frozen=True):
@@ -230,10 +209,6 @@ HostMessages = ForLeader | JobState | Start | Kill | ToWorker | Keep | Say | Ove
 """All messages between them."""
 
 
-# --- Decisions
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class ElasticJob:
     """Decides on the workers of the job. Its methods are the events; `supervise` does what is due.
@@ -330,9 +305,6 @@ class ElasticJob:
             is_ending=self.state.is_ending or has_finished,
             leaving=tuple(each for each in self.state.leaving if each in self.hosts),
         )
-
-    # --- events
-    # ----------------------------------------------------------------------------------------------
 
     def host_added(self, host: HostEntry) -> None:
         """A host has joined."""
@@ -510,9 +482,6 @@ class ElasticJob:
                 return "the job saves and ends"
         raise LockstepError(f"unknown request {request.what!r}")
 
-    # --- what follows
-    # ----------------------------------------------------------------------------------------------
-
     def supervise(self) -> None:
         """Do what is due: start and end workers."""
         coordinator = self.coordinator
@@ -575,9 +544,6 @@ class ElasticJob:
         self.state = structs.replace(self.state, version=version, hosts=hosts, **values)
         for host in self.hosts:
             self.send(host, self.state)
-
-    # --- starts and ends
-    # ----------------------------------------------------------------------------------------------
 
     def _free_slots(self, host: int) -> int:
         if host in self.state.leaving:
@@ -728,9 +694,6 @@ class ElasticJob:
             resume=resume,
         )
 
-    # --- requests
-    # ----------------------------------------------------------------------------------------------
-
     def _resize(self, workers: int) -> str:
         coordinator = self.coordinator
         (least, most) = (self.limits.minimum, self.limits.maximum)
@@ -823,9 +786,6 @@ class ElasticJob:
         self._dismissed.update(numbers)
         self._kill(numbers, gently=True)
 
-    # --- announcements
-    # ----------------------------------------------------------------------------------------------
-
     def _announce_view(self) -> None:
         view = self.coordinator.view
         joined = [
@@ -900,9 +860,6 @@ class ElasticJob:
         self.tell(f"{self.failure}; the job saves and ends")
         self._change_state(stops=(signal.SIGTERM,))
         self.coordinator.stop(signal.SIGTERM)
-
-    # --- what all hosts keep
-    # ------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
         while self.coordinator.to_keep:

@@ -147,10 +147,6 @@ class Listener:
         return []
 
 
-# --- `lockstep run` on one of several hosts
-# ---------------------------------------------------------------------------
-
-
 class ElasticPart(HostPart):
     """This host's part of an elastic job, which goes on without its starter."""
 
@@ -255,10 +251,6 @@ def _write_to_file() -> None:
     )
 
 
-# --- Founding a job
-# --------------------------------------------------------------------------------------------------
-
-
 def found_job(
     config: JobOptions, setup: HostSetup, slots: int, listener: Listener, watch: Watch
 ) -> None:
@@ -342,10 +334,6 @@ class _Porter:
                     f"{seconds:g} s"
                 )
         return list(self._others.values())
-
-
-# --- Joining a job
-# --------------------------------------------------------------------------------------------------
 
 
 def join_job(

@@ -26,8 +26,6 @@ from .supervisor import StoppedWorkers, WatchdogFiles, WorkerSupervisor
 from .worker_options import WorkerOptions
 from .workers import Workers
 
-__all__ = ["HostSetup", "HostWorkers"]
-
 
 @dataclass(frozen=True)
 class HostSetup:

@@ -56,20 +56,6 @@ import msgspec
 from ..elastic.mesh import Link
 from ..messages import Integer, List, Tagged
 
-__all__ = [
-    "Accept",
-    "Accepted",
-    "Ballot",
-    "Decided",
-    "Election",
-    "ElectionMessage",
-    "HostView",
-    "Prepare",
-    "Promise",
-    "Reject",
-    "Vote",
-]
-
 
 class HostView(msgspec.Struct, frozen=True, array_like=True):
     """The hosts of the job at one time.
@@ -215,9 +201,6 @@ class Election:
     _claim: HostView | None = None
     _messages: deque[tuple[int, ElectionMessage]] = field(default_factory=deque)
 
-    # --- what the owner asks
-    # ------------------------------------------------------------------------------------------
-
     @property
     def leader(self) -> int:
         """The host that leads in the newest view; -1 for a host that joins."""
@@ -280,9 +263,6 @@ class Election:
         claim = self._claim
         self._claim = None
         return claim
-
-    # --- events
-    # ----------------------------------------------------------------------------------------------
 
     def set_link(self, host: int, link: Link) -> None:
         """What is known of a host has changed."""
@@ -363,9 +343,6 @@ class Election:
                 self._tell_if_older(host, view)
                 self._learn(view)
 
-    # --- this host and the others
-    # -------------------------------------------------------------------------------------
-
     @property
     def _hosts(self) -> tuple[int, ...]:
         return () if self.view is None else tuple(self.view.hosts)
@@ -416,9 +393,6 @@ class Election:
     def _send(self, host: int, message: ElectionMessage) -> None:
         self._messages.append((host, message))
 
-    # --- the part of a host that votes
-    # --------------------------------------------------------------------------------
-
     def _tell_if_older(self, host: int, view: HostView) -> None:
         if self.view is not None and view.number < self.view.number:
             self._send(host, Decided(self.view))
@@ -463,9 +437,6 @@ class Election:
         for host in self._hosts:
             if host not in (self.me, vote.ballot.host):
                 self._send(host, Accepted(vote))
-
-    # --- the part of a host that proposes
-    # -----------------------------------------------------------------------------
 
     def _begin(self, view: HostView) -> None:
         self._round = max(self._round, self._promised.round) + 1
@@ -548,9 +519,6 @@ class Election:
         can_vote = [host for host in counted if host not in attempt.lost]
         votes = len(set(hosts).intersection(can_vote))
         return 2 * votes > len(can_vote) and 2 * votes >= len(counted)
-
-    # --- a view is decided
-    # --------------------------------------------------------------------------------------------
 
     def _decide(self, view: HostView) -> None:
         told = {*self._hosts, *view.hosts, *self._joining} - {self.me}

@@ -44,10 +44,6 @@ __all__ = [
 _main_lock = threading.Lock()
 
 
-# --- The server and its processes
-# -------------------------------------------------------------------------------------
-
-
 def start_fork_server(preload: Sequence[str] = ()) -> None:
     """Start multiprocessing's fork server, with PyTorch and the modules of `preload` loaded, unless
     it is running.
@@ -171,9 +167,6 @@ def starting_processes() -> Iterator[None]:
         finally:
             kind._Popen = staticmethod(before)
 
-
-# --- What is settled before the server starts
-# -------------------------------------------------------------------------
 
 # Memory of a worker that has imported PyTorch and joined its job, beyond what it shares with the
 # fork server.

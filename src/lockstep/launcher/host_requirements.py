@@ -12,8 +12,6 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-__all__ = ["check_loopback", "check_shared_memory"]
-
 _SHM = Path("/dev/shm")
 _UNREACHABLE = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN)
 

@@ -22,8 +22,6 @@ from ..flight_recorder.rank_progress import (
 )
 from ..messages import Integer
 
-__all__ = ["JobTotals", "TotalsOfJob", "read_totals", "write_totals"]
-
 _NAME = "totals.json"
 
 

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["LATE_S", "reporting", "set_reporter"]
-
 LATE_S = 5.0
 """Seconds that a failed program may take to end before its failure is reported; the usual end takes
 milliseconds.

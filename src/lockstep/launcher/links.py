@@ -51,10 +51,6 @@ FIRST = 0
 """The number of the host whose launcher coordinates."""
 
 
-# --- How two launchers get to know each other
-# -------------------------------------------------------------------------
-
-
 class Challenge(Tagged, frozen=True):
     """The first message, of who was dialled: a number that no other connection has."""
 
@@ -115,10 +111,6 @@ class _Link:
     connection: Connection[Any, Any]
     nonce: str
     hello: HostHello | None = None
-
-
-# --- A job on one host
-# ------------------------------------------------------------------------------------------------
 
 
 class OneHost:
@@ -189,10 +181,6 @@ class OneHost:
         self.selector.close()
 
 
-# --- A job on several hosts
-# -------------------------------------------------------------------------------------------
-
-
 _RETRY_S = 0.1
 _TURN_S = 0.05
 _FLUSH_S = 2.0
@@ -234,9 +222,6 @@ class FixedHosts(OneHost):
         self._coordinator: Coordinator | None = None
         self._ended_at: dict[int, float] = {}
         self._notes: list[str] = []
-
-    # --- the start
-    # ----------------------------------------------------------------------------------------------
 
     def meet(
         self, own: HostDescription, config: JobOptions, listener: socket.socket | None
@@ -383,9 +368,6 @@ class FixedHosts(OneHost):
         link.connection.is_strange = False
         self._links[hello.node] = link
 
-    # --- the loop
-    # ----------------------------------------------------------------------------------------------
-
     def tick(self) -> list[str]:
         """Look at the other hosts; returns what is to be said of them."""
         self._silence.tick()
@@ -479,9 +461,6 @@ class FixedHosts(OneHost):
             self.is_disconnected = True
             self.reason = self.reason or reason
 
-    # --- messages
-    # ----------------------------------------------------------------------------------------------
-
     def join(self, workers: int) -> None:
         """Ask for the ranks of so many workers of this host, which are to be started, for the first
         time or again.
@@ -561,9 +540,6 @@ class FixedHosts(OneHost):
         with suppress(OSError):  # which the loop finds out
             link.connection.send(message)
             watch_unsent(self.selector, link.connection)
-
-    # --- the end
-    # ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Let the last messages reach the others, and close all connections."""

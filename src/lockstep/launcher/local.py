@@ -57,9 +57,6 @@ __all__ = [
     "run_workers",
 ]
 
-# --- Running an entry point in the workers of this host
-# ---------------------------------------------------------------
-
 # The end of a worker is noticed at once in any case. Polling every 50 ms took 1.4 % of a core,
 # which a host with as many workers as cores lacks.
 POLL_SECONDS = 0.2
@@ -485,10 +482,6 @@ class _Attempts:
             job.supervisor.check(is_over=is_over or job.is_over)
 
 
-# --- Running a user's program and relaying its output
-# -----------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OutputSettings:
     """Where the output of the workers goes.
@@ -561,10 +554,6 @@ def _open_output(
         if options.debug_rank is not None:
             output_target = stack.enter_context(lend_terminal(options.debug_rank, output_target))
         yield output_target
-
-
-# --- One host's share of `lockstep run`
-# -------------------------------------------------------------------------------
 
 
 def run_host_share(

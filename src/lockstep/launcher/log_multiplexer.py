@@ -46,9 +46,6 @@ __all__ = [
 ]
 
 
-# --- Lines and progress bars of one stream (pure)
-# ---------------------------------------------------------------------
-
 _MAX_LINE = 1 << 20  # bytes without a line end after which the text is passed on as a complete line
 
 
@@ -115,9 +112,6 @@ class LineSplitter:
         self._is_bar = False
         return line
 
-
-# --- The terminal that all ranks share
-# --------------------------------------------------------------------------------
 
 # of the terminal: cyan, yellow, magenta, green, blue, and lighter
 _COLOURS = (
@@ -249,10 +243,6 @@ class LogMultiplexer:
             self._writes_since = 0.0
 
 
-# --- A notebook
-# --------------------------------------------------------------------------------------------------
-
-
 class NotebookOutput:
     """Shows the lines of all ranks in a notebook's cell, and their progress in one output that
     updates in place.
@@ -282,9 +272,6 @@ class NotebookOutput:
         else:
             self._handle.update(bundle, raw=True)
 
-
-# --- Targets of a worker's standard streams
-# ---------------------------------------------------------------------------
 
 _READ_BYTES = 1 << 16
 
@@ -495,10 +482,6 @@ class _PipeReader:
             self._wake_to,
         ):
             os.close(descriptor)
-
-
-# --- Log files of ranks
-# -----------------------------------------------------------------------------------------------
 
 
 class RankLogFiles:

@@ -21,8 +21,6 @@ from .worker_options import MetricsOptions
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["MetricsExport", "metrics_of"]
-
 _FILE_EVERY_S = 5.0  # node exporters are asked every 15 to 60 s
 _RETRY_S = 30.0  # a multiple of that
 _CLOSE_LIMIT_S = 2.0
@@ -197,10 +195,6 @@ def metrics_of(totals: JobTotals) -> Iterator[Metric]:
         slow.add_metric([totals.slowest.host], totals.slowest.rank)
     yield slow
     yield waits
-
-
-# --- The server
-# --------------------------------------------------------------------------------------------------
 
 
 class _Handler(WSGIRequestHandler):

@@ -17,8 +17,6 @@ from ..errors import LockstepError
 from ..flight_recorder import jobs
 from ..watchdog.call_sites import is_internal, is_library
 
-__all__ = ["install"]
-
 _MODULE = "mpi4py.MPI"
 
 

@@ -25,9 +25,6 @@ from .worker_options import METRICS_HOST, SAVE_GRACE, MetricsOptions
 __all__ = ["AUTO", "JobOptions", "check_debug_rank", "check_network"]
 
 
-# --- Values
-# --------------------------------------------------------------------------------------------------
-
 AUTO = 0
 """The value of `JobOptions.nnodes` for ``auto``."""
 
@@ -91,9 +88,6 @@ def _range_text(limits: tuple[int, int]) -> str:
     return f"{limits[0]}:{limits[1]}"
 
 
-# --- The table
-# --------------------------------------------------------------------------------------------------
-
 # the groups of the help
 WORKERS = "workers"
 HOSTS = "multiple hosts"
@@ -117,7 +111,6 @@ class JobOptions:
         help="`script` is the name of a module, as in python -m",
     )
 
-    # --- workers
     workers: int | None = option(
         None,
         "-np",
@@ -226,7 +219,6 @@ class JobOptions:
         "Trainer does; others are killed after 1 s",
     )
 
-    # --- multiple hosts
     hosts: tuple[Host, ...] = option(
         (),
         "-H",
@@ -390,7 +382,6 @@ class JobOptions:
     as_host: bool = option(False, "--as-host")
     elastic_start: int | None = option(None, "--elastic-start", metavar="N", parse=integer(1, 120))
 
-    # --- watchdog
     stall_timeout: float | None = option(
         None,
         "--stall-timeout",
@@ -432,7 +423,6 @@ class JobOptions:
         help="record all collectives in DIR, for `lockstep timeline DIR`",
     )
 
-    # --- metrics
     metrics_port: int | None = option(
         None,
         "--metrics-port",
@@ -467,7 +457,6 @@ class JobOptions:
         horovodrun=Typed(("--metrics-file",)),
     )
 
-    # --- output and debugging
     output_dir: str | None = option(
         None,
         "--output-dir",
@@ -575,8 +564,6 @@ class JobOptions:
         metrics = MetricsOptions(self.metrics_port, self.metrics_host, file)
         metrics.check()
         return metrics
-
-    # --- What does not go together
 
     def check(self) -> None:
         """Check that no option contradicts another.

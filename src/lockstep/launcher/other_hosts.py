@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from .elastic_job import Ended, FromWorker, HostMessages
 
-__all__ = ["Inbox", "UnreachableHosts"]
-
 _CUT_OFF_S = (
     5.0  # after which this host itself would have noticed that one of the two does not answer
 )

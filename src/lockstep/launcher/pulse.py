@@ -16,8 +16,6 @@ from typing_extensions import Self
 from .. import environment
 from ..watchdog.diagnosis import ObservationClock
 
-__all__ = ["ELASTIC_LIMIT_S", "Patience", "Pulse", "SilenceWatch", "write_to_launcher"]
-
 _BEAT_S = 0.5
 _TURN_S = (
     5.0  # in which the loop must have turned: it may wait for a disk, or for many processes to end

@@ -57,8 +57,6 @@ from .remote_command import (
 )
 from .worker_options import EXIT_GRACE, FAILURE_GRACE
 
-__all__ = ["run_on_hosts"]
-
 _POLL_S = 0.1
 _READ_S = 1.0
 _LOOPBACK = "127.0.0.1"
@@ -520,10 +518,6 @@ def _start_error(launcher: _HostLauncher, config: JobOptions) -> LockstepError:
     return ConfigError(
         "hosts", f"a host on which the launcher starts ({name})", found=text, hint=hint
     )
-
-
-# --- Hosts that come and go
-# -------------------------------------------------------------------------------------------
 
 
 class _ListedHosts:

@@ -26,12 +26,6 @@ from .remote_command import requested_variables
 from .script import HOROVOD_SETUP, Script
 from .starter import Starter
 
-__all__ = ["config_for_slurm_task", "start"]
-
-
-# --- A launcher per node under srun (pure)
-# ----------------------------------------------------------------------------
-
 
 def config_for_slurm_task(
     config: JobOptions, world: World, variables: Mapping[str, str]
@@ -74,10 +68,6 @@ def config_for_slurm_task(
     )
 
 
-# --- A launcher on each of a scheduler's nodes
-# ------------------------------------------------------------------------
-
-
 def config_for_node(config: JobOptions, variables: Mapping[str, str], host: str) -> JobOptions:
     """Return `config` with the place that a scheduler has given this node, for ``--nodes auto``.
 
@@ -106,10 +96,6 @@ def config_for_node(config: JobOptions, variables: Mapping[str, str], host: str)
         master_addr=place.address,
         master_port=port,
     )
-
-
-# --- Starting a run
-# --------------------------------------------------------------------------------------------------
 
 
 def start(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None) -> None:

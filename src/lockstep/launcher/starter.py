@@ -31,8 +31,6 @@ from ..job.messages import (
 )
 from .log_multiplexer import LogMultiplexer, OutputLine
 
-__all__ = ["Starter"]
-
 
 class Starter:
     """The connection to the starter. Make it before anything reads or writes the standard streams.

@@ -33,16 +33,10 @@ from .workers import WorkerProcess, Workers
 if TYPE_CHECKING:
     from .metrics import MetricsExport
 
-__all__ = ["StoppedWorkers", "WatchdogFiles", "WorkerSupervisor", "program_name"]
-
 
 def program_name(argv: Sequence[str]) -> str:
     """Return the name of the program that `argv` starts, as users know it."""
     return Path(argv[0]).name.replace("__main__.py", "lockstep")
-
-
-# --- Supervision of the workers
-# ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -183,9 +177,6 @@ class StoppedWorkers:
             return []
         return [number for number in stopped if self._clock.observed_s(number) >= self.limit_s]
 
-
-# --- The watchdog's files and messages
-# --------------------------------------------------------------------------------
 
 # Reading the records of eight ranks takes some milliseconds.
 _TOTALS_PERIOD_S = 5.0

@@ -16,8 +16,6 @@ from ..environment import find_world
 from ..errors import ConfigError
 from .log_multiplexer import OutputTarget
 
-__all__ = ["TerminalOutput", "lend_terminal"]
-
 _TERMINAL = "/dev/tty"
 _DEBUG_TIMEOUT = timedelta(days=7)
 

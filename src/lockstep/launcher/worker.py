@@ -46,12 +46,6 @@ from .pulse import Patience, SilenceWatch, write_to_launcher
 from .worker_status import pickle_by_value
 from .workers import worker_socket
 
-__all__ = ["WorkerSetup", "keep_freed_memory", "main", "refuse_bad_fork"]
-
-
-# --- The worker process
-# -----------------------------------------------------------------------------------------------
-
 # A worker with an error of Lockstep waits this long for the others to raise the same one. If the
 # input is bad, all do so at nearly the same time; if only one worker fails, the launch fails this
 # much later.

@@ -49,10 +49,6 @@ __all__ = [
 ]
 
 
-# --- Pickled calls and values
-# -----------------------------------------------------------------------------------------
-
-
 class _Pickler(Pickler):
     """Pickles by value and moves tensors to the CPU, as the reader may lack the device."""
 
@@ -126,9 +122,6 @@ def run_stored_call(call: Path, value: Path, find_rank: Callable[[], int] | None
         draft.write_bytes(pickle_by_value(returned))
         draft.replace(value)
 
-
-# --- The error that a run raises (pure)
-# -------------------------------------------------------------------------------
 
 FORCED_EXIT_CODE = 86
 """The exit code with which a worker's own watchdog ends it after a report, if its threads cannot be

@@ -23,9 +23,6 @@ from ..job.messages import Failure, Finished, FromAnyWorker, Hello, Note, Peers,
 from ..system.strangers import Strangers
 from .fork_server import note_how_to_know, starting_processes
 
-__all__ = ["WorkerProcess", "Workers", "worker_socket"]
-
-
 Entry = Callable[[int], object]
 """What a worker runs, with its number."""
 
@@ -122,9 +119,6 @@ class Workers:
         self._listener.setblocking(False)
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    # --- what is known
-    # ----------------------------------------------------------------------------------------------
-
     def __getitem__(self, number: int) -> WorkerProcess:
         return self._workers[number]
 
@@ -150,9 +144,6 @@ class Workers:
             worker.failure for worker in self._workers.values() if worker.failure is not None
         ]
         return sorted(reported, key=lambda failure: failure.time)
-
-    # --- start and end
-    # ----------------------------------------------------------------------------------------------
 
     def start(
         self, number: int, entry: Entry, variables: Mapping[str, str], start_method: str
@@ -222,9 +213,6 @@ class Workers:
         for worker in self.living.values():
             if worker.process is not None:
                 worker.process.join(seconds)
-
-    # --- messages
-    # ----------------------------------------------------------------------------------------------
 
     def send(self, number: int, message: object) -> None:
         """Send a message to a worker; ignored if it is gone or not connected."""
@@ -335,9 +323,6 @@ class Workers:
         if all(worker.has_reported for worker in self._workers.values()):
             for number in self.living:
                 self.send(number, Release())
-
-    # --- ends
-    # ----------------------------------------------------------------------------------------------
 
     def _note_end(self, number: int) -> None:
         """The process of a worker has ended."""

@@ -19,9 +19,6 @@ from .gradient_buckets import Bucket, GradientExchange, Gradients
 from .shards import bounds
 from .tree_sum import Node, TreeSum, is_left_fold, nodes
 
-__all__ = ["BucketExchange", "OwnerExchange", "PiecesInFlight", "SubtreeLayout", "gather_sum"]
-
-
 _GRADIENTS = "gradient all-reduce"  # what the watchdog calls these collectives
 _REDUCED = "gradient reduction"
 # The first is the name since torch 2.13.

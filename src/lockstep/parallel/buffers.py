@@ -16,8 +16,6 @@ from ..errors import ConfigError
 from .module_sync import broadcast_tensors, expanded_dimensions
 from .strategy import accumulation_dtype
 
-__all__ = ["Buffers", "is_running_statistic"]
-
 # Where their buffers, the weights of classes, are None, no pass makes one of them, and none need be
 # looked for there.
 _TORCH_LOSSES = "torch.nn.modules.loss"

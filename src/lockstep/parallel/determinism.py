@@ -15,8 +15,6 @@ from .. import arguments, devices, environment
 from ..communicator import Communicator
 from ..errors import ConfigError
 
-__all__ = ["DeterminismSettings", "differences"]
-
 # Settings of torch.compile: compile each shape separately, independent of earlier shapes, and raise
 # an error at too many shapes. By default, the second shape makes the program dynamic, and from the
 # ninth shape on nothing is compiled.

@@ -26,8 +26,6 @@ from .one_bucket import OneBucket
 from .strategy import MakeTotals, Strategy, Sums
 from .unused_parameters import ConnectAllParameters, sparse_parameters
 
-__all__ = ["Distributed"]
-
 # The option is called `forward_sync_buffers` since torch 2.13.
 _BUFFER_SYNC = (
     "forward_sync_buffers"

@@ -220,9 +220,6 @@ class Invariant(Strategy):
         """
         self._make_parts(model)
 
-    # --- the state of an optimizer that is divided among the workers
-    # ----------------------------------------------------------------------------------------------
-
     @override
     def optimizer_state(
         self, model: nn.Module, optimizer: Optimizer, wanted: bool = True

@@ -16,8 +16,6 @@ from .randomness import generator_states, set_generator_states
 from .sync_batchnorm import SyncBatchNorm
 from .tree_sum import total
 
-__all__ = ["JointPasses", "run_joint_passes"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from .. import observers
 from ..communicator import Communicator
 from .gradient_buckets import Bucket
 
-__all__ = ["MOST_BYTES", "OneBucket"]
-
 MOST_BYTES = 1 << 20
 """Bytes of the gradients that are sent at once: the first bucket of DistributedDataParallel."""
 

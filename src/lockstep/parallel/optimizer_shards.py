@@ -29,8 +29,6 @@ from .fingerprints import HAS_PART_OF_STATE, combined_checksum, kind_of
 from .fingerprints import checksum as checksum_of_one
 from .gradient_buckets import ALONE, BUCKET, Bucket, flat_memory, group_parameters
 
-__all__ = ["LostStateError", "OptimizerShards", "assign_owners", "assign_second_owners", "reassign"]
-
 _PIECE = 16 << 20  # bytes of state that are given to other workers at once
 
 
@@ -109,9 +107,6 @@ class OptimizerShards:
         for key in list(optimizer.state):
             if key in self.owner_of and not self.holds(key):
                 del optimizer.state[key]
-
-    # --- a step
-    # ----------------------------------------------------------------------------------------------
 
     def gradient_norms(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the 2-norm of the gradient of each parameter that is trained; called by all
@@ -204,9 +199,6 @@ class OptimizerShards:
             messages[turn] for turn in range(turns) for messages in by_owner if turn < len(messages)
         ]
 
-    # --- the state; called by all workers together
-    # ----------------------------------------------------------------------------------------------
-
     def full_state(self, optimizer: Optimizer, wanted: bool = True) -> dict[str, Any]:
         """Return the optimizer's state dict as if it were not divided, with its tensors on the CPU.
 
@@ -296,9 +288,6 @@ class OptimizerShards:
         whole = sorted((each for theirs in by_rank for each in theirs), key=lambda each: each[:2])
         sums = torch.tensor([each[3] for each in whole], dtype=torch.int64)
         return combined_checksum([each[2] for each in whole], sums)
-
-    # --- other workers; called by all of them together
-    # ----------------------------------------------------------------------------------------------
 
     def find_owners(self) -> None:
         """Choose, after workers were lost, an owner for each parameter among those that have its

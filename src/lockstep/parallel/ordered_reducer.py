@@ -18,8 +18,6 @@ from .randomness import generator_states, seed_count, set_generator_states
 from .reducer import Reducer
 from .shards import DEFAULT_VIRTUAL_WORKERS, bounds
 
-__all__ = ["OrderedReducer"]
-
 
 class OrderedReducer:
     """Computes the same bits in the gradients at any number of workers, in a custom training loop.

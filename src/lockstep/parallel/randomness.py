@@ -15,15 +15,6 @@ import torch
 from .. import arguments, devices
 from .shards import mix
 
-__all__ = [
-    "generator_states",
-    "preserve_generators",
-    "seed_count",
-    "seed_shard",
-    "seed_torch",
-    "set_generator_states",
-]
-
 _LOW = 0xFFFFFFFF
 
 # Keys include their purpose, so that keys of one seed are unrelated; 1 to 3 are the order of

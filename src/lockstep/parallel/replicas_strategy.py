@@ -22,8 +22,6 @@ from .shards import bounds
 from .strategy import accumulation_dtype, number_on
 from .sync_batchnorm import SyncBatchNorm
 
-__all__ = ["Replicas", "default_devices"]
-
 # With fewer samples, a core computes for less time than it takes to distribute the work and to add
 # up the gradients.
 _MIN_SAMPLES_PER_CORE = 32

@@ -94,9 +94,6 @@ class Strategy:
         """The devices that this worker computes on; batches and losses are on the first one."""
         return [self.comm.device]
 
-    # --- before the first step
-    # ----------------------------------------------------------------------------------------
-
     def with_virtual_workers(self, virtual_workers: int, threads: int | None) -> Strategy:
         """Return the strategy that replaces this one and computes each step in `virtual_workers`
         shards.
@@ -155,9 +152,6 @@ class Strategy:
         """
         return module
 
-    # --- steps and evaluation
-    # -----------------------------------------------------------------------------------------
-
     def deterministic(self) -> AbstractContextManager[object]:
         """Return a context manager that applies determinism settings during a step; none here."""
         return nullcontext()
@@ -210,9 +204,6 @@ class Strategy:
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, including those changed outside of steps."""
 
-    # --- elastic jobs
-    # ----------------------------------------------------------------------------------------------
-
     def allow_undo(self, model: nn.Module) -> None:
         """From here on copy what passes change at the beginning of each step, for `abandon_step`.
 
@@ -233,9 +224,8 @@ class Strategy:
         `model`.
         """
 
-    # --- full state dicts; called by all workers together
-    # ------------------------------------------------------------- With wanted=False a worker takes
-    # part in collectives without keeping the result. States may hold stored tensors.
+    # The methods for state dicts are called by all workers together. With wanted=False a worker
+    # takes part in collectives without keeping the result. States may hold stored tensors.
 
     def model_state(self, model: nn.Module, wanted: bool = True) -> dict[str, Any]:
         """Return the model's state dict with full tensors."""

@@ -18,15 +18,6 @@ from ..errors import ConfigError
 from . import tree_sum
 from .nested import map_tensors
 
-__all__ = [
-    "Exchange",
-    "SyncBatchNorm",
-    "WorkerExchange",
-    "convert",
-    "convert_marked",
-    "placeholder_batch",
-]
-
 
 class Exchange(Protocol):
     """Collectives over the parts of a batch that are normalised together."""

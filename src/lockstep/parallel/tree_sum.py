@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-__all__ = ["Node", "TreeSum", "is_left_fold", "nodes", "total"]
-
 T = TypeVar("T")
 
 Node = tuple[int, int]

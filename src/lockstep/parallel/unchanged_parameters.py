@@ -6,8 +6,6 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["UnchangedParameters"]
-
 
 class UnchangedParameters:
     """Notices whether passes change parameters in place, by their versions; not those of layers

@@ -15,8 +15,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..errors import ConfigError
 from .sync_batchnorm import SyncBatchNorm
 
-__all__ = ["UNSUPPORTED", "UnsupportedLayer", "check_joint_passes", "check_supported"]
-
 
 @dataclass(frozen=True)
 class UnsupportedLayer:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ConnectAllParameters", "connect_parameters", "sparse_parameters"]
-
 
 class _ConnectParameters(torch.autograd.Function):
     @staticmethod

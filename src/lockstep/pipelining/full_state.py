@@ -13,14 +13,6 @@ from torch.optim import Optimizer
 from ..communicator import Communicator
 from ..errors import CheckpointError, ConfigError
 
-__all__ = [
-    "broadcast_tree",
-    "gather_stages",
-    "merge_optimizers",
-    "stage_optimizer_state",
-    "stage_state",
-]
-
 
 def gather_stages(stage_entries: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
     """Return the entries of all stages, in order, with tensors on the CPU; the same on every

@@ -21,15 +21,6 @@ from ..errors import ConfigError
 from ..parallel.module_sync import sync_module
 from .pipe import SCHEDULES, Pipeline
 
-__all__ = [
-    "balanced",
-    "check_nothing_shared",
-    "pipeline",
-    "split_sequential",
-    "split_traced",
-    "stage_starts",
-]
-
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
     """Return the starts of `parts` contiguous, nonempty parts whose largest total weight is

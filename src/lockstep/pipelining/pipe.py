@@ -28,9 +28,6 @@ from .full_state import (
     stage_state,
 )
 
-__all__ = ["SCHEDULES", "Pipeline", "dry_run", "forward_stages", "make_schedule"]
-
-
 SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
 
 Values = tuple[torch.Tensor, ...]

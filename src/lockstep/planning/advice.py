@@ -19,8 +19,6 @@ from .prediction import (
     measured_slowdown,
 )
 
-__all__ = ["advise", "assumptions", "recommended"]
-
 _PAYS = 0.25  # what a further worker must add, as a share of the speed of the first one
 _NOTICEABLE = 1.05  # a speed-up that is worth a sentence; predictions are not better than that
 _BUCKETS = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))

@@ -13,8 +13,6 @@ from ..errors import ConfigError
 from ..network import Link
 from .measurement import Curve, NetworkMeasurement
 
-__all__ = ["ALGORITHMS", "DIGEST_BYTES", "Cost", "Fabric", "MeasuredCollective"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:

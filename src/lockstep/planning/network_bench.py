@@ -20,8 +20,6 @@ from ..system import atomic_files
 from .measurement import NOISE_LIMIT, CollectiveCurve, NetworkMeasurement, from_json, to_json
 from .network_ranks import PROGRESS, RESULT, Settings
 
-__all__ = ["bench", "draw", "table"]
-
 _RANKS = "lockstep.planning.network_ranks"
 
 

@@ -29,8 +29,6 @@ from .measurement import (
     TransportMeasurement,
 )
 
-__all__ = ["PROGRESS", "RESULT", "Settings", "main"]
-
 PROGRESS = "@lockstep-progress "
 RESULT = "@lockstep-result "
 """How the lines of rank 0 begin that say what is measured now, and that hold the result as JSON."""
@@ -270,9 +268,6 @@ class _Bench:
                 torch.cuda.synchronize(self._device)
 
         return run
-
-    # --- Computing beside
-    # -------------------------------------------------------------------------------------------
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -34,8 +34,6 @@ from ..system import atomic_files
 from ..system.patching import Replaced
 from .step_profile import Pass, Profile, StepRecord
 
-__all__ = ["ObserverSettings", "ProfileRecorded", "StepObserver", "profile_file", "progress_file"]
-
 WARM_UP = 4
 """Steps before the measured ones: allocators fill, DistributedDataParallel rebuilds its buckets,
 caches get warm.
@@ -171,9 +169,6 @@ class StepObserver(observers.Observer):
         # of the last step: the script may have destroyed it when the profile is written
         self._group = _Group()
 
-    # --- installation
-    # ----------------------------------------------------------------------------------------------
-
     def install(self) -> None:
         """Observe this process, until `finish`."""
         from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -211,9 +206,6 @@ class StepObserver(observers.Observer):
             self._ddp = self._ddp or not of_lockstep
             hook = module.register_forward_pre_hook(self._before_forward_of_ddp, with_kwargs=True)
             self._undo.append(hook.remove)
-
-    # --- batches
-    # ----------------------------------------------------------------------------------------------
 
     @property
     def _share(self) -> float:
@@ -320,9 +312,6 @@ class StepObserver(observers.Observer):
         devices.synchronize(self._device)
         return time.perf_counter()
 
-    # --- passes
-    # ----------------------------------------------------------------------------------------------
-
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward:  # a checkpoint's
@@ -382,9 +371,6 @@ class StepObserver(observers.Observer):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    # --- updates
-    # ----------------------------------------------------------------------------------------------
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self._optimizer is None:
@@ -478,9 +464,6 @@ class StepObserver(observers.Observer):
             other,
             tuple(ready),
         )
-
-    # --- the end
-    # ----------------------------------------------------------------------------------------------
 
     def _measure_memory_on_device(self) -> None:
         """Note the most memory that the step which has ended had in use on a GPU."""

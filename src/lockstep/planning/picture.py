@@ -9,8 +9,6 @@ from typing import Any
 from ..system import atomic_files
 from .prediction import Forecast
 
-__all__ = ["draw"]
-
 _PARTS = ("compute", "stragglers", "loader", "bandwidth", "latency")
 _COLOURS = ("#4878a8", "#c9a227", "#8a6d3b", "#c44e52", "#e39c9e")
 

@@ -27,8 +27,6 @@ from .step_simulation import (
     simulate,
 )
 
-__all__ = ["STANDS_STILL", "Forecast", "Job", "Uncertainty", "critical_batch_size", "predict"]
-
 DDP_LIMIT = 25 << 20
 """Bytes of a bucket of DistributedDataParallel, unless the script sets others."""
 

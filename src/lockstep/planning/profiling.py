@@ -20,8 +20,6 @@ from ..messages import decode
 from ..network import VirtualNetwork
 from .step_profile import Profile
 
-__all__ = ["Program", "record_profiles"]
-
 _POLL_S = 0.3
 _FEWEST_STEPS = 5
 

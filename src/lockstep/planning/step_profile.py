@@ -13,8 +13,6 @@ import msgspec
 
 from .step_simulation import Gradient
 
-__all__ = ["ComputeCurve", "ComputeTimes", "Pass", "Profile", "StepRecord", "merge"]
-
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -7,16 +7,6 @@ from dataclasses import dataclass, field
 
 from .collective_costs import Cost
 
-__all__ = [
-    "Gradient",
-    "Message",
-    "StepPlan",
-    "Timeline",
-    "ddp_buckets",
-    "equal_buckets",
-    "simulate",
-]
-
 FIRST_BUCKET = 1 << 20
 """Bytes of the first bucket of DistributedDataParallel; small, so that communication begins early.
 """

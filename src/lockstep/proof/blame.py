@@ -19,8 +19,6 @@ from .replay import PlannedReplay, Replayed
 from .replaying import Answer, BadWeights
 from .spikes import Spike
 
-__all__ = ["Blamed", "PlannedBlame", "blame"]
-
 
 @dataclass(frozen=True)
 class Blamed:

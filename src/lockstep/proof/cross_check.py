@@ -31,8 +31,6 @@ from ..training.recovery import share
 from ..training.step import TrainStep
 from .verdicts import Answers, Digests, Fault, judge_pass, judge_weights
 
-__all__ = ["BitSums", "CrossCheck", "FoundFault", "bit_sum", "make_guard"]
-
 _log = logging.getLogger(__name__)
 
 _PASSES = "cross-check of passes"  # what the watchdog calls its collectives
@@ -156,8 +154,6 @@ class CrossCheck(Guard):
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self._step.model.named_parameters())
 
-    # --- the guard -------------------------------------------------------------------------------
-
     def before_passes(self, step: int, batch: Batch) -> None:
         """Send the pass that another worker repeats: passes may change their data in place."""
         self._stop_watching()
@@ -224,8 +220,6 @@ class CrossCheck(Guard):
         if self._sums is None:
             self._sums = BitSums([parameter for _, parameter in self._parameters()])
         return self._sums.total()
-
-    # --- passes ----------------------------------------------------------------------------------
 
     def _distance(self, step: int) -> int:
         """Return the distance in the ring of a worker and the one that repeats its pass."""
@@ -333,8 +327,6 @@ class CrossCheck(Guard):
         by_number = dict(zip(digests, values, strict=True))
         return [by_number.get(number) for number in range(len(self._parameters()))]
 
-    # --- weights ---------------------------------------------------------------------------------
-
     def _replace_wrong_weights(self, pending: PendingStep, now: int) -> None:
         """Name the worker whose weights differ, and give it the state of another one."""
         comm = self._comm
@@ -358,8 +350,6 @@ class CrossCheck(Guard):
         for guard in self._step.guards:
             if guard is not self:
                 guard.on_regroup()  # what a worker alone has noted before is not that of the others
-
-    # --- what was found --------------------------------------------------------------------------
 
     def _report(self, kind: str, faults: Sequence[Fault], pending: PendingStep) -> None:
         """Tell of faults; a worker that is wrong again leaves an elastic job, or ends another one.

@@ -26,8 +26,6 @@ from ..training.trainer import Trainer
 from .probes import gathered
 from .samples import describe, picture
 
-__all__ = ["Culprit", "Culprits", "find_culprits"]
-
 _ENOUGH = 0.8  # of the gradient, held by samples that are named
 # a set with a share of no more than so many times the average of so many samples is left alone
 _SEVERAL = 3.0
@@ -153,9 +151,6 @@ class _Search:
         forward, backward = (sum(each) for each in zip(*counts, strict=True))
         return Culprits(kind, samples[:_MOST_NAMED], largest, forward, backward)
 
-    # --- shares of the gradient
-    # -----------------------------------------------------------------------------
-
     def _by_shares(
         self, results: Sequence[tuple[ShardAlone, list[torch.Tensor]]]
     ) -> tuple[list[Culprit], float]:
@@ -227,9 +222,6 @@ class _Search:
                 number += 1
         return found
 
-    # --- running statistics
-    # -----------------------------------------------------------------------------------
-
     def _raising_statistics(self) -> list[Culprit]:
         """Return the sample that raises the norm of the buffers most: halved by forward passes over
         the halves.
@@ -248,9 +240,6 @@ class _Search:
             best.append((norm, shard.indices[rows[0]]))
         _, index = max(gathered(self._comm, best))
         return [Culprit(index)]
-
-    # --- values that are not finite
-    # ----------------------------------------------------------------------------
 
     def _not_finite(self, shard: ShardAlone) -> list[Culprit]:
         """Return the samples of a shard without which everything in it is finite, and where each
@@ -309,10 +298,6 @@ def _is_finite(loss: float, gradients: Sequence[torch.Tensor]) -> bool:
     return math.isfinite(loss) and all(
         bool(torch.isfinite(gradient).all()) for gradient in gradients
     )
-
-
-# --- Where a value is first not finite
-# --------------------------------------------------------------------------
 
 
 class _FirstOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,8 +13,6 @@ from .ledger import Difference, Ledger, StepValues, first_difference, ledger, va
 from .replay import PlannedReplay
 from .starts import differences
 
-__all__ = ["Compared", "PlannedDiff", "diff"]
-
 _CAUSES = {
     "samples": "they have other samples, or in another order",
     "learning_rate": "they have other learning rates",

@@ -25,17 +25,6 @@ from ..errors import ConfigError, DataError
 from .spikes import COLUMNS, Spike, find_spikes
 from .starts import Start
 
-__all__ = [
-    "NOT_SUMMED",
-    "SKIPPED",
-    "Difference",
-    "Ledger",
-    "LedgerWriter",
-    "StepValues",
-    "first_difference",
-    "ledger",
-]
-
 RECORDS = "ledger.bin"
 STARTS = "ledger.jsonl"
 
@@ -160,10 +149,6 @@ def first_difference(
         if not is_same:
             return Difference(step, name, before, after)
     return None
-
-
-# --- Writing
-# ------------------------------------------------------------------------------------------------
 
 
 class LedgerWriter:
@@ -292,10 +277,6 @@ class LedgerWriter:
 
 def _is_sound(record: bytes) -> bool:
     return zlib.crc32(record[4:]) == int.from_bytes(record[:4], "little")
-
-
-# --- Reading
-# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

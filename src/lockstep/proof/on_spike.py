@@ -21,8 +21,6 @@ from ..training.guards import Decision, Guard, PendingStep
 from ..training.step import TrainStep
 from .spikes import Spike, SpikeDetector, SpikeRule
 
-__all__ = ["ACTIONS", "LEFT_OUT", "OnSpike", "SpikeGuard", "StateCopy", "make_guard"]
-
 ACTIONS = ("stop", "skip", "rollback")
 
 LEFT_OUT = "left_out"

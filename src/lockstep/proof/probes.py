@@ -15,8 +15,6 @@ from ..parallel.nested import tensors_of
 from ..training.shards_alone import shards_of, why_not_alone
 from ..training.trainer import Trainer
 
-__all__ = ["debug", "gathered", "look_into", "nothing", "trace"]
-
 
 def gathered(comm: Communicator, part: list[Any]) -> list[Any]:
     """Return the parts of all workers one after the other."""

@@ -25,8 +25,6 @@ from ..training.trainer import Trainer
 from .ledger import NOT_SUMMED, SKIPPED, Difference, LedgerWriter, StepValues
 from .starts import Data, data_of, start_of, state_checksums
 
-__all__ = ["Recorder", "values_from", "values_on_way"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -26,8 +26,6 @@ from .ledger import Difference, Ledger, ledger
 from .replaying import ANSWER, Answer, Request
 from .starts import TRAIN_COMMAND, Start, kept_variables
 
-__all__ = ["PlannedReplay", "Replayed", "Shard", "replay"]
-
 
 @dataclass(frozen=True)
 class Shard:

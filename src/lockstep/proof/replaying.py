@@ -25,8 +25,6 @@ from .ledger import SKIPPED, Difference, StepValues, first_difference, ledger, v
 from .recorder import values_from, values_on_way
 from .starts import data_of, differences, start_of
 
-__all__ = ["Answer", "BadWeights", "Replay", "ReplayEnded", "Request"]
-
 ANSWER = "answer"
 """The name of the file with the answer."""
 

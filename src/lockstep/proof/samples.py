@@ -15,8 +15,6 @@ from torch.utils.data import Subset
 from ..parallel.nested import tensors_of
 from ..system.terminal_text import plain
 
-__all__ = ["Picture", "describe", "picture"]
-
 _MOST_TEXT = 200
 _LEAST_SIDE = 8  # of an image, in pixels
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-__all__ = ["COLUMNS", "RULE", "Spike", "SpikeDetector", "SpikeRule", "find_spikes"]
-
 COLUMNS = ("loss", "gradient_norm", "buffers_norm")
 """The numbers of a step that are watched. With batch norm a sample that is far off shows in the
 buffers alone.

@@ -22,18 +22,6 @@ from ..data.loader import Loader
 from ..parallel.fingerprints import checksum_of
 from ..training.trainer import Trainer
 
-__all__ = [
-    "TRAIN_COMMAND",
-    "Data",
-    "Start",
-    "data_of",
-    "differences",
-    "kept_variables",
-    "start_of",
-    "state_checksums",
-]
-
-
 TRAIN_COMMAND = ("-m", "lockstep", "train")
 """The command of a run of `lockstep train`, whose options are in its run directory."""
 
@@ -208,10 +196,6 @@ def _checksum_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> torch
     return checksum_of([tensor.to(device, non_blocking=True) for tensor in tensors])
 
 
-# --- The program
-# --------------------------------------------------------------------------------------------
-
-
 def _program() -> tuple[list[str], Path | None, bool]:
     """Return the arguments of Python that run this program again, its main file, and whether it
     starts its workers.
@@ -270,9 +254,6 @@ def _plain(value: Any) -> Any:
     return repr(value)
 
 
-# --- Environment variables
-# ----------------------------------------------------------------------------------
-
 _SECRET = re.compile(
     r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|PRIVATE|SIGNATURE|CERT|DSN|CONNECTION_STRING"
 )
@@ -301,9 +282,6 @@ def kept_variables(variables: Mapping[str, str]) -> tuple[dict[str, str], list[s
     printable = {name: os.fsencode(value).decode(errors="replace") for name, value in kept.items()}
     return printable, withheld
 
-
-# --- Comparison
-# ---------------------------------------------------------------------------------------------
 
 # Of no effect on what a step computes, or not known at every start.
 _NOT_COMPARED = (

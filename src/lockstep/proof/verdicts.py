@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Answers", "Digests", "Fault", "judge_pass", "judge_weights"]
-
 Digests = Sequence[int | None]
 """The checksum of each parameter's gradient or values, in the order of the model; None for one
 without a gradient.

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ..launcher.elastic_node import Listener
     from ..launcher.links import OneHost
 
-__all__ = ["AgentActor", "Call", "NodeEnd", "devices_of_worker"]
-
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 

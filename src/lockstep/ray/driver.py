@@ -27,8 +27,6 @@ from .resources import (
     wait_for_slots,
 )
 
-__all__ = ["choose_error", "describe_loss", "describe_start", "run_job"]
-
 _POLL_S = 0.2
 _OUTPUT_S = 1.0  # for which an actor waits for output before it answers
 _LOOK_S = 1.0  # between two looks for nodes

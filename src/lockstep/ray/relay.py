@@ -17,8 +17,6 @@ from ..launcher.log_multiplexer import LogMultiplexer, NotebookOutput, OutputLin
 from ..launcher.options import JobOptions
 from ..launcher.remote_command import remote_environment
 
-__all__ = ["Item", "RelayedLog", "Screen", "forwarded_variables"]
-
 Item = tuple[int, int, OutputLine] | str
 """A line of a rank, with 0 for standard output or 1 for standard error; or a message of the
 launcher there.

@@ -19,30 +19,8 @@ from .. import arguments
 from ..activity import Activity
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 
-__all__ = [
-    "Node",
-    "Placement",
-    "capacity",
-    "check_capacity",
-    "check_resources",
-    "connect",
-    "default_resources",
-    "describe",
-    "find_nodes",
-    "knows_node_types",
-    "needs_of",
-    "raise_signal",
-    "reserve",
-    "spread",
-    "wait_for_slots",
-]
-
 MOST_ON_A_NODE = 120
 """As `lockstep.launch` on a host."""
-
-
-# --- What there is, and what is needed (pure)
-# -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -200,9 +178,6 @@ def knows_node_types(status: bytes | None) -> bool:
     except (ValueError, KeyError, TypeError, AttributeError):
         return False
 
-
-# --- The cluster
-# --------------------------------------------------------------------------------------------------
 
 _WAIT_S = 0.5
 _TAKEN_S = 5.0  # after which others have taken the room that was given back

@@ -16,18 +16,12 @@ from typing import Protocol
 from ..errors import ConfigError, LockstepError
 from .options import SubmitOptions
 
-__all__ = ["Job", "Scheduler", "check_script_is_shared", "hand_over", "run_tool", "split_variables"]
-
 END_MARGIN_S = 30
 """Seconds after those in which workers save until the job ends: the launcher ends, and logs are
 written.
 """
 
 _TOOL_LIMIT_S = 60.0
-
-
-# --- The job, and a scheduler
-# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,9 +132,6 @@ def split_variables(variables: Sequence[str]) -> tuple[dict[str, str], list[str]
             names.append(name)
     return values, names
 
-
-# --- The files on this host
-# -------------------------------------------------------------------------------------------
 
 _LOCAL_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "overlay")
 _OWN_FOLDERS = tuple(Path(name) for name in ("/tmp", "/var/tmp", "/dev/shm", "/run"))

@@ -13,8 +13,6 @@ import shlex
 from ..errors import ConfigError, LockstepError
 from .description import Job, run_tool, split_variables
 
-__all__ = ["Kubernetes"]
-
 _START_LIMIT_S = 900
 """Seconds for which pods wait for each other: an image with CUDA takes minutes to pull."""
 

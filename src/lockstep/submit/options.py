@@ -12,17 +12,11 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..option_table import choice, integer, option, text
 
-__all__ = ["KUBERNETES", "SLURM", "SubmitOptions", "fit_name", "parse_time"]
-
 _TIME = re.compile(
     r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)|(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?", re.ASCII
 )
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?", re.ASCII)
 _GIGABYTES = re.compile(r"([1-9]\d{0,5})\s*(?:gi?b?)?", re.IGNORECASE | re.ASCII)
-
-
-# --- Values
-# --------------------------------------------------------------------------------------------------
 
 
 def parse_time(name: str, given: str) -> int:
@@ -91,9 +85,6 @@ _NUMBER = integer(1, 1 << 16)
 _COUNT = integer(0, 1 << 16)
 
 
-# --- The table
-# --------------------------------------------------------------------------------------------------
-
 RESOURCES = "resources"
 PLACE = "place"
 SLURM = "Slurm"
@@ -117,7 +108,6 @@ class SubmitOptions:
     )
     debug: bool = option(False, help="print the traceback of an error")
 
-    # --- resources
     nodes: int = option(
         1,
         group=RESOURCES,
@@ -169,7 +159,6 @@ class SubmitOptions:
         "not count",
     )
 
-    # --- place
     name: str | None = option(
         None,
         group=PLACE,
@@ -198,7 +187,6 @@ class SubmitOptions:
         help="line of shell before the program, such as 'module load cuda'; may be repeated",
     )
 
-    # --- Slurm
     partition: str | None = option(
         None,
         group=SLURM,
@@ -229,7 +217,6 @@ class SubmitOptions:
         "obviously one of this host alone, such as /tmp)",
     )
 
-    # --- Kubernetes
     image: str | None = option(
         None, group=KUBERNETES, metavar="NAME", parse=_word, help="container image"
     )

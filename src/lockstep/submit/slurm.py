@@ -14,8 +14,6 @@ from ..errors import ConfigError, LockstepError
 from .description import Job, run_tool, split_variables
 from .options import parse_time
 
-__all__ = ["Slurm"]
-
 _SPECIAL = set(" #\"'\\")
 
 

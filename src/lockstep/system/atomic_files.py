@@ -20,18 +20,6 @@ from typing import Any
 
 from .processes import is_alive, read_status
 
-__all__ = [
-    "file",
-    "folder",
-    "link",
-    "remove",
-    "remove_abandoned",
-    "restore",
-    "write_bytes",
-    "write_json",
-    "write_text",
-]
-
 # ".tmp-" is unfinished or being removed; ".old-" is a complete folder that is being replaced.
 _NAME = re.compile(
     r"\.(?P<kind>tmp|old)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]{8}-(?P<name>.+)",

@@ -25,17 +25,6 @@ from typing import Literal
 
 from .strangers import Strangers
 
-__all__ = [
-    "Heartbeat",
-    "HeartbeatClient",
-    "HeartbeatServer",
-    "PeerState",
-    "address_in_a_network",
-    "address_towards",
-    "keep_alive",
-    "retransmit_often",
-]
-
 PeerState = Literal["unknown", "alive", "left", "ended", "lost"]
 """A process is not connected (yet), alive, disconnected cleanly, ended without that, or unreachable
 with its host.

@@ -15,8 +15,6 @@ from pathlib import Path
 from .private_folders import is_private
 from .socket_folders import short_base
 
-__all__ = ["JobFolderLock", "is_abandoned", "temporary_job_folder"]
-
 _LOCK = ".in-use"
 
 

@@ -18,21 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import psutil
 
-__all__ = [
-    "TERM_GRACE_S",
-    "UNKNOWN_EXIT_CODE",
-    "ProcessLiveness",
-    "ProcessStatus",
-    "end_orphans",
-    "has_variables",
-    "is_alive",
-    "is_stopped",
-    "read_status",
-    "resident_bytes",
-    "signal_name",
-]
-
-
 UNKNOWN_EXIT_CODE = 256
 """Stands for the exit code of a process that has ended, when nobody is left who could tell it; no
 process has it.

@@ -20,8 +20,6 @@ from .results import Entries, describe_differences
 from .subject import EVERY_RANK, Kill
 from .subject_runs import Outcome, Subject, record_job, run_elastic_job, run_job
 
-__all__ = ["resumes", "same_at", "survives"]
-
 Train = Callable[..., Any] | str | Path | Sequence[str | Path]
 
 _STEPS = 8  # recorded ones: what depends on the number of workers shows in the first of them

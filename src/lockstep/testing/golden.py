@@ -18,8 +18,6 @@ from ..errors import ConfigError, DataError
 from ..system import atomic_files
 from .results import as_entries
 
-__all__ = ["Golden", "MadeElsewhereError", "Maker", "this_maker"]
-
 _VALUES = 4  # of a tensor that are stored, for messages
 
 

@@ -19,8 +19,6 @@ from ..errors import counted
 if TYPE_CHECKING:
     from .golden import Golden
 
-__all__ = ["lockstep_golden", "lockstep_worker_count"]
-
 _ELSEWHERE = "lockstep_golden_elsewhere"
 _MARKER = "lockstep_workers"
 _WORKER_COUNT = "lockstep_worker_count"

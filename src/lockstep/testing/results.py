@@ -15,8 +15,6 @@ from ..checkpoint.names import plain_names
 from ..errors import ConfigError
 from ..parallel.fingerprints import INTEGERS
 
-__all__ = ["Entries", "as_entries", "describe_differences"]
-
 Entries = dict[str, Any]
 """Name → a tensor on the CPU or a plain value, in the order of the result."""
 

@@ -27,8 +27,6 @@ from ..verification.held import Held
 from ..verification.recording import StepRecorder, find_models, name_parameters
 from .results import Entries, as_entries
 
-__all__ = ["EVERY_RANK", "Kill", "Task", "mark_of", "run_subject"]
-
 EVERY_RANK = -1
 
 

@@ -31,15 +31,6 @@ from ..verification.records import RunRecord
 from .results import Entries
 from .subject import Kill, Task, mark_of
 
-__all__ = [
-    "Outcome",
-    "Subject",
-    "record_job",
-    "run_elastic_job",
-    "run_function",
-    "run_job",
-]
-
 FOLDER = "{folder}"
 """What stands for the folder of a run in the arguments of a program."""
 

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError
 
-__all__ = ["check_separable"]
-
 _SIDE = 3  # elements in each dimension of a small tensor
 _MOST = 8  # small tensors of each group
 _SCALES = (1e-4, 1.0, 1e4)  # of the gradients: a limit of their norm shows only where it is large

@@ -23,8 +23,6 @@ from .comparison import Comparison, Difference, compare, compare_before, divergi
 from .held import Held
 from .records import RunRecord
 
-__all__ = ["Analysis", "Row", "analyse"]
-
 Run = Callable[[int, Held, str], list[RunRecord]]
 
 

@@ -13,16 +13,6 @@ from ..errors import counted
 from .comparison import Difference, same_value
 from .records import RunRecord, StepRecord
 
-__all__ = [
-    "Verdict",
-    "batch_growth",
-    "batch_norm_verdict",
-    "cause_of",
-    "dropout_verdict",
-    "ranks_with_the_same_samples",
-    "same_samples",
-]
-
 
 @dataclass(frozen=True)
 class Verdict:

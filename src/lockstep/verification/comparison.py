@@ -12,16 +12,6 @@ import msgspec
 
 from .records import RunRecord, StepRecord, TensorRecord
 
-__all__ = [
-    "Comparison",
-    "Difference",
-    "compare",
-    "compare_before",
-    "diverging_ranks",
-    "same_value",
-    "tolerance",
-]
-
 _GRADIENT = "gradient"
 _PARAMETER = "parameter"
 _BUFFER = "buffer"

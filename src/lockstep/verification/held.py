@@ -16,8 +16,6 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from ..system.patching import Replaced
 
-__all__ = ["DROPOUTS", "Held", "hold"]
-
 DROPOUTS = (
     "dropout",
     "dropout1d",

@@ -19,8 +19,6 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from ..system.patching import Replaced
 from .held import DROPOUTS
 
-__all__ = ["PassRecorder"]
-
 _MOST_SAMPLES = 1 << 16  # of a step
 _MOST_BYTES = 1 << 26  # of a pass
 

@@ -24,8 +24,6 @@ from .held import Held, hold
 from .passes import PassRecorder
 from .records import RunRecord, StepRecord, TensorRecord
 
-__all__ = ["StepRecorder", "StepsRecorded", "find_models", "name_parameters", "record_file"]
-
 # elements of a tensor that are kept; their number decides how small a part that differs is still
 # found
 _SAMPLE = 512

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["RunRecord", "StepRecord", "TensorRecord"]
-
 
 class TensorRecord(msgspec.Struct, frozen=True):
     """A tensor, in short.

@@ -19,8 +19,6 @@ from .held import Held
 from .recording import StepRecorder, record_file
 from .records import RunRecord, TensorRecord
 
-__all__ = ["record_run"]
-
 
 @dataclass(frozen=True)
 class _RecordedScript(Script):

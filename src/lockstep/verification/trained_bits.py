@@ -20,12 +20,6 @@ from ..training.options import TrainOptions
 from ..training.trainer import Trainer
 from ..training.training_run import load_data, make_trainer
 
-__all__ = ["Divergence", "Record", "Step", "first_divergence", "likely_cause", "record"]
-
-
-# --- Recording the first steps
-# ----------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Step:
@@ -124,10 +118,6 @@ def _determinism_settings(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-# --- First divergence of two records
-# ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Divergence:
     """The first difference between two records.
@@ -156,9 +146,6 @@ def first_divergence(one: Record, other: Record) -> Divergence | None:
             return Divergence(number, left.loss != right.loss, names, len(left.tensors))
     return None
 
-
-# --- Likely cause of a divergence
-# -------------------------------------------------------------------------------------
 
 _RANDOM_LAYERS = ("Dropout", "DropPath", "StochasticDepth", "RReLU", "GumbelSoftmax")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

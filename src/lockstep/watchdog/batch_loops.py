@@ -16,8 +16,6 @@ from ..system.patching import Replaced
 from .call_sites import digest, is_internal
 from .shared_state import WatchdogState
 
-__all__ = ["BatchLoops", "batch_replacements"]
-
 
 @dataclass(slots=True)
 class _Loop:

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["CallOrder", "DeferredWork"]
-
 
 class DeferredWork(dist.Work):
     """The `Work` of a call that starts later."""

@@ -54,19 +54,6 @@ from .states import (
 if TYPE_CHECKING:
     from .monitor import GroupMonitor
 
-__all__ = [
-    "PERIOD_S",
-    "CrossHost",
-    "StateExchange",
-    "Store",
-    "find_deadlock",
-    "find_divergence",
-    "find_fault",
-    "find_held_up",
-    "find_stragglers",
-]
-
-
 PERIOD_S = 0.5
 _PROGRESS_PERIOD_S = 1.0
 _REPORT = "report"
@@ -466,8 +453,6 @@ class CrossHost:
         if self._heartbeat is not None:
             self._heartbeat.close_in_child()
 
-    # --- this host
-
     def _represents_host(self) -> bool:
         """Return whether this is the first of its host's ranks that is able to publish."""
         state = self._state
@@ -542,8 +527,6 @@ class CrossHost:
         waiting = [each for each in state.peers.values() if each.phase == "waits"]
         raws = [each.raw(each.state_word(StateWords().since_record)) for each in waiting]
         return any(raw is not None and raw.key in firsts and raw.entered < before for raw in raws)
-
-    # --- diagnosis
 
     def _joined(
         self, states: Mapping[int, HostState], lost: Mapping[int, tuple[str, str]] | None = None

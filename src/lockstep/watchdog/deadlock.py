@@ -15,8 +15,6 @@ from ..flight_recorder import RecorderReader
 from .report import Finding
 from .states import JobStates, Wait, channel_key, is_recv
 
-__all__ = ["CycleSearch", "deadlock_finding", "explained", "find_other_tag"]
-
 _STABLE_S = 0.4  # ranks must have waited for each other for this long
 _STABLE_SEND_S = (
     2.0  # the same where one of them sends: some transports move a message before it is received

@@ -21,21 +21,6 @@ from .states import DESTROYED_GROUPS, SILENT_S, rank_status
 if TYPE_CHECKING:
     from .shared_state import WatchdogState
 
-__all__ = [
-    "FROZEN_S",
-    "OWN_WORK_FACTOR",
-    "SIMULTANEOUS_S",
-    "ObservationClock",
-    "exception_finding",
-    "held_up_warning",
-    "local_exception",
-    "local_finding",
-    "missing_finding",
-    "stall_finding",
-    "straggler_warning",
-    "why_held_up",
-]
-
 OWN_WORK_FACTOR = (
     6.0  # the first warning about work of Lockstep's own, such as a first plot, comes so much later
 )

@@ -18,8 +18,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from .session import Session
 
-__all__ = ["limit_of_user", "watch_creation"]
-
 _CREATION_POLL_S = 1e-3
 
 

@@ -21,8 +21,6 @@ from ..flight_recorder.layout import PHASES, StateWords, rank_file
 from ..system.processes import ProcessStatus, read_status
 from .call_sites import main_frame, stack_of
 
-__all__ = ["LastRankWatch", "describe_activity", "note_end", "watch"]
-
 _TICK_S = 1.0
 _REPEAT_FACTOR = 6.0  # a note is repeated when the time is this many times as long
 _MAX_NOTES = 3

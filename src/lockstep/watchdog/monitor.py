@@ -26,8 +26,6 @@ from .swaps import SwapDetector, are_swapped
 if TYPE_CHECKING:
     from .preflight import PreflightCheck
 
-__all__ = ["GroupMonitor", "Peer"]
-
 _STOPPED_S = 1.0  # a process that was stopped for longer may have been given up by the others
 _IDENTITY_BYTES = 16  # group key and sequence number: the first of the fields that are compared
 _REJECTION_S = (
@@ -159,8 +157,6 @@ class GroupMonitor:
         self._channels: dict[tuple[bool, int, int], int] = {}  # keys, by direction, peer and tag
         # differences that are no errors and have been warned about
         self._warned: set[tuple[str, int]] = set()
-
-    # --- recording calls
 
     def enter(
         self, operation: str, key: tuple[Any, ...], peer: int = -1, tag: int = 0
@@ -351,8 +347,6 @@ class GroupMonitor:
         self.pending.clear()
         self.pending_receives.clear()
 
-    # --- completion
-
     def unfinished_works(self) -> list[Any]:
         """Return the works of Gloo, in an elastic job, that have been started and have not
         ended.
@@ -401,8 +395,6 @@ class GroupMonitor:
             return self.state.captures.query(work.is_completed)
         except RuntimeError:  # the device has failed; whoever waits for it gets that error
             return True
-
-    # --- comparing calls
 
     def missing_ranks(self, sequence: int) -> list[int]:
         """Return the other ranks of this host that have not called that collective yet."""
@@ -490,8 +482,6 @@ class GroupMonitor:
             return False
         return are_swapped((before, their_last), (own, theirs))
 
-    # --- why a collective does not complete
-
     def diagnose(
         self, pending: PendingCall, missing: Iterable[int], clock: ObservationClock
     ) -> Finding | None:
@@ -507,8 +497,6 @@ class GroupMonitor:
         found = (local_finding(self.state, rank, where, clock) for rank in missing)
         finding = next((each for each in found if each is not None), None)
         return None if finding is None else finding.at(self.key, pending.sequence)
-
-    # --- reporting differences
 
     def _report_difference(
         self, kind: str, own: RawRecord, peer: Peer, theirs: RawRecord, raises: bool

@@ -40,18 +40,6 @@ from .rounds import Rounds
 from .session import Session, record_exception, record_exit
 from .shared_state import Limits, WatchdogState
 
-__all__ = [
-    "exclude_group",
-    "install",
-    "interrupt",
-    "report_exception",
-    "report_exit",
-    "unfinished_works",
-    "uninstall",
-    "watch_rounds",
-    "watch_wait",
-]
-
 
 def ddp_replacements(state: WatchdogState) -> list[Replaced]:
     """Return the patches of `DistributedDataParallel`, whose models are compared among the ranks,

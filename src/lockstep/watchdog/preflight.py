@@ -32,8 +32,6 @@ from .call_order import CallOrder
 from .shared_state import PendingCall, WatchdogState
 from .swaps import SwapDetector, are_swapped
 
-__all__ = ["CallInfo", "Digest", "ExpectedCalls", "PendingCheck", "PreflightCheck", "encode"]
-
 # Batches are compared among the ranks that are in the same loop. Loops are hashed into this many
 # slots; two loops in one slot cost an exchange, and are no error.
 _LOOP_SLOTS = 16
@@ -276,8 +274,6 @@ class PreflightCheck:
         # operations of the group in which waits cannot be ended
         self._never_ended: Collection[str] = getattr(group, "never_ended", ())
 
-    # --- calls and their checks
-
     def check(self, pending: PendingCall) -> Any:
         """Compare a collective; every rank must do so for the same one.
 
@@ -404,8 +400,6 @@ class PreflightCheck:
         words = torch.tensor(encode(mine))
         found = partial(self._look, pending, mine, words)
         return words, self._group.allreduce_beside(words, _options(blocking=False), found)
-
-    # --- what the digest says
 
     def _evaluate(self, pending: PendingCall, mine: CallInfo, words: torch.Tensor) -> bool:
         """Exchange the calls if the digest calls for it; all ranks have the same digest, and so

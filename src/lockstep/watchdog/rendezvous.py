@@ -27,8 +27,6 @@ from ..system.heartbeat import Heartbeat, HeartbeatClient, HeartbeatServer, addr
 from ..system.job_folders import JobFolderLock
 from .call_sites import current_folder
 
-__all__ = ["NoSpaceError", "Rendezvous", "rendezvous"]
-
 Hosts = tuple[tuple[int, ...], ...]
 
 # the other ranks make the same group now; one without a watchdog does not answer

@@ -131,8 +131,6 @@ class Rounds:
             monitor.pending.append(pending)
         return pending
 
-    # --- what the ranks find out in their rounds
-
     def warn(self, text: str) -> None:
         """Show a warning to the user, through the launcher if there is one."""
         self._state.write_message(text)

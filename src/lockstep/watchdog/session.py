@@ -49,8 +49,6 @@ from .states import (
     wait_in,
 )
 
-__all__ = ["ExitHooks", "MonitorThread", "Session", "record_exception", "record_exit"]
-
 
 class Session:
     """Makes the parts of the watchdog, and makes, adopts and distributes the report.
@@ -130,8 +128,6 @@ class Session:
             if not any(folder.glob("rank-*")):
                 jobs.remove(folder.parent)
 
-    # --- groups
-
     def add_group(
         self, name: str, title: str, ranks: tuple[int, ...], limit_s: float = 0.0
     ) -> GroupMonitor:
@@ -188,8 +184,6 @@ class Session:
         """
         if self.state.recorder.phase not in ("raised", "ended"):
             self.state.recorder.set_phase("left")
-
-    # --- the report
 
     def fail(self, finding: Finding) -> None:
         """Make a report of a finding, unless there is one, and adopt it."""
@@ -407,8 +401,6 @@ class MonitorThread:
         if finding is not None:
             self._try(state.fail, finding)
 
-    # --- checks
-
     def _reap_completed(self) -> None:
         for monitor in list(self._monitors):
             monitor.reap_completed()
@@ -521,8 +513,6 @@ class MonitorThread:
             each for monitor in list(self._monitors) for each in list(monitor.pending_receives)[:1]
         )
         return next((self._state.own.raw(each.number) for each in pending), None)
-
-    # --- stragglers
 
     def _check_stragglers(
         self,

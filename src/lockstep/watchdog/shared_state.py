@@ -28,8 +28,6 @@ from .rendezvous import Rendezvous
 from .report import Finding
 from .signatures import Signatures
 
-__all__ = ["GraphCaptures", "Limits", "PendingCall", "WatchdogState"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -225,8 +223,6 @@ class WatchdogState:
         self.signatures.clear()
         self.call_sites.clear()
 
-    # --- waits
-
     def current_wait(self) -> RawRecord | None:
         """Return the record of the blocking call that this rank is in, if any."""
         number = self.own.state_word(StateWords().since_record)
@@ -274,8 +270,6 @@ class WatchdogState:
         count only these.
         """
         return min(waited_s, time.monotonic() - self._last_solo)
-
-    # --- the error, and messages
 
     def check(self) -> None:
         """Raise the error, if there is one."""

@@ -21,29 +21,6 @@ from ..flight_recorder.rank_progress import RankProgress, SlowRank
 from .call_sites import digest
 from .report import Call, CollectiveCalls, Finding, RankCalls, RankStatus, Report
 
-__all__ = [
-    "DESTROYED_GROUPS",
-    "HISTORY",
-    "SILENT_S",
-    "GroupState",
-    "HostState",
-    "JobStates",
-    "RecordRow",
-    "Wait",
-    "channel_key",
-    "collect_state",
-    "collect_waits",
-    "current_wait",
-    "describe_record",
-    "exception_line",
-    "from_rows",
-    "is_recv",
-    "make_report",
-    "rank_status",
-    "to_row",
-    "wait_in",
-]
-
 _WORDS = StateWords()
 
 

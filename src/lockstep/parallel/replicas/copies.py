@@ -16,8 +16,6 @@ from ..buffers import is_running_statistic
 from ..nested import map_tensors
 from .scatter import Device, as_devices
 
-__all__ = ["ReplicaCopies", "copy_module", "replicate"]
-
 
 def replicate(module_or_params: Any, devices: Iterable[Device]) -> list[Any]:
     """Return a copy for each of `devices`, independent of the original and of each other, without

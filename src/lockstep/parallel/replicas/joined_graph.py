@@ -20,8 +20,6 @@ from .random_draws import NoDraws
 from .replica_threads import Threads, replica_error
 from .scatter import concatenate
 
-__all__ = ["Column", "ForwardPass", "Inputs", "Join", "allreduce_", "broadcast_", "reduce_"]
-
 
 def allreduce_(tensors: Sequence[torch.Tensor]) -> None:
     """Replace each tensor, one for each device, by the sum of all: the same bits everywhere, in the

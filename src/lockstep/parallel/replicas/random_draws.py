@@ -13,8 +13,6 @@ from ... import devices
 from ...errors import LockstepError
 from ..shards import mix
 
-__all__ = ["NoDraws", "Seed", "SeparateDraws"]
-
 # All threads share the generators of a device, so only one thread at a time may seed them and draw.
 _LOCK = threading.RLock()
 

@@ -17,8 +17,6 @@ from ... import arguments, devices
 from ...errors import ConfigError, LockstepError
 from .scatter import Device, as_devices, leaves
 
-__all__ = ["ReplicaError", "Settings", "Threads", "parallel_apply", "replica_error", "shapes_of"]
-
 
 class ReplicaError(LockstepError, RuntimeError):
     """The computation on one of several replicas failed; ``__cause__`` is the exception that it

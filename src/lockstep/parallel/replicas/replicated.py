@@ -29,8 +29,6 @@ from .scatter import (
     with_lists_cut,
 )
 
-__all__ = ["Engine"]
-
 Part = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -125,9 +123,6 @@ class Engine:
         self._replicas.merge_buffers([size / sum(sizes) for size in sizes] if sum(sizes) else [1.0])
         return outputs
 
-    # --- scatter
-    # ----------------------------------------------------------------------------------------------
-
     def _scatter(self, batch: Any, inputs: Inputs) -> list[Part]:
         """Return a part for each replica; tensors that require a gradient are detached and recorded
         in `inputs`.
@@ -176,9 +171,6 @@ class Engine:
             sizes.append(nonzero[0] if nonzero else 0)
         return sizes
 
-    # --- forward
-    # ----------------------------------------------------------------------------------------------
-
     def _forward(self, functions: Sequence[Callable[..., Any]], parts: Sequence[Part]) -> list[Any]:
         if self._threads is None and len(self.devices) > 1:
             self._threads = Threads(len(self.devices))
@@ -195,9 +187,6 @@ class Engine:
         arguments = [part[0] for part in parts]
         keywords = [part[1] for part in parts]
         return parallel_apply(calls, arguments, keywords, self.devices[: len(parts)], self._threads)
-
-    # --- gather
-    # ----------------------------------------------------------------------------------------------
 
     def _join(
         self, outputs: Sequence[Any], parts: Sequence[Part], inputs: Inputs, summed: bool

@@ -14,21 +14,6 @@ from ...errors import ConfigError
 from ..nested import cut_lists, map_tensors, per_sample
 from ..shards import bounds
 
-__all__ = [
-    "Device",
-    "all_devices",
-    "as_device",
-    "as_devices",
-    "concatenate",
-    "cut",
-    "gather",
-    "join",
-    "leaves",
-    "scatter",
-    "with_lists_cut",
-]
-
-
 Device = torch.device | str | int
 """A device, its name, or the number of an accelerator."""
 

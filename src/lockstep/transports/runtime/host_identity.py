@@ -15,8 +15,6 @@ from ...stores import Ranges, exchange, from_ranges, read_message, to_ranges
 from . import virtual_host
 from .c10d import Store
 
-__all__ = ["Host", "find_hosts", "host_key"]
-
 
 @dataclass(frozen=True, slots=True)
 class Host:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from .backoff import Steps
     from .c10d import Store
 
-__all__ = ["Host", "WorkTime", "current", "enter", "leave"]
-
 
 class WorkTime(Protocol):
     """The time of an operation on a virtual host, which is not that of this host."""

@@ -34,10 +34,6 @@ __all__ = [
 ]
 
 
-# --- The rows of tensors
-# ----------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Row:
     """The row of a tensor in the trace.
@@ -162,9 +158,6 @@ def _microseconds(start: float, end: float = 0.0) -> dict[str, float]:
     last = round(end * 1e9)
     return {"ts": first / 1e3, "dur": max(0, last - first - 1) / 1e3}
 
-
-# --- Starting and stopping the timeline
-# -------------------------------------------------------------------------------
 
 _DYNAMIC = "DYNAMIC"  # the value of HOROVOD_TIMELINE for a timeline that the program starts
 _STOP_TIMEOUT_S = 10.0  # how long rank 0 waits for the other ranks to stop the timeline

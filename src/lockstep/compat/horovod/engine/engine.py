@@ -26,12 +26,6 @@ from .request import JOIN_KEY, MessageTable, Request, Response, internal_error
 from .response_cache import ResponseCache
 from .stall_inspector import StallInspector, StallLimits, operations_in_words
 
-__all__ = ["Engine"]
-
-
-# --- Events between threads
-# -------------------------------------------------------------------------------------------
-
 
 def _record_event(tensors: Sequence[torch.Tensor]) -> Any:
     """Record and return an event on the current stream of the device of `tensors`; None where it
@@ -49,9 +43,6 @@ def _wait_for_event(event: Any) -> None:
     if event is not None:
         event.wait()
 
-
-# --- The engine
-# --------------------------------------------------------------------------------------------------
 
 # Requests that are not urgent are negotiated once so many bytes are pending: enough for sending
 # them to pay off ...

@@ -20,22 +20,6 @@ from ..common.exceptions import HorovodInternalError
 from .negotiation import SUMMABLE_DTYPES, RawCollectives, mismatch_message, missing_ranks_message
 from .request import OP_NAMES, Adasum, Average, Max, Min, Product, Request, Response, Signature, Sum
 
-__all__ = [
-    "JOINABLE_OPS",
-    "abort_waits",
-    "allreduce",
-    "destroy_group",
-    "execute",
-    "matching_requests",
-    "neutral_request",
-    "neutral_tensor",
-    "reducescatter",
-]
-
-
-# --- The process group of the engine
-# ----------------------------------------------------------------------------------
-
 
 def abort_waits(comm: Communicator) -> None:
     """End every wait in the group of `comm` with an error: in all threads, and on the other
@@ -57,9 +41,6 @@ def destroy_group(comm: Communicator) -> None:
         with suppress(ValueError):  # the program has destroyed it, or all groups
             dist.destroy_process_group(group)
 
-
-# --- All-reduces, fused
-# -----------------------------------------------------------------------------------------------
 
 # Tensors up to this size are fused. Reducing a larger one in place is cheaper than copying it
 # twice.
@@ -223,9 +204,6 @@ def neutral_tensor(shape: Sequence[int], dtype: torch.dtype, device: str, op: in
     return torch.full(tuple(shape), value, dtype=dtype, device=device)
 
 
-# --- Execution
-# --------------------------------------------------------------------------------------------------
-
 JOINABLE_OPS = ("allreduce", "barrier")
 """The operations that run without the ranks that have joined."""
 
@@ -312,10 +290,6 @@ def neutral_request(kind: str, name: str, signature: Signature) -> Request:
     tensors = [neutral_tensor(shape, dtype, values["device"], op) for dtype, shape in pairs]
     factors = {label: values[label] for label in ("prescale_factor", "postscale_factor")}
     return Request(kind, name, tensors, tensors, {"op": op, **factors})
-
-
-# --- Mismatched and missing requests
-# ----------------------------------------------------------------------------------
 
 
 def matching_requests(

@@ -15,8 +15,6 @@ from lockstep.errors import ConfigError
 from .engine import Engine
 from .regrouping import join_if_late
 
-__all__ = ["Job", "create_communicator", "current", "is_initialized", "shut_down", "start"]
-
 
 @dataclass
 class Job:

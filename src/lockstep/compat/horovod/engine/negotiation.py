@@ -17,18 +17,6 @@ from lockstep.errors import ranks_in_words
 
 from .request import KEY_BYTES, RequestMessage, Signature
 
-__all__ = [
-    "NegotiationMessages",
-    "RawCollectives",
-    "mismatch_message",
-    "missing_ranks_message",
-    "negotiation_device",
-]
-
-
-# --- The collectives of a cycle
-# ---------------------------------------------------------------------------------------
-
 # torch's stubs lack some of the names of torch.distributed
 # mypy: disable-error-code="attr-defined"
 
@@ -81,9 +69,6 @@ def negotiation_device(comm: Communicator) -> torch.device:
         return comm.device
     return torch.device("cpu")
 
-
-# --- Negotiation messages
-# ---------------------------------------------------------------------------------------------
 
 _COUNT = struct.Struct("<q")
 _MESSAGE_BYTES = 2 * KEY_BYTES
@@ -144,10 +129,6 @@ def _unpack_frame(received: bytes, start: int) -> list[RequestMessage]:
         (received[at : at + KEY_BYTES], received[at + KEY_BYTES : at + _MESSAGE_BYTES])
         for at in offsets
     ]
-
-
-# --- Mismatch messages (pure)
-# -----------------------------------------------------------------------------------------
 
 
 def mismatch_message(kind: str, name: str, signatures: Mapping[int, Signature]) -> str:

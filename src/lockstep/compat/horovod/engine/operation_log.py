@@ -15,8 +15,6 @@ from lockstep.watchdog.call_sites import describe, is_internal
 
 from .request import Request
 
-__all__ = ["OperationLog", "active"]
-
 
 class OperationLog:
     """Writes a record for every completed operation.

@@ -22,8 +22,6 @@ from lockstep.training.recovery import ElasticRecovery, interrupt
 from ..as_horovod import FOLDER
 from ..common.exceptions import HorovodInternalError
 
-__all__ = ["ElasticTraining", "current_training", "join_if_late"]
-
 _current: ElasticTraining | None = None
 # whether this rank has the training's state: one that has joined later gets it from the others
 _has_state = True
@@ -129,9 +127,6 @@ class ElasticTraining(ElasticRecovery):
         _current = None
         self._context.__exit__(kind, error, trace)
 
-    # --- what the job wants
-    # -------------------------------------------------------------------------------------------
-
     def wants_to_regroup(self) -> bool:
         """Return whether ranks are to join or to leave, as far as this rank knows.
 
@@ -152,9 +147,6 @@ class ElasticTraining(ElasticRecovery):
         """
         self.client.complete()
         interrupt(self, f"commit {self.commits}")
-
-    # --- state
-    # ----------------------------------------------------------------------------------------------
 
     def note_sync(self) -> int:
         """Note that this rank has the training's state; returns how often that was saved.

@@ -14,29 +14,6 @@ import torch
 
 from ..common.exceptions import HorovodInternalError
 
-__all__ = [
-    "JOIN",
-    "JOIN_KEY",
-    "KEY_BYTES",
-    "OP_NAMES",
-    "Adasum",
-    "Average",
-    "Max",
-    "MessageTable",
-    "Min",
-    "Product",
-    "Request",
-    "RequestMessage",
-    "Response",
-    "Signature",
-    "Sum",
-    "internal_error",
-]
-
-
-# --- The message table (pure)
-# -----------------------------------------------------------------------------------------
-
 KEY_BYTES = 8
 
 RequestMessage = tuple[bytes, bytes]
@@ -138,9 +115,6 @@ class MessageTable:
             if rank not in signatures and rank not in self._joined
         ]
 
-
-# --- Requests
-# --------------------------------------------------------------------------------------------------
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")

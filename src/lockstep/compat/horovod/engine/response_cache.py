@@ -12,8 +12,6 @@ import torch
 from .negotiation import RawCollectives
 from .request import KEY_BYTES, Average, Request, Signature, Sum
 
-__all__ = ["ResponseCache"]
-
 # Up to this size copying the data twice is faster than one more collective (some 10 µs); measured
 # on two cores.
 _MAX_DATA_BYTES = 64 << 10

@@ -15,18 +15,6 @@ from lockstep.watchdog.rounds import Rounds
 
 from .request import MessageTable, Request
 
-__all__ = [
-    "StallInspector",
-    "StallLimits",
-    "StalledOps",
-    "group_stalled",
-    "operations_in_words",
-]
-
-
-# --- Limits and stalled operations (pure)
-# -----------------------------------------------------------------------------
-
 _MAX_NAMES = 6
 _WARN = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 _SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -136,9 +124,6 @@ def group_stalled(requests: Sequence[Request], now: float, table: MessageTable) 
         for (missing, waiting), members in groups.items()
     ]
 
-
-# --- The inspector
-# --------------------------------------------------------------------------------------------------
 
 _CHECK_INTERVAL_S = 0.1
 _MAY = "It may call other operations, or the same ones under other names."

@@ -35,9 +35,6 @@ __all__ = [
 ]
 
 
-# --- Requests for reductions
-# ------------------------------------------------------------------------------------------
-
 Tensors = Sequence[torch.Tensor]
 
 ReductionOptions = dict[str, Any]
@@ -135,10 +132,6 @@ def reducescatter_request(
     options = _options(op, prescale, postscale)
     signature = (*_options_signature(*options.values()), *handles.tensor_signature(tensors))
     return Request("reducescatter", name or "", tensors, (), options, signature)
-
-
-# --- All-reduces
-# --------------------------------------------------------------------------------------------------
 
 
 def allreduce(

@@ -128,10 +128,6 @@ __all__ = [
 Tensors = Sequence[torch.Tensor]
 
 
-# --- All-gathers
-# --------------------------------------------------------------------------------------------------
-
-
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -201,10 +197,6 @@ def _allgather_request(tensors: Tensors, name: str | None) -> Request:
     return Request(
         "allgather", name or "", detached, signature=handles.tensor_signature(detached, skip_dims=1)
     )
-
-
-# --- Broadcasts
-# --------------------------------------------------------------------------------------------------
 
 
 def broadcast(
@@ -295,10 +287,6 @@ def _broadcast_request(
     root = checked_process_set(process_set).root_of(root_rank)
     signature = (("root rank", root_rank), *handles.tensor_signature([tensor]))
     return Request("broadcast", name or "", [tensor], [output], {"root": root}, signature)
-
-
-# --- All-to-alls
-# --------------------------------------------------------------------------------------------------
 
 
 def alltoall(
@@ -400,10 +388,6 @@ def _counts_as_tensor(
     return torch.tensor(counts, dtype=torch.int32)
 
 
-# --- Reduce-scatters
-# --------------------------------------------------------------------------------------------------
-
-
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -503,10 +487,6 @@ def _reducescatter_group(
     return differentiable(forward, backward, tensors)
 
 
-# --- Sparse all-reduces
-# -----------------------------------------------------------------------------------------------
-
-
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
@@ -558,10 +538,6 @@ def start_sparse_allreduce(
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True)
 
     return finish
-
-
-# --- Join and barrier
-# -------------------------------------------------------------------------------------------------
 
 
 def join(device: int = -1) -> int:

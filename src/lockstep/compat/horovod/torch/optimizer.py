@@ -35,9 +35,6 @@ __all__ = [
 ]
 
 
-# --- Names and groups of gradients
-# ------------------------------------------------------------------------------------
-
 Parameter = torch.Tensor
 
 
@@ -118,10 +115,6 @@ def gradient_groups(
 
 def _is_list_of_tensors(group: Any) -> bool:
     return isinstance(group, (list, tuple)) and all(isinstance(p, torch.Tensor) for p in group)
-
-
-# --- What all distributed optimizers share
-# ----------------------------------------------------------------------------
 
 
 class _DistributedMixin:
@@ -216,10 +209,6 @@ class _DistributedMixin:
         self.param_groups = groups
 
 
-# --- Adasum: each rank takes its own step, and the changes of the parameters are combined
-# -----------------------------
-
-
 class AdasumMixin(_DistributedMixin):
     """Combines the changes that the ranks' own steps make to the parameters."""
 
@@ -259,10 +248,6 @@ class AdasumMixin(_DistributedMixin):
                 p.copy_(old + reduction.compression.decompress(tensor, ctx))
         self._begin_step()
         return loss
-
-
-# --- All-reduce: gradients are reduced, and all ranks take the same step
-# ----------------------------------------------
 
 
 class AllreduceMixin(_DistributedMixin):
@@ -341,10 +326,6 @@ class AllreduceMixin(_DistributedMixin):
             return loss
 
         return evaluate
-
-
-# --- DistributedOptimizer
-# ---------------------------------------------------------------------------------------------
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
