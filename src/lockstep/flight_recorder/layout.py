@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,29 +199,42 @@ class TextTable:
         )
         self._numbers: dict[str, int] = {}
         self._next = 1  # 0 is the empty text
+        # the watchdog's thread writes texts as well, and that of the backward pass
+        self._lock = threading.RLock()
 
     def intern(self, text: str) -> int:
-        """Return the number by which readers find `text`."""
+        """Return the number by which readers find `text`; any thread may call this."""
         if not text:
             return 0
-        found = self._numbers.get(text)
-        # a text that was written long ago is about to be overwritten, and is written again
-        if found is not None and self._next - found < TEXT_SLOTS // 2:
-            return found
+        number = self._known(text)
+        if number is not None:
+            return number
+        with self._lock:
+            number = self._known(text)
+            return self._write(text) if number is None else number
+
+    def _known(self, text: str) -> int | None:
+        """Return the number of a text that is in the table and not about to be overwritten."""
+        number = self._numbers.get(text)
+        is_kept = number is not None and self._next - number < TEXT_SLOTS // 2
+        return number if is_kept else None
+
+    def _write(self, text: str) -> int:
         if self._next % (TEXT_SLOTS // 2) == 0:
             self._numbers = {
-                each: found
-                for each, found in self._numbers.items()
-                if self._next - found < TEXT_SLOTS // 2
+                known: number
+                for known, number in self._numbers.items()
+                if self._next - number < TEXT_SLOTS // 2
             }
             self.on_wraparound()
-        self._numbers[text] = number = self._next
+        number = self._next
         self._next += 1
         data = text.encode(errors="replace")[:_ROOM]
         at = self._start + number % TEXT_SLOTS * TEXT_SLOT_BYTES
         _HEAD.pack_into(self.memory, at, 0, 0)
         self.memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
         _HEAD.pack_into(self.memory, at, number, len(data))
+        self._numbers[text] = number
         return number
 
 

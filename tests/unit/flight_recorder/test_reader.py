@@ -4,8 +4,10 @@ gone.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -141,6 +143,42 @@ def test_a_group_that_was_left_can_be_read_until_its_room_is_needed(
     assert reader.group_slot(KEY) == -1
     assert reader.group_slot(GROUP_SLOTS) == left
     assert reader.last_sequence(left) == 0
+
+
+class Interrupted(str):
+    """A text at each use of which as a key another thread gets the time to write its own text."""
+
+    meanwhile: Callable[[], object]
+    threads: list[threading.Thread]
+
+    def __hash__(self) -> int:
+        other = threading.Thread(target=self.meanwhile)
+        self.threads.append(other)
+        other.start()
+        other.join(0.05)  # it may have to wait for this thread
+        return super().__hash__()
+
+
+def test_threads_that_write_texts_at_once_get_numbers_of_their_own(
+    recorder: FlightRecorder, reader: RecorderReader
+) -> None:
+    numbers: dict[str, int] = {}
+    names = (f"text {number} of another thread" for number in itertools.count())
+
+    def write() -> None:
+        name = next(names)
+        numbers[name] = recorder.texts.intern(name)
+
+    text = Interrupted("interrupted")
+    text.meanwhile = write
+    text.threads = []
+    number = recorder.texts.intern(text)
+    for thread in text.threads:
+        thread.join()
+    assert len(numbers) >= 2
+    assert number not in numbers.values()
+    assert reader.text(number) == "interrupted"
+    assert [reader.text(other) for other in numbers.values()] == list(numbers)
 
 
 def test_texts_that_are_used_stay_readable_however_many_come(
