@@ -112,7 +112,8 @@ def main() -> None:
     parser = BENCHMARK.parser(f"{RUNS} runs of each damage that count")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: nowhere)")
     parser.add_argument("--damage", choices=TITLES, help="only this one")
-    args = BENCHMARK.parse(parser, "damage")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    args = BENCHMARK.parse(parser, "damage", "first")
     machine = describe_machine()
     wanted = 2 if args.quick else args.rounds or RUNS
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -125,7 +126,7 @@ def main() -> None:
                 continue
             tried = rows[damage] = []
             counted: list[dict[str, Any]] = []
-            for seed in range(MOST_SEEDS):
+            for seed in range(args.first, args.first + MOST_SEEDS):
                 if len(counted) == wanted:
                     break
                 row = blamed(folder.resolve(), seed, damage)
