@@ -125,7 +125,7 @@ def run_on_workers(
     fork_server.check_memory(options.workers)
     fork_server.start_fork_server()  # first, so that it loads PyTorch while this process continues
     with interruption.deferred_signals():
-        from . import links, local, log_multiplexer, worker_status
+        from . import links, local, log_multiplexer, worker_output, worker_status
 
     with temporary_job_folder() as folder, ExitStack() as stack:
         call = folder / "call"
@@ -134,10 +134,10 @@ def run_on_workers(
         if in_notebook():
             shown = log_multiplexer.NotebookOutput()
             stack.enter_context(environment.with_variables({"LOCKSTEP_DISPLAY": "notebook"}))
-            pipes = log_multiplexer.pipe_output(folder, range(options.workers), shown.write)
-            output: log_multiplexer.OutputTarget = stack.enter_context(pipes)
+            pipes = worker_output.pipe_output(folder, range(options.workers), shown.write)
+            output: worker_output.OutputTarget = stack.enter_context(pipes)
         else:
-            output = stack.enter_context(log_multiplexer.inherit_output())
+            output = stack.enter_context(worker_output.inherit_output())
         hosts = stack.enter_context(closing(links.OneHost()))
         job = local.HostJob(folder, options, hosts, output)
         try:

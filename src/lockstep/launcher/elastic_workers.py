@@ -19,11 +19,13 @@ from ..job.messages import FromAnyWorker
 from ..system.processes import TERM_GRACE_S, end_orphans
 from . import worker
 from .elastic_job import Ended, JobState, Limits, Start
-from .log_multiplexer import LogMultiplexer, OutputLine, PipedOutput, open_pipes
+from .log_multiplexer import LogMultiplexer
+from .output_lines import OutputLine
 from .pulse import Patience
 from .script import Script
 from .supervisor import StoppedWorkers, WatchdogFiles, WorkerSupervisor
 from .worker_options import WorkerOptions
+from .worker_output import PipedOutput, open_pipes
 from .workers import Workers
 
 

@@ -31,20 +31,15 @@ from .elastic_job import Limits
 from .elastic_workers import HostSetup
 from .fork_server import threads_per_worker
 from .links import OneHost
-from .log_multiplexer import (
-    FileOutput,
-    LogMultiplexer,
-    OutputTarget,
-    RankLogFiles,
-    inherit_output,
-    pipe_output,
-)
+from .log_multiplexer import LogMultiplexer
 from .options import JobOptions
+from .output_lines import RankLogFiles
 from .pulse import ELASTIC_LIMIT_S, Patience, Pulse
 from .script import Script
 from .supervisor import WatchdogFiles, WorkerSupervisor, program_name
 from .terminal import lend_terminal
 from .worker_options import EXIT_GRACE, WatchdogOptions, WorkerOptions
+from .worker_output import FileOutput, OutputTarget, inherit_output, pipe_output
 from .worker_status import WorkerResults, first_failure, raise_failure
 from .workers import Workers
 

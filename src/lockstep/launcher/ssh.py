@@ -46,8 +46,9 @@ from ..job.messages import (
 )
 from ..system.heartbeat import address_in_a_network
 from .host_description import check_compatible
-from .log_multiplexer import LineSplitter, LogMultiplexer, OutputLine
+from .log_multiplexer import LogMultiplexer
 from .options import JobOptions, check_debug_rank
+from .output_lines import LineSplitter, OutputLine
 from .remote_command import (
     assign_workers,
     host_command,

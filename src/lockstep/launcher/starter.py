@@ -29,7 +29,8 @@ from ..job.messages import (
     Say,
     ToAgent,
 )
-from .log_multiplexer import LogMultiplexer, OutputLine
+from .log_multiplexer import LogMultiplexer
+from .output_lines import OutputLine
 
 
 class Starter:

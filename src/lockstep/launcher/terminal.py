@@ -14,7 +14,7 @@ from typing import Any
 
 from ..environment import find_world
 from ..errors import ConfigError
-from .log_multiplexer import OutputTarget
+from .worker_output import OutputTarget
 
 _TERMINAL = "/dev/tty"
 _DEBUG_TIMEOUT = timedelta(days=7)

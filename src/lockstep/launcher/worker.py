@@ -41,8 +41,8 @@ from ..transports.runtime import host_identity
 from ..watchdog.call_sites import user_call_site
 from ..watchdog.last_rank import describe_activity
 from . import late_failures, mpi_singletons
-from .log_multiplexer import OutputTarget
 from .pulse import Patience, SilenceWatch, write_to_launcher
+from .worker_output import OutputTarget
 from .worker_status import pickle_by_value
 from .workers import worker_socket
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from .. import environment
 from ..activity import in_notebook
-from ..launcher.log_multiplexer import LogMultiplexer, NotebookOutput, OutputLine
+from ..launcher.log_multiplexer import LogMultiplexer, NotebookOutput
 from ..launcher.options import JobOptions
+from ..launcher.output_lines import OutputLine
 from ..launcher.remote_command import remote_environment
 
 Item = tuple[int, int, OutputLine] | str

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launcher import log_multiplexer
-from lockstep.launcher.log_multiplexer import LineSplitter, LogMultiplexer, OutputLine
+from lockstep.launcher.log_multiplexer import LogMultiplexer
+from lockstep.launcher.output_lines import LineSplitter, OutputLine
 
 
 def line(text: bytes) -> OutputLine:
