@@ -15,9 +15,10 @@ from typing_extensions import override
 import lockstep
 from lockstep import environment
 from lockstep.communicator.elastic_communicator import ElasticCommunicator
+from lockstep.data.loader import Batch
 from lockstep.elastic.membership import NO_STATE, View
 from lockstep.errors import LockstepError
-from lockstep.training.recovery import ElasticRecovery, interrupt
+from lockstep.training.recovery import ElasticRecovery, TrainingState, interrupt
 
 from ..as_horovod import FOLDER
 from ..common.exceptions import HorovodInternalError
@@ -202,19 +203,78 @@ class ElasticTraining(ElasticRecovery):
         self._start()
 
 
-class _NoState:
-    """The state of a training whose ranks share nothing in their recovery, see
-    `recovery.TrainingState`.
+class _NoState(TrainingState):
+    """The state of a training whose ranks share nothing in their recovery: `State.sync` does that.
 
     Args:
         stop: ends Horovod on this rank.
     """
 
-    result = True
-
     def __init__(self, stop: Callable[[], None]) -> None:
-        self.leave = stop
+        self.result = True
+        self._stop = stop
 
-    def __getattr__(self, name: str) -> Any:
-        """Do nothing."""
-        return lambda *_: None
+    @property
+    @override
+    def divides_state(self) -> bool:
+        return False
+
+    @override
+    def part_of(self, batch: Batch) -> Batch:
+        return batch
+
+    @override
+    def for_others(self, result: Any) -> Any:
+        return None
+
+    @override
+    def from_others(self, result: Any) -> Any:
+        return None
+
+    @override
+    def of_operations(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def of_program(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def leave(self) -> None:
+        self._stop()
+
+    @override
+    def begin(self) -> None:
+        return
+
+    @override
+    def note_seen(self, note: Callable[[bytes | None], None]) -> None:
+        return
+
+    @override
+    def undo(self) -> None:
+        return
+
+    @override
+    def commit(self, result: Any) -> None:
+        return
+
+    @override
+    def load_operations(self, state: dict[str, Any]) -> None:
+        return
+
+    @override
+    def load_program(self, state: dict[str, Any]) -> None:
+        return
+
+    @override
+    def finish_update(self) -> None:
+        return
+
+    @override
+    def hand_over(self, leaving: bool) -> None:
+        return
+
+    @override
+    def regroup(self, states: bytes | None, all_seen: bool) -> None:
+        return
