@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .training.evaluate import evaluate, predict, whole_set
     from .training.optimizers import LAMB, LARS
     from .training.own_loop import prepare
-    from .training.prepare import prepare_model
+    from .training.prepare_model import prepare_model
     from .training.schedules import make_schedule
     from .training.step import TrainStep
     from .training.trainer import Trainer
@@ -140,7 +140,7 @@ _LAZY = {
     "pipeline": "pipelining:pipeline",
     "predict": "training.evaluate:predict",
     "prepare": "training.own_loop:prepare",
-    "prepare_model": "training.prepare:prepare_model",
+    "prepare_model": "training.prepare_model:prepare_model",
     "ray": "ray",
     "replay": "proof.replay:replay",
     "replicas": "replicas",

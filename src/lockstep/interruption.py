@@ -1,5 +1,7 @@
 """Collects the signals that end a program, and ends one whose interrupted run is not handled with
 one line.
+
+How a training ends after the step in progress is in `lockstep.training.stop_signals`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.cli.main import _parser
-from lockstep.cli.train_options import resolve
+from lockstep.cli.resolved_options import resolve
 from lockstep.training.options import TrainOptions
 
 SMALL = ["--data", "synthetic", "--model", "mlp", "--workers", "1", "--epochs", "1", "--quiet"]

@@ -15,7 +15,7 @@ import torch
 from lockstep.checkpoint.folder import CheckpointStore, read
 from lockstep.cli import main
 from lockstep.cli.main import _parser
-from lockstep.cli.train_options import resolve
+from lockstep.cli.resolved_options import resolve
 from lockstep.training.options import TrainOptions
 
 SMALL = [

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import lockstep
 from lockstep.cli import main
-from lockstep.cli.train_options import choose_folder
+from lockstep.cli.resolved_options import choose_folder
 from lockstep.training import training_run
 from lockstep.training.callbacks import Callback
 from lockstep.training.options import TrainOptions

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from .. import environment
 from ..errors import ConfigError, LockstepError, WorkerError
 from .parser import Help
-from .train_options import REPORTS, RUNS
+from .resolved_options import REPORTS, RUNS
 
 if TYPE_CHECKING:
     from ..watchdog.report import Report

@@ -43,7 +43,7 @@ from . import (
 )
 from .explain import failure_text
 from .parser import Parser, UsageError
-from .train_options import as_typed
+from .resolved_options import as_typed
 
 _COMMANDS = {
     "train": train,

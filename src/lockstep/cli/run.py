@@ -14,7 +14,7 @@ from ..hosts import Host
 from ..launcher.options import JobOptions
 from ..option_table import options_of
 from .parser import Help
-from .train_options import REPORTS, new_folder
+from .resolved_options import REPORTS, new_folder
 
 _DESCRIPTION = """\
 Run a program as the ranks of one job, each in its own process with RANK,

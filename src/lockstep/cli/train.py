@@ -15,7 +15,7 @@ from ..option_table import options_of
 from ..registry import import_path_here
 from ..training.options import FILES, TrainOptions
 from .parser import Help
-from .train_options import resolve
+from .resolved_options import resolve
 
 _DESCRIPTION = """\
 Train a model on one worker or many. The number of workers only affects speed: a

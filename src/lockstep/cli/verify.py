@@ -15,7 +15,7 @@ from ..parallel.shards import DEFAULT_VIRTUAL_WORKERS
 from ..registry import import_path_here
 from ..training.options import FILES, TrainOptions
 from .parser import Help
-from .train_options import resolve
+from .resolved_options import resolve
 from .verify_script import verify_script
 
 if TYPE_CHECKING:

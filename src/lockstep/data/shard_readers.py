@@ -29,6 +29,14 @@ READERS = Registry(
         "mds": "lockstep.data.formats.mds:Mds",
     },
 )
+# the formats by the ends of files' names; an index of MDS has a name of its own
+FORMAT_OF_SUFFIX = {
+    ".jsonl": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".tar": "tar",
+    ".bin": "bin",
+}
 
 # a run of records ends after this many bytes, or after its number of records
 _BLOCK_BYTES = 4 << 20

@@ -23,16 +23,8 @@ from ..errors import ConfigError, DataError, LockstepError
 from ..system import atomic_files
 from .fetching import describe_exception
 from .formats.mds import INDEX
-from .shard_readers import READERS, ShardReader
+from .shard_readers import FORMAT_OF_SUFFIX, READERS, ShardReader
 from .stream_order import Integers, OrderSettings, StreamOrder
-
-_SUFFIXES = {
-    ".jsonl": "jsonl",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".tar": "tar",
-    ".bin": "bin",
-}
 
 
 class Stream(Dataset[Any]):
@@ -396,14 +388,14 @@ def _open_files(
 def _format_of(path: Path) -> str:
     if path.name == INDEX:
         return "mds"
-    name = _SUFFIXES.get(path.suffix.lower())
+    name = FORMAT_OF_SUFFIX.get(path.suffix.lower())
     if name is None:
         hint = (
             f"Or give the format: read= one of {', '.join(READERS.names())}, or a reader of your "
             "own."
         )
         raise ConfigError(
-            "files", f"names that end with {', '.join(_SUFFIXES)}", got=path.name, hint=hint
+            "files", f"names that end with {', '.join(FORMAT_OF_SUFFIX)}", got=path.name, hint=hint
         )
     return name
 

@@ -1,5 +1,7 @@
-"""One host of an elastic job: its launcher runs workers, and takes part in the election of the
-launcher that leads.
+"""The launcher of one host of an elastic job, while the job runs: it starts and ends workers,
+passes on what they say to the launcher that leads, and takes part in the election of that one.
+
+How a host comes to take part in a job is in `elastic_node`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""One host of an elastic job on several: it founds the job or joins it, again when the others go on
-without it.
+"""How a host comes to take part in an elastic job on several hosts: it founds the job or joins it,
+again when the others go on without it.
+
+What it does in the job is in `elastic_host`.
 
 A job is found by the address of any of its launchers, and by its key: LOCKSTEP_JOB_KEY, which
 `lockstep run -H` chooses and sends to all hosts.

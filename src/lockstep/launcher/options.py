@@ -3,7 +3,8 @@ are made.
 
 To add an option, add an entry to `JobOptions`; `option_table.Option` explains its parts. What it
 sets is read where it is needed, as an attribute of `JobOptions` or, with `variable`, in the
-workers' environment.
+workers' environment. The tests that compare all options and texts with stored ones say how these
+are written anew.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """`lockstep run -H`: a launcher on every host over ssh, controlled from this process.
 
+What runs on each host is in `starter`; what the two say to each other, in `lockstep.job.messages`.
 The hosts of an elastic job may change while it runs, as a list says (`_ListedHosts`).
 """
 

@@ -1,5 +1,7 @@
 """Measured networks: the curves of each transport's collectives, and the file network.json that
 holds them.
+
+What measures them is in `network_ranks`.
 """
 
 from __future__ import annotations

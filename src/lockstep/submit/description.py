@@ -1,5 +1,5 @@
 """A job as a scheduler gets it, whichever it is, and the way of its file to the scheduler's own
-tool.
+tool (`hand_over`).
 """
 
 from __future__ import annotations

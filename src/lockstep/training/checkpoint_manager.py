@@ -1,5 +1,9 @@
 """The checkpoint manager: writes the checkpoints of a training run, and finds the one to resume
 from.
+
+When to save is decided by the callback `Checkpoints`; whether to resume, and from which run, by
+`Trainer.fit` and `run_directory`. The files are those of `lockstep.checkpoint.folder`, and what is
+in them is the state of `run_state`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Whether a saved state fits a run: its model, its optimizer, its frozen parameters and its
 determinism settings.
+
+Which checkpoint is tried, and whether its files are whole, is found out by `checkpoint_manager`.
 """
 
 from __future__ import annotations

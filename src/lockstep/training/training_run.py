@@ -42,7 +42,7 @@ from .callbacks import (
 from .modes import evaluating
 from .optimizers import LAMB, LARS
 from .options import CONFIGS, TrainOptions, parse_param_groups
-from .prepare import prepare_model
+from .prepare_model import prepare_model
 from .schedules import Schedule, make_schedule, scaled_lr
 from .torch_losses import check_fit
 from .trainer import Trainer

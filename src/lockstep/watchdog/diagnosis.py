@@ -1,5 +1,8 @@
 """Diagnosis: why a collective does not complete: a rank died, exited, raised an exception, is
 stopped, or is slow.
+
+Whether a process lives is found out by `lockstep.system.processes`, and whether a host does by
+`lockstep.system.heartbeat`.
 """
 
 from __future__ import annotations

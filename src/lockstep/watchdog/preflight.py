@@ -1,7 +1,8 @@
 """The pre-flight check across hosts: ranks compare a digest of what they call before any of them
 uses its result.
 
-A host does not see what the ranks of other hosts record. So before each collective, or beside it,
+Ranks of one host look at each other's records, see `monitor`. A host does not see what the ranks of
+other hosts record. So before each collective, or beside it,
 the ranks all-reduce a digest of what they are about to call: as many bytes for a thousand ranks as
 for two. Only where the digest does not show that all call the same do they exchange some numbers of
 their calls, by way of the store; and only where these differ do two of them exchange their whole

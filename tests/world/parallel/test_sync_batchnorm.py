@@ -13,7 +13,7 @@ from torch import nn
 import lockstep
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
-from lockstep.training.prepare import prepare_model
+from lockstep.training.prepare_model import prepare_model
 from lockstep.training.step import TrainStep
 from support.pool import Pool
 from support.sharded import Augmented, adamw, pictures, run, runs

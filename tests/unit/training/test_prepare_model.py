@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm, WorkerExchange, convert
 from lockstep.topology import World
 from lockstep.training.formats import COMPILE_MODES
-from lockstep.training.prepare import prepare_model
+from lockstep.training.prepare_model import prepare_model
 
 ALONE = Communicator.at(World(), torch.device("cpu"))
 ONE_OF_TWO = Communicator.at(World(0, 2, 0, 2), torch.device("cpu"))
