@@ -31,7 +31,8 @@ def wait_for_each_other() -> None:
     dist.barrier()
     began = time.monotonic()
     abort_gloo(group)
-    with pytest.raises(RuntimeError, match=r"closure|closed"):
+    # "reset" where the other rank has given the group up while data from here lay unread there
+    with pytest.raises(RuntimeError, match=r"closure|closed|reset"):
         work.wait()
     dist.destroy_process_group(group)
     del work, group
