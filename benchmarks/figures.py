@@ -199,16 +199,16 @@ def draw_long_run(samples: list[dict[str, Any]], path: Path) -> None:
     figure, (memory, workers) = plt.subplots(2, 1, **size)
     lines = {
         "survivor": ("#D55E00", "the worker that is never killed"),
-        "loader of the survivor": ("#E69F00", "its loader process"),
+        "loader of the survivor": ("#E69F00", "its loader processes, the largest"),
         "launcher": ("#0072B2", "launcher"),
         "fork server": ("#009E73", "fork server"),
     }
     for role, (colour, label) in lines.items():
+        # of several loader processes the largest
         points = [
-            (sample["seconds"] / 60, row["private"])
+            (sample["seconds"] / 60, max(held))
             for sample in samples
-            for row in sample["held"]
-            if row["role"] == role
+            if (held := [row["private"] for row in sample["held"] if row["role"] == role])
         ]
         if points:
             memory.plot(*zip(*points, strict=True), color=colour, label=label, linewidth=1.6)
@@ -222,9 +222,9 @@ def draw_long_run(samples: list[dict[str, Any]], path: Path) -> None:
         style: Any = {"s": 2.0, "color": "#BBBBBB", "label": "all other workers"}
         memory.scatter(*zip(*others, strict=True), **style, zorder=0)
     memory.set_ylabel("MB of its own")
-    memory.set_ylim(bottom=0)
+    memory.set_ylim(0, 1.25 * memory.get_ylim()[1])
     memory.set_title("Memory under losses of workers, resizes and load", fontsize=11)
-    memory.legend(loc="lower right", edgecolor="none", framealpha=0.9, fontsize=9)
+    memory.legend(loc="upper right", ncols=2, edgecolor="none", framealpha=0.9, fontsize=9)
     minutes = [sample["seconds"] / 60 for sample in samples]
     counts = [sample["workers"] for sample in samples]
     workers.step(minutes, counts, where="post", color="#444444", linewidth=0.8)
