@@ -21,6 +21,8 @@ from . import cifar
 from .download import RemoteFile, fetch
 from .idx import read_pair
 
+__all__ = ["ImageSet", "cifar10", "digits", "fashion_mnist", "mnist", "synthetic"]
+
 # Indices that are copied to a device at once, at most; a program's own may be parts of those of a
 # whole data set.
 _MOST_COPIED = 1 << 20
