@@ -63,24 +63,23 @@ def verify(folder: Path, here: Here, program: str, *arguments: str) -> tuple[int
     return ended.returncode, " ".join((ended.stdout + ended.stderr).split())
 
 
-def test_a_trainer_is_the_same_up_to_rounding_and_leaves_no_run(
-    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("program", "verdict"),
+    [
+        (TRAINER, "The same at every number of workers, up to rounding."),
+        (DIVIDED_OPTIMIZER, "The same bits at every number of workers."),
+    ],
+    ids=["a whole optimizer", "one of which each worker has a part"],
+)
+def test_a_trainer_is_the_same_and_leaves_no_run(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch, program: str, verdict: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, said = verify(tmp_path, here, TRAINER)
+    code, said = verify(tmp_path, here, program)
     assert code == 0, said
-    assert "The same at every number of workers, up to rounding." in said
+    assert verdict in said
     assert "1 worker again 3 the same bits" in said and "this far" not in said
     assert not (tmp_path / "run").exists()
-
-
-def test_gradients_that_only_their_owners_have(
-    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, said = verify(tmp_path, here, DIVIDED_OPTIMIZER)
-    assert code == 0, said
-    assert "The same bits at every number of workers." in said
 
 
 def test_a_hyperparameter_that_follows_the_number_of_workers(tmp_path: Path, here: Here) -> None:

@@ -70,7 +70,7 @@ class OptimizerShards:
         # The parameters, by number, whose state this worker has as the last update has left it.
         self._held: set[int] = set()
         self._owned: set[int] = set()  # those of them whose first owner it is
-        if getattr(comm, "is_joining", False):  # it gets its part when it becomes a member
+        if comm.is_joining:  # it gets its part when it becomes a member
             self._set_owners([-1] * len(self.parameters), [-1] * len(self.parameters))
             return
         owners = assign_owners(self._costs(), comm.size)

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
+from .torch_calls import without_hooks_of_all_optimizers
 
 _SIDE = 3  # elements in each dimension of a small tensor
 _MOST = 8  # small tensors of each group
@@ -91,7 +92,7 @@ def _updated(
     small = _small_copy(optimizer, owns)
     members = [(p, group) for group in small.param_groups for p in group["params"]]
     before = [p.detach().clone() for p, _ in members]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_hooks_of_all_optimizers():
         for step, scale in enumerate(_SCALES):
             for number, (p, _) in enumerate(members):
                 generator = torch.Generator(p.device).manual_seed(1000 * step + number)

@@ -8,7 +8,8 @@ torch of another version has other parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -63,6 +64,25 @@ def take_step(optimizer: Optimizer) -> None:
         update.__wrapped__(optimizer)
     else:
         optimizer.step()
+
+
+@contextmanager
+def without_hooks_of_all_optimizers() -> Iterator[None]:
+    """Let no hook that the program has registered for all optimizers see the steps in the body:
+    they are none of its training.
+    """
+    tables: list[dict[int, Any]] = [
+        getattr(optimizer_module, name, {})
+        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    ]
+    hooks = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, kept in zip(tables, hooks, strict=True):
+            table.update(kept)
 
 
 def clear_gradients(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

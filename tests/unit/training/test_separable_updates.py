@@ -7,6 +7,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lockstep.errors import ConfigError
 from lockstep.training.separable_updates import check_separable
@@ -27,6 +31,23 @@ def test_numbers_that_are_none_are_no_difference() -> None:
     for entries in optimizer.state.values():
         entries["exp_avg"].fill_(math.nan)
     check_separable(optimizer)
+
+
+def test_hooks_of_all_optimizers_see_no_trial() -> None:
+    optimizer = optimizer_after_a_step()
+    seen: list[torch.optim.Optimizer] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda stepped, *_: seen.append(stepped)),
+        register_optimizer_step_post_hook(lambda stepped, *_: seen.append(stepped)),
+    ]
+    try:
+        check_separable(optimizer)
+        assert seen == []
+        optimizer.step()
+        assert seen == [optimizer, optimizer]
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class LosesTheSign(torch.optim.SGD):
