@@ -99,7 +99,11 @@ def _listed(names: Sequence[str]) -> str:
 
 def operations_in_words(requests: Sequence[Request]) -> str:
     """Return the operations of `requests` as text: ``allreduce 'x', broadcast 'y' and 3 more``."""
-    return _listed([f"{request.kind} {request.name!r}" for request in requests])
+    return _listed([_in_words(request) for request in requests])
+
+
+def _in_words(request: Request) -> str:
+    return f"{request.kind} {request.name!r}"
 
 
 def group_stalled(requests: Sequence[Request], now: float, table: MessageTable) -> list[StalledOps]:
@@ -117,7 +121,7 @@ def group_stalled(requests: Sequence[Request], now: float, table: MessageTable) 
     return [
         StalledOps(
             missing,
-            tuple(f"{request.kind} {request.name!r}" for request in members),
+            tuple(map(_in_words, members)),
             waiting,
             max(now - request.submitted_at for request in members),
         )
