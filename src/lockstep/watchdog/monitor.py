@@ -294,16 +294,17 @@ class GroupMonitor:
     def finish(self, pending: PendingCall, now: float) -> None:
         """Record that a call has completed."""
         self.state.recorder.leave(pending.number, now)
-        calls = self.pending
-        if calls and calls[0] is pending and pending.work is None:
-            # nobody but its own thread removes a call without a work, so that the first one stays
-            # the first: the lock, which takes longer, is not needed
-            try:
-                calls.popleft()
-            except IndexError:  # the group is being closed
+        if not pending.sequence:
+            return
+        # Nobody but its own thread removes a call without a work, so that the first one stays the
+        # first: the lock, which takes longer, is not needed.
+        try:
+            if self.pending[0] is pending and pending.work is None:
+                self.pending.popleft()
                 return
-        elif pending.sequence:
-            self.remove_pending(pending)
+        except IndexError:  # the group is being closed
+            return
+        self.remove_pending(pending)
 
     def finish_wait(self, pending: PendingCall, work: Any, device: torch.device | None) -> None:
         """Record that the program's wait for a call has returned, which on a device only makes its
