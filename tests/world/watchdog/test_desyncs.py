@@ -457,9 +457,12 @@ def test_messages_and_groups_that_belong_together(run: Run, backend: str) -> Non
 
 LATE = """
 import atexit, threading
-def said(): return "note: " in pathlib.Path(path + f".{rank}.err").read_text()
-def upload():
-    while not said(): time.sleep(0.02)
+noticed = threading.Event()
+def look():
+    while "note: " not in pathlib.Path(path + f".{rank}.err").read_text(): time.sleep(0.02)
+    noticed.set()
+threading.Thread(target=look, daemon=True).start()  # so that whoever uploads is at one line
+def upload(): noticed.wait()
 """
 LATE_ENDS = {  # how the last rank stays behind, and what is shown
     "upload()": r"its main thread is at program:\d+ in upload",
