@@ -27,8 +27,8 @@ import lockstep
 from common import describe_machine, load_images, make_model, markdown_table
 from frame import Benchmark
 from lockstep.data.loader import Batch
-from lockstep.training.guards import Decision, Guard, PendingStep
-from lockstep.training.step import digest_of_samples
+from lockstep.training.step.guards import Decision, Guard, PendingStep
+from lockstep.training.step.train_step import digest_of_samples
 
 BENCHMARK = Benchmark("ledger", __doc__, "proof.md")
 GLOBAL_BATCH = 256

@@ -25,7 +25,7 @@ from common import Spread, describe_machine, make_model, markdown_table
 from frame import Benchmark
 from lockstep.data.loader import Batch
 from lockstep.training.formats import REPLICA_CHECK
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 
 BENCHMARK = Benchmark("replica_check", __doc__, "training.md")
 GLOBAL_BATCH = 256

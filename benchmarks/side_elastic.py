@@ -28,7 +28,7 @@ from lockstep.training.loop import Loop
 from lockstep.training.recovery import ElasticRecovery
 
 if TYPE_CHECKING:
-    from lockstep.training.step_result import StepResult
+    from lockstep.training.step.step_result import StepResult
 
 WORKERS = 4
 GLOBAL_BATCH_SIZE = 64

@@ -12,7 +12,7 @@ from lockstep.training.callbacks import TrainingContext
 from meter import Job, Meter, parse_job
 
 if TYPE_CHECKING:
-    from lockstep.training.step_result import StepResult
+    from lockstep.training.step.step_result import StepResult
 
 
 class Metering(lockstep.callbacks.Callback):

@@ -26,7 +26,7 @@ from lockstep.training.callbacks import TrainingContext
 from side_elastic import Notes, allocated_mb
 
 if TYPE_CHECKING:
-    from lockstep.training.step_result import StepResult
+    from lockstep.training.step.step_result import StepResult
 
 GLOBAL_BATCH_SIZE = 48
 VIRTUAL_WORKERS = 12

@@ -13,7 +13,7 @@ from typing import Any, get_origin
 
 import lockstep
 from lockstep.cli.main import _parser
-from lockstep.training.step_arguments import StepOptions
+from lockstep.training.step.step_arguments import StepOptions
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/api/names.md"
 
@@ -49,7 +49,7 @@ NAMES = {
     "lockstep.parallel.sharded": ("Sharded",),
     "lockstep.timeline": ("write_trace",),
     "lockstep.training.elastic_steps": ("Steps",),
-    "lockstep.training.own_loop": ("PreparedLoader",),
+    "lockstep.training.prepared.prepare": ("PreparedLoader",),
     "lockstep.transports": ("ShmOptions",),
 }
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import lockstep
-from lockstep.training.step_arguments import StepOptions
+from lockstep.training.step.step_arguments import StepOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "site"

@@ -26,7 +26,7 @@ class ForReaders(griffe.Extension):  # type: ignore[misc, unused-ignore]
         """Change what was read of the package."""
         if pkg.name != "lockstep":
             return
-        _list_options(pkg["training.trainer.Trainer"], pkg["training.step.TrainStep"])
+        _list_options(pkg["training.trainer.Trainer"], pkg["training.step.train_step.TrainStep"])
         _leave_out_hooks(pkg["training.callbacks"])
         names = shown_names()
         for found in _objects(pkg):
@@ -72,7 +72,7 @@ def _list_options(trainer: Any, step: Any) -> None:
     """Show what a `Trainer` passes on to its `TrainStep` among its own arguments."""
     constructor = trainer.members["__init__"]
     passed_on = constructor.parameters["step"]
-    options = list(trainer.package["training.step_arguments.StepOptions"].members)
+    options = list(trainer.package["training.step.step_arguments.StepOptions"].members)
     del constructor.parameters[passed_on.name]
     for name in options:
         constructor.parameters.add(step.members["__init__"].parameters[name])

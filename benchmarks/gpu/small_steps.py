@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.data import ImageSet
 from lockstep.data.loader import Batch
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 
 BATCH = 32
 VIRTUAL = (1, 2, 4, 8)

@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from .training.data_parallel import DataParallel
     from .training.evaluate import evaluate, predict, whole_set
     from .training.optimizers import LAMB, LARS
-    from .training.own_loop import prepare
     from .training.prepare_model import prepare_model
+    from .training.prepared.prepare import prepare
+    from .training.prepared.whole_batch import whole_batch
     from .training.schedules import make_schedule
-    from .training.step import TrainStep
+    from .training.step.train_step import TrainStep
     from .training.trainer import Trainer
-    from .training.whole_batch import whole_batch
 
 __version__ = "0.2.0"
 
@@ -119,7 +119,7 @@ _LAZY = {
     "DataParallel": "training.data_parallel:DataParallel",
     "Loader": "data.loader:Loader",
     "OnSpike": "proof.on_spike:OnSpike",
-    "TrainStep": "training.step:TrainStep",
+    "TrainStep": "training.step.train_step:TrainStep",
     "Trainer": "training.trainer:Trainer",
     "World": "topology:World",
     "blame": "proof.blame:blame",
@@ -139,13 +139,13 @@ _LAZY = {
     "models": "models",
     "pipeline": "pipelining:pipeline",
     "predict": "training.evaluate:predict",
-    "prepare": "training.own_loop:prepare",
+    "prepare": "training.prepared.prepare:prepare",
     "prepare_model": "training.prepare_model:prepare_model",
     "ray": "ray",
     "replay": "proof.replay:replay",
     "replicas": "replicas",
     "synchronize": "communicator:synchronize",
-    "whole_batch": "training.whole_batch:whole_batch",
+    "whole_batch": "training.prepared.whole_batch:whole_batch",
     "whole_set": "training.evaluate:whole_set",
 }
 

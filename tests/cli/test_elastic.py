@@ -217,7 +217,7 @@ def test_a_strategy_whose_state_is_in_parts_starts_again_from_the_newest_checkpo
 
 
 KILLED_AT_A_CHECKPOINT = """
-from lockstep.training import checkpoint_manager
+from lockstep.training.run import checkpoint_manager
 def killed_at(path, note=checkpoint_manager.note_checkpoint):
     flag = "killed-at-" + os.path.basename(path)
     if path.endswith(("2", "6")) and not os.path.exists(flag):

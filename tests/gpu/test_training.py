@@ -22,8 +22,8 @@ from lockstep.training.callbacks import Checkpoints, Profile
 from lockstep.training.callbacks.base import Callback
 from lockstep.training.check_schedule import is_due
 from lockstep.training.in_flight import HostCopy
-from lockstep.training.out_of_memory import OutOfMemoryError
-from lockstep.training.step import TrainStep
+from lockstep.training.step.out_of_memory import OutOfMemoryError
+from lockstep.training.step.train_step import TrainStep
 from lockstep.training.trainer import Trainer
 from support import leaks
 from support.gpu import DEVICE, ON_GPU, id_of, no_waiting, only_on_gpu

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.callbacks import Callback
-from lockstep.training.step_result import StepResult
+from lockstep.training.step.step_result import StepResult
 from lockstep.training.trainer import Trainer
 
 __all__ = ["At", "fit", "images", "make", "model", "send", "timeless"]

@@ -14,7 +14,7 @@ import lockstep
 from lockstep.data.loader import Loader
 from lockstep.models import build
 from lockstep.parallel.fingerprints import fingerprint
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 
 __all__ = ["Augmented", "adamw", "busy", "momentum", "named", "pictures", "run", "runs"]
 

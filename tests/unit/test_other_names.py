@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import arguments, other_names
 from lockstep.cli.main import _parser
-from lockstep.training.step_arguments import StepOptions
+from lockstep.training.step.step_arguments import StepOptions
 
 DATA = TensorDataset(torch.randn(8, 4), torch.randint(0, 3, (8,)))
 

@@ -100,7 +100,7 @@ def find_checkpoint(resume: str, run_dir: str | None) -> tuple[Path, Path | None
             return path, path
         run = path.parent.parent if path.parent.name == "checkpoints" else None
         if run is not None and (run_dir is None or _same(run, Path(run_dir).expanduser())):
-            from ..training.run_directory import check_newest
+            from ..training.run.run_directory import check_newest
 
             check_newest(path, "To resume from an earlier one, add --run-dir DIR: a new folder.")
         return path, run
@@ -159,7 +159,7 @@ def choose_folder(run_dir: str | None, run: Path | None, name: str) -> Path:
         return run or new_folder(RUNS, name)
     folder = Path(run_dir).expanduser()
     if run is None or not _same(run, folder):
-        from ..training.run_directory import check_unused
+        from ..training.run.run_directory import check_unused
 
         check_unused(
             folder, f"Resume it with --resume {shlex.quote(run_dir)}, or choose another folder."

@@ -16,8 +16,8 @@ from .fetching import Collate
 if TYPE_CHECKING:
     from ..communicator import Communicator
 
-# Part of the keys of draws, so that the draws of one seed are independent; `lockstep.training.step`
-# uses 2.
+# Part of the keys of draws, so that the draws of one seed are independent;
+# `lockstep.training.step.train_step` uses 2.
 _ORDER = 1
 _SAMPLES = 3
 

@@ -116,7 +116,7 @@ class _ReplicatedComputation(nn.Module):
     """A computation with a model, run with the model's replicas.
 
     Args:
-        computation: a `lockstep.training.loss.Computation`, with a method ``on(model, data,
+        computation: a `lockstep.training.losses.loss.Computation`, with a method ``on(model, data,
             samples)``.
         engine: the replicas of its model.
     """

@@ -17,9 +17,9 @@ from ..communicator import Communicator
 from ..errors import ConfigError, DataError
 from ..parallel.full_state import load_optimizer
 from ..parallel.strategy import accumulation_dtype
-from ..training.loss import Loss, LossFn
-from ..training.mean_check import raise_problem
-from ..training.precision import scale_gradients
+from ..training.losses.loss import Loss, LossFn
+from ..training.losses.mean_check import raise_problem
+from ..training.step.precision import scale_gradients
 from .full_state import (
     broadcast_tree,
     gather_stages,
@@ -219,7 +219,7 @@ class Pipeline:
         Args:
             batch: the inputs, equal on every worker, of shape (samples, …).
             target: the targets, equal on every worker, of shape (samples, …).
-            loss_fn: see `lockstep.training.loss.LossFn`.
+            loss_fn: see `lockstep.training.losses.loss.LossFn`.
 
         Returns:
             0-dim tensor of float64 (float32 on MPS) on the device, the same on every worker.
@@ -227,7 +227,7 @@ class Pipeline:
         Raises:
             ConfigError: for a batch that cannot be split into the micro-batches, another number of
                 targets, or a loss that is not a mean over samples, see
-                `lockstep.training.mean_check`.
+                `lockstep.training.losses.mean_check`.
             DataError: if the loss counts nothing in the whole batch.
         """
         parts = self._check(batch, target)

@@ -25,10 +25,10 @@ from ..flight_recorder import named
 from ..parallel.fingerprints import INTEGERS, mix_bits
 from ..parallel.invariant import Invariant
 from ..parallel.nested import map_tensors
-from ..training.guards import Decision, Guard, PendingStep
 from ..training.model_state import StateOfStep
 from ..training.recovery import share
-from ..training.step import TrainStep
+from ..training.step.guards import Decision, Guard, PendingStep
+from ..training.step.train_step import TrainStep
 from .verdicts import Answers, Digests, Fault, judge_pass, judge_weights
 
 _log = logging.getLogger(__name__)

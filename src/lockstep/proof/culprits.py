@@ -21,7 +21,7 @@ from ..communicator import Communicator
 from ..data.loader import Batch
 from ..errors import DataError
 from ..parallel.nested import map_tensors, tensors_of
-from ..training.shards_alone import ShardAlone, shards_of, why_not_alone
+from ..training.step.shards_alone import ShardAlone, shards_of, why_not_alone
 from ..training.trainer import Trainer
 from .probes import gathered
 from .samples import describe, picture

@@ -17,8 +17,8 @@ from .. import arguments
 from ..data.loader import Batch
 from ..errors import DivergedError, counted
 from ..parallel.nested import map_tensors
-from ..training.guards import Decision, Guard, PendingStep
-from ..training.step import TrainStep
+from ..training.step.guards import Decision, Guard, PendingStep
+from ..training.step.train_step import TrainStep
 from .spikes import Spike, SpikeDetector, SpikeRule
 
 ACTIONS = ("stop", "skip", "rollback")

@@ -12,7 +12,7 @@ from ..communicator import Communicator
 from ..data.loader import Batch
 from ..parallel.fingerprints import checksum_of
 from ..parallel.nested import tensors_of
-from ..training.shards_alone import shards_of, why_not_alone
+from ..training.step.shards_alone import shards_of, why_not_alone
 from ..training.trainer import Trainer
 
 

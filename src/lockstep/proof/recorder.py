@@ -17,10 +17,10 @@ from ..data.loader import Batch, Loader
 from ..parallel.fingerprints import checksum_of
 from ..parallel.nested import tensors_of
 from ..parallel.strategy import accumulation_dtype, number_on
-from ..training.guards import Decision, PendingStep
 from ..training.in_flight import LAG, HostCopy
-from ..training.run_guard import RunGuard
-from ..training.step import DIGEST_BITS
+from ..training.run.run_guard import RunGuard
+from ..training.step.guards import Decision, PendingStep
+from ..training.step.train_step import DIGEST_BITS
 from ..training.trainer import Trainer
 from .ledger import NOT_SUMMED, SKIPPED, Difference, LedgerWriter, StepValues
 from .starts import Data, data_of, start_of, state_checksums

@@ -16,10 +16,10 @@ from ..data.loader import Batch, Loader
 from ..registry import import_object
 from ..training.callbacks.base import Callback
 from ..training.callbacks.checkpoints import Checkpoints
-from ..training.finite_weights import FiniteWeights
-from ..training.guards import Decision, PendingStep
 from ..training.in_flight import HostCopy
-from ..training.run_guard import RunGuard
+from ..training.run.run_guard import RunGuard
+from ..training.step.finite_weights import FiniteWeights
+from ..training.step.guards import Decision, PendingStep
 from ..training.trainer import Trainer
 from .ledger import SKIPPED, Difference, StepValues, first_difference, ledger, values_of
 from .recorder import values_from, values_on_way

@@ -24,7 +24,7 @@ from ..parallel.replicas.scatter import (
     scatter,
 )
 from ..parallel.strategy import number_on
-from .loss import Loss, LossFn
+from .losses.loss import Loss, LossFn
 
 
 class DataParallel(nn.Module):
@@ -99,7 +99,7 @@ class DataParallel(nn.Module):
 
         Raises:
             ConfigError: for a batch that cannot be split, or a loss that is not a mean over
-                samples, see `lockstep.training.mean_check`.
+                samples, see `lockstep.training.losses.mean_check`.
             ReplicaError: if a replica fails, with its device and the shapes of its inputs.
         """
         step: Any = self._engine.module

@@ -19,7 +19,7 @@ from ..communicator import Communicator
 from ..parallel.nested import map_tensors, tensors_of
 from ..parallel.randomness import preserve_generators
 from ..parallel.sync_batchnorm import SyncBatchNorm
-from .model_check import DRAWING_LAYERS, copy_in_float64, is_compiled
+from .losses.model_check import DRAWING_LAYERS, copy_in_float64, is_compiled
 from .pass_effects import PassEffects
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from .feed import Feed
 from .in_flight import StepsInFlight
 from .model_state import StateOfStep, UserState
 from .recovery import REGROUP, interrupt
-from .step import TrainStep
-from .step_result import StepResult
+from .step.step_result import StepResult
+from .step.train_step import TrainStep
 
 __all__ = ["Steps", "steps"]
 

@@ -29,15 +29,15 @@ from .divided_batches import FirstBatch
 from .formats import IN_FLIGHT
 from .in_flight import InFlightLimit, check_in_flight
 from .loaders import loader_of
-from .loss import Computation, Forward, Loss, LossFn
-from .mean_check import MeanCheck, Problem, raise_problem
+from .losses.loss import Computation, Forward, Loss, LossFn
+from .losses.mean_check import MeanCheck, Problem, raise_problem
+from .losses.own_loss import IGNORED
+from .losses.torch_losses import classification_loss
 from .modes import evaluating
-from .out_of_memory import explaining_out_of_memory
-from .own_loss import IGNORED
-from .precision import Precision, full_precision
 from .recovery import repeated
 from .replica_check import compare_weights
-from .torch_losses import classification_loss
+from .step.out_of_memory import explaining_out_of_memory
+from .step.precision import Precision, full_precision
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ Metric = Callable[[Any, Any], Any] | Any
 """A metric: (output, target) of n samples → the mean over the samples (a 0-dim floating tensor or a
 float), or one value for each sample (shape (n,)), or (sum, count) if the mean is over something
 else, such as labels or pixels: the rule for losses. Means are compared by halves again and again,
-see `lockstep.training.mean_check`. What no sum over samples gives, such as AUC, is a `whole_set`
-metric, or an object of torchmetrics.
+see `lockstep.training.losses.mean_check`. What no sum over samples gives, such as AUC, is a
+`whole_set` metric, or an object of torchmetrics.
 """
 
 
@@ -311,12 +311,13 @@ def evaluate(
         loader: the loader of the data set; its epoch 0 is used. Of a `DataLoader` of torch, the
             batch size is the global batch size.
         loss_fn: (output, target) → the mean over the samples, one value for each, or (sum, count),
-            see `lockstep.training.loss.LossFn`. When None, the model computes its loss itself.
+            see `lockstep.training.losses.loss.LossFn`. When None, the model computes its loss
+            itself.
         metrics: name → function (output, target), see `lockstep.training.evaluate.Metric`; when
             None, accuracy for a loss of classification.
         precision: the precision of the forward passes; float32 when None.
         forward: (model, data) → (output, target), for data that is no pair, see
-            `lockstep.training.loss.Forward`.
+            `lockstep.training.losses.loss.Forward`.
         strategy: the strategy of the training; None for the whole model on every worker.
         max_steps_in_flight: number of batches that may be queued on an accelerator.
 
@@ -363,7 +364,7 @@ def _check_arguments(model: Any, precision: Any) -> None:
     if precision is not None:
         expected = "a Precision, such as trainer.step.precision"
         hint = (
-            "lockstep.training.precision.Precision(name, device) makes one."
+            "lockstep.training.step.precision.Precision(name, device) makes one."
             if isinstance(precision, str)
             else ""
         )

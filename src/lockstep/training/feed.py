@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from ..data.loader import Batch, Loader
 from ..errors import counted
-from .out_of_memory import explained, is_out_of_memory
 from .recovery import Recovery
+from .step.out_of_memory import explained, is_out_of_memory
 
 _ADVICE = (
     "Try a smaller global batch, or more workers: several passes over a batch need all of it on "

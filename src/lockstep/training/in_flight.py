@@ -15,7 +15,7 @@ from .. import arguments, devices
 from ..communicator.requests import register_pending
 from .formats import IN_FLIGHT
 from .recovery import REGROUP
-from .step_result import StepResult
+from .step.step_result import StepResult
 
 __all__ = ["LAG", "HostCopy", "InFlightLimit", "StepsInFlight", "check_in_flight"]
 

@@ -21,18 +21,18 @@ from ..errors import (
 )
 from .callbacks.base import TrainingContext
 from .callbacks.group import CallbackGroup
-from .checkpoint_manager import CheckpointManager
-from .epoch_totals import EpochTotals, Row
 from .feed import Feed
 from .in_flight import StepsInFlight
 from .model_state import StateOfStep
 from .modes import TrainingModes
-from .position import Position
 from .recovery import REGROUP
-from .run_directory import HeldRunDirectory
-from .run_state import RunState
-from .saved_state import check_frozen
-from .step_result import StepResult
+from .run.checkpoint_manager import CheckpointManager
+from .run.epoch_totals import EpochTotals, Row
+from .run.position import Position
+from .run.run_directory import HeldRunDirectory
+from .run.run_state import RunState
+from .run.saved_state import check_frozen
+from .step.step_result import StepResult
 from .stop_signals import StopSignals
 from .stopping import StoppableLoader, StopRequests
 

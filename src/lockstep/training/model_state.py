@@ -23,8 +23,8 @@ from ..parallel.module_sync import expanded_dimensions
 from ..parallel.nested import map_tensors
 from ..parallel.randomness import generator_states, set_generator_states
 from .recovery import REGROUP, TrainingState, as_bytes, from_bytes
-from .step import TrainStep
-from .step_result import StepResult
+from .step.step_result import StepResult
+from .step.train_step import TrainStep
 
 __all__ = ["ModelState", "StateOfStep", "UserState"]
 

@@ -27,25 +27,25 @@ from ..parallel.strategy import Strategy
 from .callbacks import defaults
 from .callbacks.base import Callback
 from .callbacks.group import CallbackGroup, check_callbacks
-from .checkpoint_manager import CheckpointManager
-from .epoch_totals import EpochTotals, Row
 from .errors_on_all import call_on_all
 from .evaluate import Evaluation, Metric, default_metrics, predict
 from .formats import IN_FLIGHT
-from .guards import Guard
 from .in_flight import StepsInFlight, check_in_flight
 from .loaders import TrainerLoaders
 from .loop import Loop
-from .loss import LossFn
+from .losses.loss import LossFn
+from .losses.own_loss import OwnLoss
 from .modes import TrainingModes
-from .own_loss import OwnLoss
-from .position import Position, check_epochs, check_max_steps, check_validate_every
 from .rank0_changes import Rank0Changes
-from .run_directory import HeldRunDirectory
-from .run_guard import run_guard
-from .run_state import RunState
-from .step import TrainStep
-from .step_arguments import StepOptions, check_functions, make_strategy
+from .run.checkpoint_manager import CheckpointManager
+from .run.epoch_totals import EpochTotals, Row
+from .run.position import Position, check_epochs, check_max_steps, check_validate_every
+from .run.run_directory import HeldRunDirectory
+from .run.run_guard import run_guard
+from .run.run_state import RunState
+from .step.guards import Guard
+from .step.step_arguments import StepOptions, check_functions, make_strategy
+from .step.train_step import TrainStep
 from .stop_signals import StopSignals
 
 __all__ = ["StepOptions", "Trainer"]
@@ -69,8 +69,9 @@ class Trainer:
         model: the model; moved to the worker's device, with rank 0's values on all workers.
         optimizer: over parameters of `model`.
         loss_fn: (output, target) → the mean over the samples, one value for each, or (sum, count),
-            see `lockstep.training.loss.LossFn`; such as `torch.nn.CrossEntropyLoss()`. When None,
-            the model computes its loss from the batch, as those of Hugging Face do from "labels".
+            see `lockstep.training.losses.loss.LossFn`; such as `torch.nn.CrossEntropyLoss()`. When
+            None, the model computes its loss from the batch, as those of Hugging Face do from
+            "labels".
         global_batch_size: samples in one step, over all workers; must be given.
         seed: the seed of the order of samples and of dropout.
         run_dir: the run directory, for checkpoints and the files of callbacks; when None, nothing

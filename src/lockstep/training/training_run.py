@@ -39,12 +39,12 @@ from .callbacks import (
     TokenColumns,
     TrainingContext,
 )
+from .losses.torch_losses import check_fit
 from .modes import evaluating
 from .optimizers import LAMB, LARS
 from .options import CONFIGS, TrainOptions, parse_param_groups
 from .prepare_model import prepare_model
 from .schedules import Schedule, make_schedule, scaled_lr
-from .torch_losses import check_fit
 from .trainer import Trainer
 
 

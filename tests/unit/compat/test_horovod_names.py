@@ -13,7 +13,7 @@ import lockstep.compat.horovod.torch as hvd
 from lockstep.compat import horovod
 from lockstep.compat.horovod.common import util
 from lockstep.compat.horovod.torch import mpi_ops
-from lockstep.training.step_arguments import StepOptions
+from lockstep.training.step.step_arguments import StepOptions
 
 INIT = ("comm", "process_sets", "average")  # arguments that docs/horovod.md names
 

@@ -25,8 +25,8 @@ from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.parallel.unsupported_layers import UNSUPPORTED, check_joint_passes, check_supported
 from lockstep.topology import World
 from lockstep.training.options import TrainOptions
-from lockstep.training.step_arguments import resolve_strategy
-from lockstep.training.virtual_worker_passes import _aligned
+from lockstep.training.step.step_arguments import resolve_strategy
+from lockstep.training.step.virtual_worker_passes import _aligned
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from lockstep.parallel.replicas_strategy import Replicas, default_devices
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.replicas import ReplicaError
 from lockstep.training.callbacks import Callback
-from lockstep.training.step_result import StepResult
+from lockstep.training.step.step_result import StepResult
 from lockstep.training.trainer import Trainer
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import optimizer as optimizer_module
 
-from lockstep.training import torch_calls
+from lockstep.training.step import torch_calls
 
 
 @pytest.fixture

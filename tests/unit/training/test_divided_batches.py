@@ -83,7 +83,7 @@ def fit(model: nn.Module, loss: nn.Module | None = None, **options: Any) -> None
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "lockstep.training.step")
+    caplog.set_level(logging.WARNING, "lockstep.training.step.train_step")
     drops = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     fit(drops)
     fit(drops, virtual_workers=4)
@@ -157,7 +157,7 @@ class ChangingLoss(RunningLoss):
 def test_what_the_first_passes_do_is_named(
     model: nn.Module, loss: nn.Module, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "lockstep.training.step")
+    caplog.set_level(logging.WARNING, "lockstep.training.step.train_step")
     fit(model, loss, gradient_accumulation_steps=2)
     found = "".join(
         record.getMessage() for record in caplog.records if "divided" in record.getMessage()

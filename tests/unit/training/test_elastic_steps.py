@@ -16,7 +16,7 @@ from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError, MembershipChangedError
 from lockstep.training import recovery
 from lockstep.training.model_state import StateOfStep
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 from support.elastic_group import Group, share
 
 

@@ -16,9 +16,9 @@ from lockstep.errors import ConfigError, DataError, DivergedError, LockstepError
 from lockstep.parallel.distributed import Distributed
 from lockstep.parallel.replicas_strategy import Replicas
 from lockstep.topology import World
-from lockstep.training import guards
-from lockstep.training.guards import Decision, Guard, PendingStep
-from lockstep.training.step import TrainStep
+from lockstep.training.step import guards
+from lockstep.training.step.guards import Decision, Guard, PendingStep
+from lockstep.training.step.train_step import TrainStep
 
 CPU = torch.device("cpu")
 

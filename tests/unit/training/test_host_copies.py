@@ -7,7 +7,7 @@ import torch
 
 from lockstep.errors import DivergedError
 from lockstep.training.in_flight import LAG, StepsInFlight
-from lockstep.training.step_result import StepNumbers, StepResult
+from lockstep.training.step.step_result import StepNumbers, StepResult
 
 
 def result(step: int, loss: float = 1.0, stop: float = 0.0) -> StepResult:

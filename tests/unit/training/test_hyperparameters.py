@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import CheckpointError
-from lockstep.training.hyperparameters import (
+from lockstep.training.run.hyperparameters import (
     check_same_parameters,
     load_optimizer,
     merge_param_groups,

@@ -28,7 +28,7 @@ from lockstep.training.callbacks.base import Row
 from lockstep.training.evaluate import evaluate
 from lockstep.training.in_flight import InFlightLimit, StepsInFlight
 from lockstep.training.recovery import REGROUP
-from lockstep.training.step_result import StepNumbers, StepResult
+from lockstep.training.step.step_result import StepNumbers, StepResult
 from lockstep.training.trainer import Trainer
 
 OTHER = torch.device("meta")

@@ -30,9 +30,9 @@ from lockstep.errors import ConfigError
 from lockstep.topology import World
 from lockstep.training.callbacks.columns import is_higher_better
 from lockstep.training.callbacks.group import CallbackGroup
-from lockstep.training.epoch_totals import COLUMNS
 from lockstep.training.loaders import TrainerLoaders
 from lockstep.training.options import TrainOptions
+from lockstep.training.run.epoch_totals import COLUMNS
 from lockstep.training.training_run import make_callbacks
 
 DATA = TensorDataset(torch.randn(20, 4), torch.randint(0, 3, (20,)))

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.data.loader import Batch
 from lockstep.errors import ConfigError
-from lockstep.training.loss import Forward, Loss, LossFn, LossModule
-from lockstep.training.step import TrainStep
-from lockstep.training.sum_and_count import as_sum
-from lockstep.training.torch_losses import check_fit, classification_loss
+from lockstep.training.losses.loss import Forward, Loss, LossFn, LossModule
+from lockstep.training.losses.sum_and_count import as_sum
+from lockstep.training.losses.torch_losses import check_fit, classification_loss
+from lockstep.training.step.train_step import TrainStep
 
 CPU = torch.device("cpu")
 

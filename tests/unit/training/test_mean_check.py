@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.nested import map_tensors
-from lockstep.training import model_check
 from lockstep.training.check_schedule import is_due
-from lockstep.training.loss import Loss, LossFn, LossModule
-from lockstep.training.mean_check import MeanCheck, NotAMean
-from lockstep.training.sum_and_count import as_sum
+from lockstep.training.losses import model_check
+from lockstep.training.losses.loss import Loss, LossFn, LossModule
+from lockstep.training.losses.mean_check import MeanCheck, NotAMean
+from lockstep.training.losses.sum_and_count import as_sum
 
 CPU = torch.device("cpu")
 GENERATOR = torch.Generator().manual_seed(3)

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.option_table import options_of, values_of
 from lockstep.training.formats import PRECISIONS
 from lockstep.training.options import TrainOptions, check_names, parse_param_groups
-from lockstep.training.precision import Precision
+from lockstep.training.step.precision import Precision
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from lockstep.data.loader import Batch, Loader
 from lockstep.errors import LockstepError
 from lockstep.training.evaluate import evaluate
-from lockstep.training.out_of_memory import OutOfMemoryError
-from lockstep.training.step import TrainStep
+from lockstep.training.step.out_of_memory import OutOfMemoryError
+from lockstep.training.step.train_step import TrainStep
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of "

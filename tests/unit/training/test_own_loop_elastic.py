@@ -19,8 +19,9 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.elastic.membership import View
 from lockstep.errors import ConfigError, InterruptedRunError, MembershipChangedError
-from lockstep.training import feed, prepared_loop, recovery
-from lockstep.training.prepared_optimizer import PreparedOptimizer
+from lockstep.training import feed, recovery
+from lockstep.training.prepared import prepared_loop
+from lockstep.training.prepared.prepared_optimizer import PreparedOptimizer
 from support.elastic_group import Group, share
 
 

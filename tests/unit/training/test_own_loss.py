@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.training.loss import Loss, LossModule
-from lockstep.training.own_loss import IGNORED, Counting, OwnLoss, loss_in
-from lockstep.training.step import TrainStep
+from lockstep.training.losses.loss import Loss, LossModule
+from lockstep.training.losses.own_loss import IGNORED, Counting, OwnLoss, loss_in
+from lockstep.training.step.train_step import TrainStep
 
 CPU = torch.device("cpu")
 WORDS, LENGTH = 11, 7

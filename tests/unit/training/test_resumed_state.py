@@ -110,7 +110,7 @@ def test_another_dtype_of_a_parameter_is_converted_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path, 1, dtype=torch.float64)
-    with caplog.at_level(logging.WARNING, "lockstep.training.run_state"):
+    with caplog.at_level(logging.WARNING, "lockstep.training.run.run_state"):
         resumed = train(tmp_path, 2, dtype=torch.float32, resume="latest")
     assert (
         "the model has other dtypes than in the checkpoint, so that its values and their "

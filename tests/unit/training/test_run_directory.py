@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import callbacks
 from lockstep.errors import ConfigError
-from lockstep.training import run_directory
+from lockstep.training.run import run_directory
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -106,7 +106,7 @@ def test_a_second_process_gets_an_error_that_names_the_first(tmp_path: Path) -> 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     program = (
-        f"import os; from pathlib import Path; from lockstep.training.run_directory import RunLock; \
+        f"import os; from pathlib import Path; from lockstep.training.run.run_directory import RunLock; \
 lock = RunLock(Path({str(tmp_path)!r})); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9

@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.errors import ConfigError
-from lockstep.training.separable_updates import check_separable
+from lockstep.training.step.separable_updates import check_separable
 
 
 def optimizer_after_a_step() -> torch.optim.AdamW:

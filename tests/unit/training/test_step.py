@@ -19,9 +19,9 @@ from lockstep.parallel.distributed import Distributed
 from lockstep.parallel.replicas.copies import ReplicaCopies
 from lockstep.parallel.strategy import Strategy
 from lockstep.topology import World
-from lockstep.training.precision import Precision, scale_gradients
-from lockstep.training.step import TrainStep
-from lockstep.training.step_result import StepNumbers, StepResult
+from lockstep.training.step.precision import Precision, scale_gradients
+from lockstep.training.step.step_result import StepNumbers, StepResult
+from lockstep.training.step.train_step import TrainStep
 
 CPU = torch.device("cpu")
 LABELS = torch.tensor([0, 1, 2, 3])
@@ -228,7 +228,8 @@ def test_gradients_of_a_mean_over_samples_are_not_multiplied_by_1(
     """
     calls: list[int] = []
     monkeypatch.setattr(
-        "lockstep.training.step.scale_gradients", lambda gradients, _: calls.append(len(gradients))
+        "lockstep.training.step.train_step.scale_gradients",
+        lambda gradients, _: calls.append(len(gradients)),
     )
     model = nn.Linear(3, 4, device="meta")
     optimizer, comm = (

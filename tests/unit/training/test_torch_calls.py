@@ -16,8 +16,13 @@ from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import StepLR
 from torch.overrides import TorchFunctionMode
 
-from lockstep.training import torch_calls
-from lockstep.training.torch_calls import FirstGradients, clear_gradients, run_backward, take_step
+from lockstep.training.step import torch_calls
+from lockstep.training.step.torch_calls import (
+    FirstGradients,
+    clear_gradients,
+    run_backward,
+    take_step,
+)
 
 pytestmark = pytest.mark.usefixtures("as_in_a_new_process")
 

@@ -23,8 +23,8 @@ from lockstep.checkpoint import distributed_checkpoint, manifest
 from lockstep.checkpoint import folder as checkpoint_folder
 from lockstep.errors import CheckpointError
 from lockstep.parallel.sharded import Sharded
-from lockstep.training import checkpoint_manager
 from lockstep.training.callbacks import Callback
+from lockstep.training.run import checkpoint_manager
 from support.checkpoints import names, snapshot
 from support.pool import Pool, RanksFailedError
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.training.out_of_memory import OutOfMemoryError
+from lockstep.training.step.out_of_memory import OutOfMemoryError
 from support import toy_device
 from support.pool import Pool, RanksFailedError
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.callbacks import Callback
-from lockstep.training.step_result import StepResult
+from lockstep.training.step.step_result import StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.sharded import Augmented, adamw, busy, momentum, named, pictures, run, runs

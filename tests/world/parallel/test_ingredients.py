@@ -17,7 +17,7 @@ from support.sharded import Augmented, busy, named, pictures, run
 
 
 def without_key_of_dropout() -> None:
-    import lockstep.training.virtual_worker_passes as passes
+    import lockstep.training.step.virtual_worker_passes as passes
 
     passes.seed_shard = lambda *_: None  # type: ignore[assignment]
 
@@ -40,7 +40,7 @@ def left_fold() -> None:
 
 
 def mean_of_means() -> None:
-    from lockstep.training.virtual_worker_passes import ShardPasses
+    from lockstep.training.step.virtual_worker_passes import ShardPasses
 
     parts_before, run_before = ShardPasses.parts, ShardPasses._run_in_sequence
 
@@ -80,7 +80,7 @@ def disturbed(change: Any, **arguments: Any) -> tuple[str, list[float]]:
     import lockstep.parallel.bucket_exchange as exchange
     import lockstep.parallel.buffers as buffers
     import lockstep.parallel.tree_sum as tree
-    import lockstep.training.virtual_worker_passes as passes
+    import lockstep.training.step.virtual_worker_passes as passes
 
     layout = [
         passes,

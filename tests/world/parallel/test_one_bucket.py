@@ -19,7 +19,7 @@ from lockstep.errors import MismatchError
 from lockstep.parallel import one_bucket
 from lockstep.parallel.distributed import Distributed
 from lockstep.parallel.one_bucket import OneBucket
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 from support.gradient_ways import WAYS, check_way, way
 from support.outcome import RanksFailedError
 from support.pool import Pool

@@ -12,7 +12,7 @@ from torch import nn
 import lockstep
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.sharded import momentum, named, pictures, run

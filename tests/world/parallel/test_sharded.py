@@ -19,7 +19,7 @@ import lockstep
 from lockstep.errors import ConfigError, MismatchError
 from lockstep.parallel import sharded
 from lockstep.parallel.sharded import Sharded
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 from support.pool import Pool, RanksFailedError
 
 # torch's caches keep device meshes, and Gloo's files are open for as long as somebody holds its

@@ -19,8 +19,8 @@ from lockstep.parallel import buffers, module_sync
 from lockstep.parallel.distributed import Distributed
 from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 from lockstep.training.evaluate import evaluate
-from lockstep.training.step import TrainStep
-from lockstep.training.step_result import StepResult
+from lockstep.training.step.step_result import StepResult
+from lockstep.training.step.train_step import TrainStep
 from support.gradient_ways import WAYS, check_way, way
 from support.pool import Pool
 

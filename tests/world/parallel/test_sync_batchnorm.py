@@ -14,7 +14,7 @@ import lockstep
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError
 from lockstep.training.prepare_model import prepare_model
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 from support.pool import Pool
 from support.sharded import Augmented, adamw, pictures, run, runs
 

@@ -15,7 +15,7 @@ import lockstep
 from lockstep.messages import decode
 from lockstep.planning.observer import ObserverSettings, ProfileRecorded, StepObserver, profile_file
 from lockstep.planning.step_profile import Profile
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 from support.pool import Pool
 
 SLOW_S = 0.02

@@ -17,7 +17,7 @@ import lockstep
 from lockstep.callbacks import Checkpoints
 from lockstep.checkpoint import folder
 from lockstep.errors import CheckpointError, DivergedError
-from lockstep.training import checkpoint_manager
+from lockstep.training.run import checkpoint_manager
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import At, send
@@ -152,7 +152,7 @@ def test_values_that_are_infinite_from_the_beginning_are_not_training_s(tmp_path
 def written_before(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Train as before weights were checked; returns the error."""
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep.training.finite_weights.FiniteWeights.error", lambda *_: None)
+        patch.setattr("lockstep.training.step.finite_weights.FiniteWeights.error", lambda *_: None)
         patch.setattr(checkpoint_manager, "FINITE", "other")
         return message(make(run_dir, Checkpoints("1step")))
 

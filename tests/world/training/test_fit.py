@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError, DivergedError, InterruptedRunError
 from lockstep.training.callbacks import Callback, Checkpoints
 from lockstep.training.callbacks.base import Row
 from lockstep.training.in_flight import LAG, StepsInFlight
-from lockstep.training.step_result import StepResult
+from lockstep.training.step.step_result import StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import At, fit, images, make, send, timeless

@@ -17,7 +17,7 @@ from lockstep.callbacks import Callback, Checkpoints
 from lockstep.data.loader import Loader
 from lockstep.parallel.replicas_strategy import Replicas
 from lockstep.parallel.sharded import Sharded
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 from support.gradient_ways import WAYS, check_way, way
 from support.pool import Pool
 

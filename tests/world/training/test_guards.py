@@ -13,8 +13,8 @@ import lockstep
 from lockstep import flight_recorder
 from lockstep.data.loader import Batch, Loader
 from lockstep.training.check_schedule import is_due
-from lockstep.training.guards import Decision, Guard, PendingStep
-from lockstep.training.step import TrainStep
+from lockstep.training.step.guards import Decision, Guard, PendingStep
+from lockstep.training.step.train_step import TrainStep
 from support.pool import Pool
 
 STEPS = 12

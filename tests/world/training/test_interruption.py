@@ -19,7 +19,7 @@ from lockstep.training import stop_signals
 from lockstep.training.callbacks import Callback, Checkpoints
 from lockstep.training.evaluate import accuracy
 from lockstep.training.in_flight import LAG
-from lockstep.training.step_result import StepResult
+from lockstep.training.step.step_result import StepResult
 from lockstep.training.stop_signals import StopSignals
 from lockstep.training.stopping import StopRequests
 from lockstep.training.trainer import Trainer

@@ -17,7 +17,7 @@ from lockstep.errors import MismatchError
 from lockstep.training.callbacks import Callback, Checkpoints
 from lockstep.training.callbacks.base import Row
 from lockstep.training.in_flight import StepsInFlight
-from lockstep.training.step_result import StepResult
+from lockstep.training.step.step_result import StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import images, make

@@ -18,12 +18,12 @@ from lockstep.data.loader import Loader
 from lockstep.errors import CheckpointError, ConfigError, InterruptedRunError
 from lockstep.parallel.fingerprints import fingerprint
 from lockstep.training.callbacks import Checkpoints
-from lockstep.training.step_result import StepNumbers, StepResult
+from lockstep.training.step.step_result import StepNumbers, StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import At, fit, images, make, send, timeless
 
-LOGGER = "lockstep.training.run_state"
+LOGGER = "lockstep.training.run.run_state"
 
 
 def sgd(momentum: float = 0.9, weight_decay: float = 0.0) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep
 from lockstep.callbacks import Callback, Checkpoints
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 from support.pool import Pool
 from support.round_trips import RoundTrips, counted, on_hosts_of_their_own
 from support.runs import images, make, model

@@ -15,7 +15,7 @@ import lockstep
 from lockstep.data.loader import Loader
 from lockstep.errors import ConfigError, DivergedError, MismatchError
 from lockstep.parallel.distributed import Distributed
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 from support.gradient_ways import WAYS, check_way, way
 from support.pool import Pool
 

@@ -18,7 +18,7 @@ import lockstep
 from lockstep import flight_recorder
 from lockstep.data.loader import Batch, Loader
 from lockstep.training.check_schedule import is_due
-from lockstep.training.step import TrainStep
+from lockstep.training.step.train_step import TrainStep
 from support.operation_counts import Operations
 from support.pool import Pool
 

@@ -25,7 +25,7 @@ from lockstep.training.callbacks import (
     EarlyStopping,
     TensorBoard,
 )
-from lockstep.training.step_result import StepResult
+from lockstep.training.step.step_result import StepResult
 from lockstep.training.trainer import Trainer
 from support.pool import Pool
 from support.runs import At, fit, images, make, send, timeless
@@ -161,11 +161,11 @@ def after_damage(out: Path, which: str) -> tuple[str, Any, list[str]]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("lockstep.training.checkpoint_manager").addHandler(handler)
+    logging.getLogger("lockstep.training.run.checkpoint_manager").addHandler(handler)
     try:
         return *fit(out, Checkpoints(), resume=which), [record.getMessage() for record in records]
     finally:
-        logging.getLogger("lockstep.training.checkpoint_manager").removeHandler(handler)
+        logging.getLogger("lockstep.training.run.checkpoint_manager").removeHandler(handler)
 
 
 @pytest.mark.parametrize("which", ["latest", "folder"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..epoch_totals import EpochTotals, Row
+from ..run.epoch_totals import EpochTotals, Row
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from ...communicator import Communicator
     from ...data.loader import Batch
-    from ..step import TrainStep
-    from ..step_result import StepResult
+    from ..step.step_result import StepResult
+    from ..step.train_step import TrainStep
 
 __all__ = ["Callback", "Row", "TrainingContext"]
 

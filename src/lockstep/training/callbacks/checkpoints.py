@@ -12,7 +12,7 @@ from .base import Callback, Row, TrainingContext
 from .columns import check_column, is_higher_better
 
 if TYPE_CHECKING:
-    from ..step_result import StepResult
+    from ..step.step_result import StepResult
 
 __all__ = ["Checkpoints", "parse_interval"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...errors import ConfigError, unknown_name
-from ..epoch_totals import COLUMNS
+from ..run.epoch_totals import COLUMNS
 from .base import Callback
 
 _LOWER = ("loss", "error")

@@ -15,7 +15,7 @@ from .base import Callback, Row, TrainingContext
 from .writing import WriteGuard
 
 if TYPE_CHECKING:
-    from ..step_result import StepResult
+    from ..step.step_result import StepResult
 
 _log = logging.getLogger(__name__)
 

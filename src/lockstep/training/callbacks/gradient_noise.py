@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ...data.loader import Batch
-    from ..step import TrainStep
-    from ..step_result import StepResult
+    from ..step.step_result import StepResult
+    from ..step.train_step import TrainStep
 
 
 class GradientNoise(Callback):

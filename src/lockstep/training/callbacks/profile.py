@@ -16,7 +16,7 @@ from .writing import WriteGuard
 
 if TYPE_CHECKING:
     from ...data.loader import Batch
-    from ..step_result import StepResult
+    from ..step.step_result import StepResult
 
 _ROWS = 30  # operations in the table
 

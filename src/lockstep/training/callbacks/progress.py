@@ -25,7 +25,7 @@ from .base import Callback, Row, TrainingContext
 
 if TYPE_CHECKING:
     from ...data.loader import Batch
-    from ..step_result import StepResult
+    from ..step.step_result import StepResult
 
 _LINE_INTERVAL = 10.0  # seconds between lines, where there is neither a terminal nor a notebook
 

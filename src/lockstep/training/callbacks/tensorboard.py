@@ -11,7 +11,7 @@ from .base import Callback, Row, TrainingContext
 from .writing import WriteGuard
 
 if TYPE_CHECKING:
-    from ..step_result import StepResult
+    from ..step.step_result import StepResult
 
 # Columns of the history → tags; metrics of validations become "accuracy/val" and so on.
 _TAGS = {

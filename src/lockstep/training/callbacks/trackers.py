@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from .base import Callback, Row, TrainingContext
 
 if TYPE_CHECKING:
-    from ..step_result import StepResult
+    from ..step.step_result import StepResult
 
 _log = logging.getLogger(__name__)
 
