@@ -57,7 +57,7 @@ BETWEEN_EVENTS_S = (15.0, 60.0)
 WARM_UP_S = 600.0  # before the first counts: allocators and caches have their size by then
 HANG_S = 600.0  # without a step; the machine may be busy with other things
 LOAD_S = 3.0
-WINDOW_S = 60.0  # in which nothing happens to the job; longer than an epoch with its evaluation
+WINDOW_S = 180.0  # in which nothing happens to the job; several epochs with their evaluations
 IS_ISOLATED = "LONG_RUN_IS_ISOLATED"  # a variable of the environment
 
 COUNTS = {
@@ -85,8 +85,9 @@ GROWTH = ("resident", "private", "allocated", "objects", "run_mb")
 """Of which the growth over all samples is shown; other counts depend on the number of workers."""
 
 MUST_NOT_GROW = ("descriptors", "sockets", "threads", "processes", "shm", "temporary", "run_files")
-"""Of which the least of a window is compared: at the instant of a sample a worker may load its last
-samples, write a file or answer a question.
+"""Of which the usual count of a window is compared, the median: at the instant of a sample a worker
+may load its last samples, write a file or answer a question; or, at the end of an epoch, have no
+loader.
 """
 
 
@@ -321,7 +322,7 @@ class LongRun:
         self.go_on(WINDOW_S)
         self.go_on(HANG_S, lambda: self.has(WORKERS))
         last = self.take_sample()
-        return least(
+        return usual(
             [sample for sample in self.samples if last["seconds"] - sample["seconds"] < WINDOW_S]
         )
 
@@ -389,8 +390,8 @@ def train_undisturbed(epochs: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def least(window: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last sample of a window, with the least that was seen of what must not grow."""
+def usual(window: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last sample of a window, with the usual counts of what must not grow."""
     last = window[-1]
     complete = [sample for sample in window if sample["workers"] == last["workers"]]
     held = []
@@ -401,14 +402,14 @@ def least(window: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for earlier in sample["held"]
             if earlier["pid"] == row["pid"]
         ]
-        held.append(row | least_of(same))
-    return last | least_of(complete) | {"held": held}
+        held.append(row | usual_counts(same))
+    return last | usual_counts(complete) | {"held": held}
 
 
-def least_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The least of each count that must not grow."""
+def usual_counts(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each count that must not grow."""
     return {
-        count: min(row[count] for row in rows if count in row)
+        count: statistics.median_low(row[count] for row in rows if count in row)
         for count in MUST_NOT_GROW
         if count in rows[-1]
     }
