@@ -508,6 +508,25 @@ def test_without_a_terminal_a_line_every_ten_seconds(
     ]
 
 
+def test_a_refresh_after_an_epoch_that_was_shorter_than_an_update_shows_its_last_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+    progress, run = Progress(), shown_run()
+    monkeypatch.setattr(progress, "_refresh", lambda: None)  # the thread sees another clock
+    progress.on_train_start(run)
+    progress.on_train_epoch_start(run)
+    run.step.steps_done = 400
+    progress.on_train_step_end(run, SimpleNamespace(step=399))
+    progress.on_validation_start(run)
+    clock.pass_s(11.0)
+    progress._show(time.monotonic())
+    progress.on_train_end(run, None)
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert "step 200/200" in line
+    assert "evaluating (0:11)" in line
+
+
 @pytest.mark.parametrize(
     ("hook", "arguments", "activity"),
     [

@@ -72,6 +72,7 @@ class Progress(Callback):
     def on_train_epoch_start(self, trainer: TrainingContext) -> None:
         """Show that the first batch is being loaded."""
         self._status.epoch = trainer.epoch + 1
+        self._status.step = trainer.steps_in_epoch
         self._status.steps = trainer.steps_per_epoch
         self._set_activity("loading data")
 
@@ -84,12 +85,12 @@ class Progress(Callback):
     def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
         """Update the display, at most ten times a second, or in a log every ten seconds."""
         self._set_activity("loading data")
+        status = self._status
+        status.step = trainer.steps_in_epoch  # also for a refresh before the next update
         now = time.monotonic()
         if now < self._next_update:
             return
-        status = self._status
         done = trainer.step.steps_done
-        status.step = trainer.steps_in_epoch
         status.speed = f"{trainer.totals.samples_per_second * self._per_sample:,.0f} {self._unit}/s"
         rate = (now - self._began) / (done - self._steps_before)
         status.left = (
