@@ -43,7 +43,7 @@ help: ## show this list
 	@echo "make lint     check style and formatting (ruff)"
 	@echo "make types    check types (mypy, strict)"
 	@echo "make layers   check which module imports which (docs/architecture.md)"
-	@echo "make public-names  write docs/api/names.md anew, after a change of public names that is meant"
+	@echo "make public-names  write docs/api/names.md and docs/variables.md anew, after a change of public names that is meant"
 	@echo "make docs     build the documentation as a site, in site/index.html"
 	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 400 with loops of their own, 200 of hosts,"
 	@echo "              20000 simulated ones (CHAOS_FLAGS=..., LOOP_CHAOS_FLAGS=..., HOST_CHAOS_FLAGS=..., SCHEDULE_FLAGS=...)"
@@ -106,6 +106,7 @@ layers: $(TESTS)
 
 public-names: $(TESTS)
 	@$(BIN)/python packaging/public_names.py
+	@$(BIN)/python packaging/variables_page.py
 	@echo "Write a line for each change of docs/api/names.md into CHANGELOG.md."
 
 # Three new environments with a torch each: minutes. --also PYTHON is a further one that is to load the compiled part.

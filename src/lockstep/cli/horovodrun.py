@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import arguments, environment, option_table
+from ..environment.variable_table import STALL_WARNING
 from ..errors import ConfigError
 from ..hosts import Host, is_loopback, is_this_host, parse_hosts, read_hostfile
 from ..launcher.options import WORKERS, JobOptions
@@ -421,10 +422,10 @@ def child_variables(options: HorovodOptions, variables: Mapping[str, str]) -> di
         values["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(options.timeline_mark_cycles))
     warning = options.stall_warning or variables.get("HOROVOD_STALL_CHECK_TIME_SECONDS", "")
     if _is_stall_check_off(options, variables):
-        values |= {"HOROVOD_STALL_CHECK_DISABLE": "1", "LOCKSTEP_STALL_WARNING": _NEVER}
+        values |= {"HOROVOD_STALL_CHECK_DISABLE": "1", STALL_WARNING.name: _NEVER}
     elif warning:
         seconds = _warning_seconds("stall_warning", warning)
-        values |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": seconds, "LOCKSTEP_STALL_WARNING": seconds}
+        values |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": seconds, STALL_WARNING.name: seconds}
     if options.no_stall_check is False:
         values["HOROVOD_STALL_CHECK_DISABLE"] = "0"
     return values

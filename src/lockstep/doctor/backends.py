@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import environment
 from ..environment.launchers import LAUNCHERS
+from ..environment.variable_table import LAUNCHED
 from .findings import Problem, Section
 
 _START = "import sys; from lockstep.doctor import trial; trial.{}(*sys.argv[1:])"
@@ -205,6 +206,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _without_launcher(variables: dict[str, str]) -> dict[str, str]:
     """Return the environment without the variables of any launcher."""
-    removed = {"LOCKSTEP_LAUNCHED", "MASTER_ADDR", "MASTER_PORT"}
+    removed = {LAUNCHED.name, "MASTER_ADDR", "MASTER_PORT"}
     removed |= {name for launcher in LAUNCHERS for name in launcher.names}
     return {name: value for name, value in variables.items() if name not in removed}

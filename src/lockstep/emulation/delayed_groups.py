@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .. import environment
+from ..environment.variable_table import NETWORK
 from ..errors import LockstepError, TransportError
 from ..network import VirtualNetwork, parse_network
 from ..system.patching import Replaced
@@ -505,7 +506,7 @@ def install_from_environment() -> None:
     found = environment.emulated_network()
     if found is None:
         return
-    network = parse_network(found[0], "LOCKSTEP_NETWORK")
+    network = parse_network(found[0], NETWORK.name)
     world = environment.find_world()
     host = network.host_of(world.rank, world.world_size)
     local_rank, local_size = network.place_of(world.rank, world.world_size)

@@ -1,7 +1,8 @@
 """The process environment: this worker's position in its job, settings in variables, and usable CPU
 cores.
 
-No other module reads or writes `os.environ`.
+No other module reads or writes `os.environ`. Which variables there are, and what each means, is in
+`variable_table`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,32 @@ from .. import arguments
 from ..errors import ConfigError
 from ..topology import World
 from .launchers import find_launcher, read_world
+from .variable_table import (
+    DEBUG,
+    DEBUG_RANK,
+    DISPLAY,
+    EARLIER_RUN_DIR,
+    ELASTIC,
+    HEARTBEAT_TIMEOUT,
+    JOB_KEY,
+    LAUNCHED,
+    LAUNCHER_TIMEOUT,
+    NETWORK,
+    NETWORK_DIR,
+    PAUSE_TIMEOUT,
+    PROGRESS,
+    REPLAY,
+    RESUME,
+    RUN_ID,
+    SHM_SIZE,
+    STALL_TIMEOUT,
+    STALL_WARNING,
+    TIMELINE,
+    TRANSPORT,
+    WATCHDOG,
+    WATCHDOG_DIR,
+    Variable,
+)
 
 __all__ = [
     "ElasticWorker",
@@ -108,31 +135,44 @@ def set_cublas_workspace(value: str | None) -> None:
 _MODES = {"on": "on", "1": "on", "": "on", "strict": "strict", "off": "off", "0": "off"}
 
 
+def _read(variable: Variable) -> str:
+    """Return the text of `variable`; "" if it is unset."""
+    return os.environ.get(variable.name, "").strip()
+
+
+def _read_path(variable: Variable) -> Path | None:
+    text = os.environ.get(variable.name, "")  # a folder's name may end in a space
+    return Path(text) if text else None
+
+
+def _read_seconds(variable: Variable) -> float:
+    """Return the number of seconds in `variable`, or its default."""
+    text = _read(variable) or variable.default
+    return arguments.parse_number(variable.name, text, above=0, expected=variable.values)
+
+
 def watchdog_mode() -> str:
     """Return "on", "strict" or "off", from LOCKSTEP_WATCHDOG.
 
     Raises:
         ConfigError: for any other value.
     """
-    text = os.environ.get("LOCKSTEP_WATCHDOG", "").strip().lower()
+    text = _read(WATCHDOG).lower()
     if text not in _MODES:
-        raise ConfigError("LOCKSTEP_WATCHDOG", "on, strict or off", text)
+        raise ConfigError(WATCHDOG.name, WATCHDOG.values, text)
     return _MODES[text]
 
 
 def heartbeat_timeout() -> float:
-    """Return the seconds within which another host must answer, from LOCKSTEP_HEARTBEAT_TIMEOUT; 30
-    if unset.
-    """
-    return _seconds("LOCKSTEP_HEARTBEAT_TIMEOUT", 30.0)
+    """Return LOCKSTEP_HEARTBEAT_TIMEOUT: the seconds within which another host must answer."""
+    return _read_seconds(HEARTBEAT_TIMEOUT)
 
 
 def launcher_timeout() -> float | None:
     """Return LOCKSTEP_LAUNCHER_TIMEOUT: the seconds after which a launcher that does not answer is
     out; or None.
     """
-    name = "LOCKSTEP_LAUNCHER_TIMEOUT"
-    return _seconds(name, 1.0) if os.environ.get(name, "").strip() else None
+    return _read_seconds(LAUNCHER_TIMEOUT) if _read(LAUNCHER_TIMEOUT) else None
 
 
 def pause_timeout() -> float | None:
@@ -141,41 +181,27 @@ def pause_timeout() -> float | None:
 
     Infinity is a number of seconds as well.
     """
-    name = "LOCKSTEP_PAUSE_TIMEOUT"
-    return _seconds(name, 1.0) if os.environ.get(name, "").strip() else None
+    return _read_seconds(PAUSE_TIMEOUT) if _read(PAUSE_TIMEOUT) else None
 
 
 def stall_timeout() -> float:
-    """Return the seconds of waiting for a rank that are an error, from LOCKSTEP_STALL_TIMEOUT; 600
-    if unset.
-    """
-    return _seconds("LOCKSTEP_STALL_TIMEOUT", 600.0)
+    """Return LOCKSTEP_STALL_TIMEOUT: the seconds of waiting for a rank that are an error."""
+    return _read_seconds(STALL_TIMEOUT)
 
 
 def stall_warning() -> float:
-    """Return the seconds of waiting for a rank before a warning, from LOCKSTEP_STALL_WARNING; 5 if
-    unset.
-    """
-    return _seconds("LOCKSTEP_STALL_WARNING", 5.0)
+    """Return LOCKSTEP_STALL_WARNING: the seconds of waiting for a rank before a warning."""
+    return _read_seconds(STALL_WARNING)
 
 
 def records_dir() -> Path | None:
     """Return the folder for this job's flight records on this host, from the launcher."""
-    text = os.environ.get("LOCKSTEP_WATCHDOG_DIR", "")
-    return Path(text) if text else None
+    return _read_path(WATCHDOG_DIR)
 
 
 def timeline_dir() -> Path | None:
     """Return the folder for permanent records of all collectives, from LOCKSTEP_TIMELINE."""
-    text = os.environ.get("LOCKSTEP_TIMELINE", "")
-    return Path(text) if text else None
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "").strip()
-    return arguments.parse_number(
-        name, text or default, above=0, expected="a number of seconds above 0"
-    )
+    return _read_path(TIMELINE)
 
 
 def restart_count() -> int:
@@ -258,7 +284,7 @@ def elastic_worker() -> ElasticWorker | None:
     """Return what LOCKSTEP_ELASTIC says of this worker, as "NUMBER:first:SOCKET"; None if the job
     is not elastic.
     """
-    number, _, rest = os.environ.get("LOCKSTEP_ELASTIC", "").partition(":")
+    number, _, rest = os.environ.get(ELASTIC.name, "").partition(":")
     how, _, path = rest.partition(":")
     return ElasticWorker(int(number), path, how == "joins") if path else None
 
@@ -267,43 +293,42 @@ def earlier_run_dir() -> Path | None:
     """Return LOCKSTEP_EARLIER_RUN_DIR: where this job has begun to train before all its workers
     were started again.
     """
-    text = os.environ.get("LOCKSTEP_EARLIER_RUN_DIR", "")
-    return Path(text) if text else None
+    return _read_path(EARLIER_RUN_DIR)
 
 
 def emulated_network() -> tuple[str, Path] | None:
     """Return the emulated network of this job, LOCKSTEP_NETWORK, and the folder of its link clocks;
     None without.
     """
-    text = os.environ.get("LOCKSTEP_NETWORK", "")
-    folder = os.environ.get("LOCKSTEP_NETWORK_DIR", "")
-    return (text, Path(folder)) if text and folder else None
+    network = _read(NETWORK)
+    folder = _read_path(NETWORK_DIR)
+    return (network, folder) if network and folder else None
 
 
 def emulation_variables(network: str, folder: Path) -> dict[str, str]:
     """Return the variables that `emulated_network` reads."""
-    return {"LOCKSTEP_NETWORK": network, "LOCKSTEP_NETWORK_DIR": str(folder)}
+    return {NETWORK.name: network, NETWORK_DIR.name: str(folder)}
 
 
 def job_key() -> str:
     """Return LOCKSTEP_JOB_KEY, the secret that all launchers of an elastic job on several hosts
     know; "" if unset.
     """
-    return os.environ.get("LOCKSTEP_JOB_KEY", "")
+    return os.environ.get(JOB_KEY.name, "")
 
 
 def elastic_variable(worker: ElasticWorker) -> dict[str, str]:
     """Return the variable that `elastic_worker` reads."""
     beginning = "joins" if worker.joins else "first"
-    return {"LOCKSTEP_ELASTIC": f"{worker.number}:{beginning}:{worker.socket}"}
+    return {ELASTIC.name: f"{worker.number}:{beginning}:{worker.socket}"}
 
 
 def debug_rank() -> int | None:
     """Return the rank that runs in a debugger on the terminal, or None; others wait for it without
     a time limit.
     """
-    text = os.environ.get("LOCKSTEP_DEBUG_RANK", "")
-    return int(text) if text else None
+    text = _read(DEBUG_RANK)
+    return arguments.parse_whole(DEBUG_RANK.name, text, least=0) if text else None
 
 
 def threads() -> int:
@@ -314,7 +339,7 @@ def threads() -> int:
 
 def run_id() -> str:
     """Return LOCKSTEP_RUN_ID, which all processes of a run have in common; "" if unset."""
-    return os.environ.get("LOCKSTEP_RUN_ID", "")
+    return os.environ.get(RUN_ID.name, "")
 
 
 def variables_for_workers(run_id: str, threads: int, debug_rank: int | None) -> dict[str, str]:
@@ -325,9 +350,9 @@ def variables_for_workers(run_id: str, threads: int, debug_rank: int | None) -> 
         threads: intra-op threads of one worker.
         debug_rank: the rank that runs in a debugger on the terminal.
     """
-    variables = {"LOCKSTEP_LAUNCHED": "1", "LOCKSTEP_RUN_ID": run_id}
+    variables = {LAUNCHED.name: "1", RUN_ID.name: run_id}
     if debug_rank is not None:
-        variables["LOCKSTEP_DEBUG_RANK"] = str(debug_rank)
+        variables[DEBUG_RANK.name] = str(debug_rank)
     return {**variables, "OMP_NUM_THREADS": str(threads)}
 
 
@@ -451,7 +476,7 @@ def gives_nodes_ranks() -> bool:
 
 def under_launcher() -> bool:
     """Return whether Lockstep's own launcher started and supervises this process."""
-    return "LOCKSTEP_LAUNCHED" in os.environ
+    return LAUNCHED.name in os.environ
 
 
 def shm_size() -> int:
@@ -461,12 +486,12 @@ def shm_size() -> int:
     Raises:
         ConfigError: the text is not a size.
     """
-    text = os.environ.get("LOCKSTEP_SHM_SIZE", "").strip()
+    text = _read(SHM_SIZE)
     if not text:
         return 0
     match = re.fullmatch(r"(\d+)\s*([kmg]?)(i?b)?", text, re.IGNORECASE)
     if match is None:
-        raise ConfigError("LOCKSTEP_SHM_SIZE", "a size such as 64M, 1G or a number of bytes", text)
+        raise ConfigError(SHM_SIZE.name, SHM_SIZE.values, text)
     return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
 
 
@@ -474,28 +499,24 @@ def resume() -> str | None:
     """Return LOCKSTEP_RESUME: the run directory that a trainer resumes, or "latest"; None if
     unset.
     """
-    return os.environ.get("LOCKSTEP_RESUME", "").strip() or None
+    return _read(RESUME) or None
 
 
 def replay_request() -> Path | None:
     """Return LOCKSTEP_REPLAY: the file that says which step of which run is to be replayed; None if
     unset.
     """
-    text = os.environ.get(_REPLAY, "").strip()
-    return Path(text) if text else None
+    return _read_path(REPLAY)
 
 
 def replay_variables(path: Path) -> dict[str, str]:
     """Return the variable that `replay_request` reads."""
-    return {_REPLAY: str(path)}
-
-
-_REPLAY = "LOCKSTEP_REPLAY"
+    return {REPLAY.name: str(path)}
 
 
 def transport() -> str:
-    """Return the transport in LOCKSTEP_TRANSPORT; "auto" if unset."""
-    return os.environ.get("LOCKSTEP_TRANSPORT", "").strip() or "auto"
+    """Return LOCKSTEP_TRANSPORT: the transport for tensors on the CPU."""
+    return _read(TRANSPORT) or TRANSPORT.default
 
 
 def visible_gpus() -> int | None:
@@ -516,7 +537,7 @@ def display() -> str:
     "notebook", or the columns of a terminal, such as "120"; "" if it is neither, or there is no
     launcher.
     """
-    text = os.environ.get("LOCKSTEP_DISPLAY", "").strip()
+    text = _read(DISPLAY)
     return text if text == "notebook" or text.isdecimal() else ""
 
 
@@ -524,9 +545,9 @@ def shows_progress() -> bool:
     """Return whether commands show what they are doing while they start; LOCKSTEP_PROGRESS=off
     turns it off.
     """
-    return os.environ.get("LOCKSTEP_PROGRESS", "").strip().lower() not in ("off", "0")
+    return _read(PROGRESS).lower() not in ("off", "0")
 
 
 def debugging() -> bool:
     """Return whether LOCKSTEP_DEBUG enables full tracebacks."""
-    return os.environ.get("LOCKSTEP_DEBUG", "0") not in ("", "0")
+    return _read(DEBUG) not in ("", "0")

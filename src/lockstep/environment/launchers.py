@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..system.processes import has_variables, read_status
 from ..topology import World
+from .variable_table import LAUNCHED
 
 __all__ = [
     "LAUNCHERS",
@@ -173,7 +174,7 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
 def _has_started(launcher: Launcher, env: Mapping[str, str]) -> bool:
     if launcher is _SLURM:
         return _is_step(env)
-    if launcher is _LOCKSTEP and "LOCKSTEP_LAUNCHED" not in env:
+    if launcher is _LOCKSTEP and LAUNCHED.name not in env:
         return False
     if launcher is _MPICH and "MPI_LOCALRANKID" not in env and "SLURM_STEP_ID" in env:
         return False  # set by srun --mpi=pmi2

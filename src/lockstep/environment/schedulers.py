@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from .launchers import expand_nodes
+from .variable_table import NODE_RANK, NODES
 
 __all__ = ["SCHEDULERS", "NodePlace", "find_node"]
 
@@ -127,10 +128,8 @@ def _kubernetes(env: _Variables, host: str) -> tuple[int, int, str, int | None]:
     # Nothing tells a pod the number of pods. JobSet may run each node as a Job of its own, whose
     # pods all have index 0: then the manifest takes the node's number and the coordinator's address
     # from JobSet's labels.
-    nodes = env.number(
-        "LOCKSTEP_NODES", 1, expected="the number of pods, as `completions` of the Job"
-    )
-    index = "LOCKSTEP_NODE_RANK" if env.has("LOCKSTEP_NODE_RANK") else "JOB_COMPLETION_INDEX"
+    nodes = env.number(NODES.name, 1, expected="the number of pods, as `completions` of the Job")
+    index = NODE_RANK.name if env.has(NODE_RANK.name) else "JOB_COMPLETION_INDEX"
     node = env.number(index, 0, nodes - 1)
     port = env.number("MASTER_PORT", 1, 65535) if env.has("MASTER_PORT") else None
     if env.has("MASTER_ADDR"):

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 
 from .. import arguments, environment, interruption, other_names
 from ..activity import in_notebook
+from ..environment.variable_table import DISPLAY
 from ..errors import (
     DesyncError,
     InterruptedRunError,
@@ -133,7 +134,7 @@ def run_on_workers(
         call.write_bytes(worker_status.pickle_call(fn, args, kwargs))
         if in_notebook():
             shown = log_multiplexer.NotebookOutput()
-            stack.enter_context(environment.with_variables({"LOCKSTEP_DISPLAY": "notebook"}))
+            stack.enter_context(environment.with_variables({DISPLAY.name: "notebook"}))
             pipes = worker_output.pipe_output(folder, range(options.workers), shown.write)
             output: worker_output.OutputTarget = stack.enter_context(pipes)
         else:

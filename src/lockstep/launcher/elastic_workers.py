@@ -15,6 +15,7 @@ from typing import Any
 from .. import environment
 from ..elastic.membership import Up, View
 from ..environment import ElasticWorker
+from ..environment.variable_table import EARLIER_RUN_DIR, RESUME
 from ..job.messages import FromAnyWorker
 from ..system.processes import TERM_GRACE_S, end_orphans
 from . import worker
@@ -135,9 +136,9 @@ class HostWorkers:
         )
         variables["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)
         if message.resume:
-            variables["LOCKSTEP_RESUME"] = message.resume
+            variables[RESUME.name] = message.resume
         if message.folder:
-            variables["LOCKSTEP_EARLIER_RUN_DIR"] = message.folder
+            variables[EARLIER_RUN_DIR.name] = message.folder
         self._pipes.add(number)
         name = Path(setup.script.name).name
         output = PipedOutput(self._folder)

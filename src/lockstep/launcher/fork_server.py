@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from .. import environment
+from ..environment.variable_table import RUN_ID
 from ..errors import ConfigError
 from ..interruption import LAUNCHER_SIGNALS
 from ..system import socket_folders
@@ -225,7 +226,7 @@ def prepare_workers(config: JobOptions, workers: int) -> None:
     threads = threads_per_worker(config, workers)
     # torch and its libraries read these when they are imported, also in the fork server
     environment.set_defaults(
-        {"OMP_NUM_THREADS": str(threads), "LOCKSTEP_RUN_ID": f"run-{os.getpid()}-{time.time_ns()}"}
+        {"OMP_NUM_THREADS": str(threads), RUN_ID.name: f"run-{os.getpid()}-{time.time_ns()}"}
     )
     if config.start_method == "forkserver":
         # what torch imports for the first optimizer, 1.6 s of a core, would delay each worker that

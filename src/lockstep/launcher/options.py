@@ -17,6 +17,12 @@ from typing import Any
 from typing_extensions import Self
 
 from .. import arguments
+from ..environment.variable_table import (
+    HEARTBEAT_TIMEOUT,
+    LAUNCHER_TIMEOUT,
+    PAUSE_TIMEOUT,
+    RESUME,
+)
 from ..errors import ConfigError, counted
 from ..hosts import Host, parse_hosts, read_hostfile
 from ..network import VirtualNetwork, parse_network
@@ -166,10 +172,8 @@ class JobOptions:
         metavar="S",
         parse=_SECONDS_OR_FOR_EVER,
         to_hosts=True,
-        variable="LOCKSTEP_PAUSE_TIMEOUT",
-        help="seconds for which an elastic job waits below MIN workers, or a host of it for hosts "
-        "that do not answer, until it ends; inf: for ever (default: LOCKSTEP_PAUSE_TIMEOUT, or "
-        "as --stall-timeout)",
+        variable=PAUSE_TIMEOUT.name,
+        help=PAUSE_TIMEOUT.help(),
     )
     start_method: str = option(
         "forkserver",
@@ -196,7 +200,7 @@ class JobOptions:
         "--resume",
         group=WORKERS,
         metavar="RUN",
-        variable="LOCKSTEP_RESUME",
+        variable=RESUME.name,
         to_scheduler=True,
         help="resume the training of the program's lockstep.Trainer from the run directory RUN, or "
         "with `latest` from the newest run in its run_dir; the number of workers may differ",
@@ -352,9 +356,8 @@ class JobOptions:
         metavar="S",
         parse=_POSITIVE_SECONDS,
         to_hosts=True,
-        variable="LOCKSTEP_HEARTBEAT_TIMEOUT",
-        help="seconds without an answer after which a host is lost, and a launcher is said to be "
-        "silent (default: LOCKSTEP_HEARTBEAT_TIMEOUT, or 30)",
+        variable=HEARTBEAT_TIMEOUT.name,
+        help=HEARTBEAT_TIMEOUT.help(),
     )
     launcher_timeout: float | None = option(
         None,
@@ -363,10 +366,8 @@ class JobOptions:
         metavar="S",
         parse=_SECONDS_OR_FOR_EVER,
         to_hosts=True,
-        variable="LOCKSTEP_LAUNCHER_TIMEOUT",
-        help="seconds after which a launcher is lost that hangs, or is stopped, though its host "
-        "answers; inf: never (default: LOCKSTEP_LAUNCHER_TIMEOUT, or 120, with --elastic 10; on "
-        "one host none)",
+        variable=LAUNCHER_TIMEOUT.name,
+        help=LAUNCHER_TIMEOUT.help(),
     )
     network: VirtualNetwork | None = option(  # noqa: RUF009 - as the others
         None,

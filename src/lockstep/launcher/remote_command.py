@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import environment
+from ..environment.variable_table import LAUNCHED, RUN_ID, WATCHDOG_DIR
 from ..errors import ConfigError
 from ..hosts import Host, is_this_host
 from .options import JobOptions
@@ -45,7 +46,7 @@ _FORWARDED = (
     "GLOO_",
     "OMP_NUM_THREADS",
 )
-_NOT_FORWARDED = ("LOCKSTEP_RUN_ID", "LOCKSTEP_LAUNCHED", "LOCKSTEP_WATCHDOG_DIR")
+_NOT_FORWARDED = (RUN_ID.name, LAUNCHED.name, WATCHDOG_DIR.name)
 
 
 def assign_workers(config: JobOptions) -> list[Host]:

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from .. import environment
+from ..environment.variable_table import JOB_KEY
 from ..errors import ConfigError, InterruptedRunError, LockstepError
 from ..hosts import Host
 from ..interruption import collect_signals
@@ -226,7 +227,7 @@ class _RemoteRun:
         self._config = config
         self._hosts = hosts
         self._commands = commands
-        self._variables = {"LOCKSTEP_JOB_KEY": secrets.token_hex(16), **variables}
+        self._variables = {JOB_KEY.name: secrets.token_hex(16), **variables}
         # as on one host: the lines of a single worker have no prefix
         alone = (
             config.elastic is None

@@ -14,6 +14,7 @@ from dataclasses import replace
 from .. import environment
 from ..activity import Activity
 from ..environment.schedulers import SCHEDULERS, find_node
+from ..environment.variable_table import DISPLAY
 from ..errors import ConfigError, LockstepError
 from ..hosts import Host
 from ..interruption import deferred_signals
@@ -119,7 +120,7 @@ def start(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None
     if config.nnodes == AUTO:
         config = config_for_node(config, environment.variables(), socket.getfqdn())
     if os.isatty(1) and not config.as_host:
-        environment.set_defaults({"LOCKSTEP_DISPLAY": str(shutil.get_terminal_size().columns)})
+        environment.set_defaults({DISPLAY.name: str(shutil.get_terminal_size().columns)})
     if not config.hosts:
         environment.set_variables(requested_variables(config, environment.variables()))
     setup = HOROVOD_SETUP if config.as_horovod else ""

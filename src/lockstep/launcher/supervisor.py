@@ -17,6 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import environment
+from ..environment.variable_table import (
+    STALL_TIMEOUT,
+    STALL_WARNING,
+    TIMELINE,
+    WATCHDOG,
+    WATCHDOG_DIR,
+)
 from ..errors import DataError
 from ..flight_recorder import jobs, layout, open_job
 from ..flight_recorder.jobs import MessageReader
@@ -231,18 +238,16 @@ class WatchdogFiles:
         started.
         """
         chosen = {
-            "LOCKSTEP_WATCHDOG": self.options.mode,
-            "LOCKSTEP_TIMELINE": self.options.timeline,
+            WATCHDOG.name: self.options.mode,
+            TIMELINE.name: self.options.timeline,
         }
         limit = self.options.stall_timeout
-        chosen["LOCKSTEP_STALL_TIMEOUT"] = None if limit is None else str(limit)
+        chosen[STALL_TIMEOUT.name] = None if limit is None else str(limit)
         if self.debug_rank is not None:
-            chosen |= dict.fromkeys(
-                ("LOCKSTEP_STALL_TIMEOUT", "LOCKSTEP_STALL_WARNING"), str(_UNLIMITED_S)
-            )
-        chosen["LOCKSTEP_WATCHDOG_DIR"] = str(self.folder) if self.folder is not None else ""
+            chosen |= dict.fromkeys((STALL_TIMEOUT.name, STALL_WARNING.name), str(_UNLIMITED_S))
+        chosen[WATCHDOG_DIR.name] = str(self.folder) if self.folder is not None else ""
         if not self._has_folder:
-            chosen |= {"LOCKSTEP_WATCHDOG": "off", "LOCKSTEP_WATCHDOG_DIR": ""}
+            chosen |= {WATCHDOG.name: "off", WATCHDOG_DIR.name: ""}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def start_attempt(self, attempt: int, first_rank: int, workers: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from .. import environment, messages
+from ..environment import variable_table
 from ..errors import LockstepError
 from ..system import atomic_files
 from .measurement import NOISE_LIMIT, CollectiveCurve, NetworkMeasurement, from_json, to_json
@@ -117,7 +118,7 @@ def _mpiexec_options(mpiexec: str) -> list[str]:
 
 
 def _run(command: Sequence[str], progress: Callable[[str], None]) -> NetworkMeasurement:
-    variables = {**environment.variables(), "LOCKSTEP_PROGRESS": "off"}
+    variables = {**environment.variables(), variable_table.PROGRESS.name: "off"}
     result = ""
     rest = []
     with subprocess.Popen(

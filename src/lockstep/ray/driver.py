@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..environment.variable_table import JOB_KEY
 from ..errors import LockstepError, WorkerError
 from ..interruption import collect_signals
 from ..job.messages import WATCHDOG_ERROR_KINDS
@@ -182,7 +183,7 @@ class _Job:
         import ray
 
         self._variables = forwarded_variables(self.placement.worker_threads)
-        self._variables["LOCKSTEP_JOB_KEY"] = secrets.token_hex(16)
+        self._variables[JOB_KEY.name] = secrets.token_hex(16)
         self._reference = ray.put(self.call)
         parts = self._make_parts()
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import environment
 from ..activity import in_notebook
+from ..environment.variable_table import DISPLAY
 from ..launcher.log_multiplexer import LogMultiplexer, NotebookOutput
 from ..launcher.options import JobOptions
 from ..launcher.output_lines import OutputLine
@@ -101,7 +102,7 @@ def forwarded_variables(threads: int) -> dict[str, str]:
     own: dict[str, Any] = remote_environment(JobOptions(("function",)), environment.variables())
     own["OMP_NUM_THREADS"] = str(threads)
     if in_notebook():
-        own["LOCKSTEP_DISPLAY"] = "notebook"
+        own[DISPLAY.name] = "notebook"
     elif os.isatty(1):
-        own["LOCKSTEP_DISPLAY"] = str(shutil.get_terminal_size().columns)
+        own[DISPLAY.name] = str(shutil.get_terminal_size().columns)
     return own

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import arguments, environment
+from lockstep.environment.variable_table import RUN_ID
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.flight_recorder import Record, read_log, read_log_header
 from lockstep.timeline import write_trace
@@ -275,7 +276,7 @@ def _timeline_id() -> str:
     and timelines.
     """
     variables = environment.variables()
-    names = ("LOCKSTEP_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    names = (RUN_ID.name, "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     text = " ".join([*(variables.get(name, "") for name in names), str(next(_numbers))])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 

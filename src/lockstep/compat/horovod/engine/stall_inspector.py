@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep import arguments
+from lockstep.environment.variable_table import STALL_TIMEOUT
 from lockstep.errors import ranks_in_words
 from lockstep.watchdog.rounds import Rounds
 
@@ -20,7 +21,7 @@ _WARN = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 _SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 # Set by `lockstep run --stall-timeout`, which takes precedence over Horovod's variable in the
 # user's environment.
-_RUN_TIMEOUT = "LOCKSTEP_STALL_TIMEOUT"
+_RUN_TIMEOUT = STALL_TIMEOUT.name
 
 
 @dataclass(frozen=True)
