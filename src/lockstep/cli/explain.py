@@ -22,7 +22,11 @@ def text_for(stream: TextIO, report: Report, written: str = "", lead: int = 0) -
     """Format `report` for `stream`: in the width and colours of its terminal, or else in 80
     columns.
 
-    See `watchdog.report_text.as_text` for `written` and `lead`.
+    Args:
+        stream: where the text goes, whose encoding it keeps to.
+        report: of a failed job.
+        written: path of the file to which the report was written; "" to leave that out.
+        lead: columns of the first line that are taken already.
     """
     from ..watchdog.report_text import as_text
 

@@ -97,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         debug = "--debug" in words or debugging()
         error = raised if isinstance(raised, LockstepError) else _unexpected_error(raised)
         option_name = functools.partial(as_typed, parsed=options)
-        hint = functools.partial(_resume_hint, words=words, program_words=_program_words(options))
+        # how many words are the program of `lockstep run` and its arguments
+        program_words = 1 + len(options.arguments) if hasattr(options, "script") else 0
+        hint = functools.partial(_resume_hint, words=words, program_words=program_words)
         full_tracebacks = getattr(options, "full_tracebacks", False)
         return _print_error(error, command, option_name, debug, full_tracebacks, hint)
     except KeyboardInterrupt:
@@ -167,13 +169,6 @@ def _unexpected_error(raised: Exception) -> LockstepError:
     return error
 
 
-def _program_words(options: argparse.Namespace) -> int:
-    """Return how many words of the command line are the program of `lockstep run` and its
-    arguments.
-    """
-    return 1 + len(options.arguments) if hasattr(options, "script") else 0
-
-
 def _resume_hint(error: LockstepError, words: list[str], program_words: int) -> str:
     """Return ". " and the sentence with the command that resumes a run; "" if nothing was saved.
 
@@ -216,7 +211,11 @@ def _print_error(
 ) -> int:
     """Print the error to stderr, and return the exit code."""
     if debug:
-        _show_context(error)
+        # with the exceptions that it was raised for, such as one of a data set
+        cause: BaseException | None = error
+        while cause is not None:
+            cause.__suppress_context__ = False
+            cause = cause.__context__
         traceback.print_exception(error)
     if isinstance(error, InterruptedRunError):
         message = error.message + hint(error)
@@ -240,15 +239,6 @@ def _print_error(
         message = f"{message.rstrip()}\n\n{sentence}" if sentence else message
     print(f"{command}: {message}", file=sys.stderr)
     return error.exit_code
-
-
-def _show_context(error: BaseException | None) -> None:
-    """Let the traceback of `error` show the exceptions that it was raised for, such as one of a
-    data set.
-    """
-    while error is not None:
-        error.__suppress_context__ = False
-        error = error.__context__
 
 
 def _worker_message(error: WorkerError, option_name: Callable[[str], str]) -> str:

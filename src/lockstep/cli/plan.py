@@ -321,6 +321,8 @@ def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]
     """Predict the numbers of workers that this host has cores for from one worker, and measure
     them.
     """
+    import statistics
+
     from .. import environment
     from ..network import Link
     from ..planning.collective_costs import Fabric
@@ -356,7 +358,7 @@ def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]
         copies = network.copy_bandwidth if is_measured else None
         one = Job({1: alone}, fabric, job.batch_is_global, slowdown=slowdown, copy_bandwidth=copies)
         predicted = predict(one, [count])[0]
-        measured = _median_step(real)
+        measured = statistics.median(profile.median_s for profile in real)
         row = {
             "workers": count,
             "predicted_s": predicted.step_s,
@@ -365,12 +367,6 @@ def _held_out(program: Program, job: Job, network: Any) -> list[dict[str, float]
         }
         rows.append({**row, "measured_s": measured, "error": predicted.step_s / measured - 1})
     return rows
-
-
-def _median_step(profiles: Sequence[Profile]) -> float:
-    import statistics
-
-    return statistics.median(profile.median_s for profile in profiles)
 
 
 def _publish(

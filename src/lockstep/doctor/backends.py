@@ -160,11 +160,14 @@ def _read(path: Path) -> dict[str, Result]:
 def _run(command: list[str], folder: str, limit: float) -> str:
     """Run `command`, and return its error message in one line; "" if it succeeded."""
     errors = Path(folder, "errors")
+    of_launchers = {LAUNCHED.name, "MASTER_ADDR", "MASTER_PORT"}
+    of_launchers |= {name for launcher in LAUNCHERS for name in launcher.names}
+    variables = environment.variables()
     with errors.open("wb") as stderr:  # a file: a pipe stays open as long as any process holds it
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env=_without_launcher(environment.variables()),
+            env={name: variables[name] for name in variables if name not in of_launchers},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
@@ -202,10 +205,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
             return
-
-
-def _without_launcher(variables: dict[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of any launcher."""
-    removed = {LAUNCHED.name, "MASTER_ADDR", "MASTER_PORT"}
-    removed |= {name for launcher in LAUNCHERS for name in launcher.names}
-    return {name: value for name, value in variables.items() if name not in removed}

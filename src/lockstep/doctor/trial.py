@@ -33,7 +33,8 @@ def run_launched(path: str, *backends: str) -> None:
         try:
             seconds = launcher.launch(_init_and_measure, backend, workers=RANKS, threads=1)
         except LockstepError as error:
-            _append_result(path, backend, {"error": _first_line(error)})
+            text = getattr(error, "reason", "") or str(error)
+            _append_result(path, backend, {"error": text.strip().splitlines()[0]})
         else:
             _append_result(path, backend, seconds)
 
@@ -87,8 +88,3 @@ def _time_all_reduce(tensor: torch.Tensor) -> float:
 def _append_result(path: str, backend: str, result: dict[str, float] | dict[str, str]) -> None:
     with Path(path).open("a") as file:
         file.write(json.dumps({"backend": backend, **result}) + "\n")
-
-
-def _first_line(error: LockstepError) -> str:
-    text = getattr(error, "reason", "") or str(error)
-    return text.strip().splitlines()[0]

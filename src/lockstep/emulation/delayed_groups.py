@@ -216,7 +216,7 @@ class Delays:
             return method(*args, **kwargs)
         number = self.clock.call()
         size = float(sum(map(_nbytes, tensors)))
-        root = _root(given)
+        root = next((int(each.rootRank) for each in given if hasattr(each, "rootRank")), 0)
         self.clock.arrive(number, operation, size, root, self.clock.clock.virtual.now())
         work = method(*args, **kwargs)
         if work is None:
@@ -302,10 +302,6 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return (
         tensor._nnz() * tensor.element_size() * (1 + tensor.dense_dim()) if tensor.is_sparse else 0
     )
-
-
-def _root(given: tuple[Any, ...]) -> int:
-    return next((int(each.rootRank) for each in given if hasattr(each, "rootRank")), 0)
 
 
 class DelayedGroup:
@@ -415,11 +411,10 @@ class Emulation(virtual_host.Host):
     def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kw: Any) -> Any:
             group, store = original(*args, **kw)
-            if (
-                type(group) is not dist.ProcessGroup
-                or group.size() < 2
-                or "gloo" not in _backends(group)
-            ):
+            if type(group) is not dist.ProcessGroup or group.size() < 2:
+                return group, store
+            backends = c10d.get_backend_config(group).split(",")  # such as cpu:gloo
+            if all(backend.partition(":")[2] != "gloo" for backend in backends):
                 return group, store
             timeout = next(
                 (each for each in (*args, *kw.values()) if isinstance(each, timedelta)), None
@@ -471,10 +466,6 @@ def _timed(queue: Any, steps: Steps, operation: OperationTime, virtual: VirtualT
     finally:
         queue.virtual_end = operation.now
         steps.close()
-
-
-def _backends(group: Any) -> set[str]:
-    return {part.partition(":")[2] for part in c10d.get_backend_config(group).split(",")}
 
 
 _emulation: Emulation | None = None

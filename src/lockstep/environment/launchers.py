@@ -173,22 +173,15 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
 
 def _has_started(launcher: Launcher, env: Mapping[str, str]) -> bool:
     if launcher is _SLURM:
-        return _is_step(env)
+        # A batch script, and the shell of salloc, have SLURM_PROCID=0 and SLURM_NTASKS, but no
+        # variables of a step; the shell of `srun --pty` or of an interactive step is a step of one
+        # task. Users start jobs from these; they are not workers.
+        return env.get(launcher.size, "1") != "1"
     if launcher is _LOCKSTEP and LAUNCHED.name not in env:
         return False
     if launcher is _MPICH and "MPI_LOCALRANKID" not in env and "SLURM_STEP_ID" in env:
         return False  # set by srun --mpi=pmi2
     return launcher.rank in env or launcher.size in env
-
-
-def _is_step(env: Mapping[str, str]) -> bool:
-    """Return whether this process is one of several tasks of a step that srun started.
-
-    A batch script, and the shell of salloc, have SLURM_PROCID=0 and SLURM_NTASKS, but no variables
-    of a step; the shell of ``srun --pty`` or of an interactive step is a step of one task. Users
-    start jobs from these; they are not workers.
-    """
-    return env.get(_SLURM.size, "1") != "1"
 
 
 def read_world(env: Mapping[str, str], launcher: Launcher) -> World:

@@ -270,7 +270,8 @@ def pipeline(
     count = _check(model, stages, microbatches, schedule, split, example, comm)
     layers = _layers(model)
     starts = [] if layers is None else stage_starts(layers._modules, count, split)
-    if layers is None or not _supports_cpu(comm):
+    if layers is None or (comm.group is not None and "cpu" not in backends_of(comm.group)):
+        # without a backend for the CPU, tensors there cannot be sent
         model.to(comm.device)
     sync_module(model, comm)
     names = list(model.state_dict())
@@ -280,7 +281,10 @@ def pipeline(
     elif example is not None and count > 1:
         parts = split_traced(model, split or [], example.to(comm.device))
     check_nothing_shared(parts)
-    _check_complete(names, parts)
+    traced = {name for part in parts for name in part.state_dict()}
+    unused = [name for name in names if name not in traced]
+    if unused:  # a trace leaves them out
+        raise ConfigError("model", "parameters that all take part in a pass", unused[0])
     stage = parts[comm.rank].to(comm.device)
     for other in parts:
         if other is not stage:
@@ -340,26 +344,9 @@ def _check(
     return count
 
 
-def _check_complete(names: Sequence[str], parts: Sequence[nn.Module]) -> None:
-    """Check that the stages have all entries `names` of the model's state: a trace leaves out
-    unused parameters.
-
-    Raises:
-        ConfigError: naming the first that is missing.
-    """
-    traced = {name for part in parts for name in part.state_dict()}
-    if unused := [name for name in names if name not in traced]:
-        raise ConfigError("model", "parameters that all take part in a pass", unused[0])
-
-
 def _missing(example: Any) -> str:
     return (
         "none of split"
         if isinstance(example, torch.Tensor)
         else f"{type(example).__name__} as example"
     )
-
-
-def _supports_cpu(comm: Communicator) -> bool:
-    """Return whether the communicator can send tensors on the CPU."""
-    return comm.group is None or "cpu" in backends_of(comm.group)

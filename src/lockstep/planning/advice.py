@@ -48,10 +48,6 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast:
     return chosen
 
 
-def _gain(before: Forecast, after: Forecast) -> float:
-    return after.samples_per_s / before.samples_per_s - 1
-
-
 def advise(job: Job, forecasts: Sequence[Forecast]) -> list[str]:
     """Return sentences for a user, the most important one first."""
     best = recommended(forecasts)
@@ -96,7 +92,7 @@ def _number_of_workers(best: Forecast, forecasts: Sequence[Forecast]) -> Iterabl
         )
     if after is not None and best.workers > 1:
         name = _ordinal(after.workers)
-        gain = _gain(best, after)
+        gain = after.samples_per_s / best.samples_per_s - 1
         more = after.workers - best.workers
         who = (
             f"The {name} worker"

@@ -72,11 +72,15 @@ def main(text: str) -> None:
     _say("copy bandwidth")
     copy_bandwidth, copy_noise = _copy_bandwidth()
     hosts = _hosts_of_ranks(rank)
+    # pairs of ranks: first those of the first ranks of two hosts, then those within hosts
+    between = [(a[0], b[0]) for i, a in enumerate(hosts) for b in hosts[i + 1 :]]
+    within = [(ranks[i], ranks[i + 1]) for ranks in hosts for i in range(len(ranks) - 1)]
+    pairs = (between + within)[: settings.pairs]
     found = {}
     for transport in settings.transports:
         group = None if over_mpi else dist.new_group(backend=transport)
         bench = _Bench(settings, transport, group, settings.seconds / len(settings.transports))
-        found[transport] = bench.measure(_pairs(hosts, settings.pairs))
+        found[transport] = bench.measure(pairs)
     if rank == 0:
         made = NetworkMeasurement(
             FORMAT,
@@ -113,15 +117,6 @@ def _hosts_of_ranks(rank: int) -> tuple[tuple[int, ...], ...]:
     return tuple(
         tuple(r for r, node in enumerate(numbers) if node == each) for each in sorted(set(numbers))
     )
-
-
-def _pairs(hosts: Sequence[Sequence[int]], most: int) -> list[tuple[int, int]]:
-    """Return pairs of ranks: first those of the first ranks of two hosts, then those within
-    hosts.
-    """
-    between = [(a[0], b[0]) for i, a in enumerate(hosts) for b in hosts[i + 1 :]]
-    within = [(ranks[i], ranks[i + 1]) for ranks in hosts for i in range(len(ranks) - 1)]
-    return (between + within)[:most]
 
 
 def _copy_bandwidth() -> tuple[float, float]:

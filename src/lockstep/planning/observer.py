@@ -431,7 +431,9 @@ class StepObserver(observers.Observer):
         self._tracked_samples = self._step.samples
         self._passes = len(self._step.passes)
         self._done += 1
-        self._show_progress()
+        if _Group.current().rank == 0 and self._done <= self.total:
+            with suppress(OSError):  # nobody may be reading it
+                progress_file(self._folder).write_text(f"step {self._done} of {self.total}")
         self._end_if_recorded()
         self._watch_gradients()
         now = self.now()
@@ -502,11 +504,6 @@ class StepObserver(observers.Observer):
         self._tracker = None
         with suppress(Exception):
             self._memory.append((self._tracked_samples, tracker.end()))
-
-    def _show_progress(self) -> None:
-        if _Group.current().rank == 0 and self._done <= self.total:
-            with suppress(OSError):
-                progress_file(self._folder).write_text(f"step {self._done} of {self.total}")
 
     @property
     def total(self) -> int:

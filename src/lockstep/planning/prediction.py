@@ -237,20 +237,6 @@ def _slowest(job: Job, workers: int, ratios: np.ndarray, rng: np.random.Generato
     return slowest
 
 
-def _slowdown(job: Job, workers: int) -> float:
-    """Return by how much collectives slow computing down; a profile of several workers contains
-    it.
-    """
-    return job.slowdown if workers > 1 and max(job.profiles) == 1 else 0.0
-
-
-def _copies_per_second(job: Job) -> float:
-    """Return the bytes of gradients that are copied into buckets in a second; a profile of several
-    contains that.
-    """
-    return job.copy_bandwidth if job.copy_bandwidth and max(job.profiles) == 1 else math.inf
-
-
 def buckets_of(job: Job, gradients: Sequence[Gradient]) -> list[Gradient]:
     """Return the buckets of gradients, as the script makes them or with the limit of `job`."""
     profile = job.first
@@ -276,8 +262,10 @@ def plan_step(
 ) -> StepPlan:
     """Return a step among `workers`, with all computing multiplied by `scale`."""
     start = (times.loader_s + times.other_s + times.before_s) * scale
-    slowdown = _slowdown(job, workers)
-    copies = _copies_per_second(job)
+    # a profile of several workers contains both
+    has_one_worker = max(job.profiles) == 1
+    slowdown = job.slowdown if workers > 1 and has_one_worker else 0.0
+    copies = job.copy_bandwidth if job.copy_bandwidth and has_one_worker else math.inf
     compute = start + times.backward_s * scale
     update = times.update_s * scale
     if workers == 1:
@@ -431,19 +419,12 @@ def _shares(job: Job, times: ComputeTimes, workers: int, slowest: float) -> dict
         "stragglers": (times, full, 1.0),
     }
     whole = simulate(plan_step(job, times, workers, full, slowest)).step_s
-    shares = {
-        name: max(0.0, whole - simulate(plan_step(job, *_ordered(variant, workers))).step_s)
-        for name, variant in variants.items()
-    }
+    shares = {}
+    for name, (compute, network, scale) in variants.items():
+        without = simulate(plan_step(job, compute, workers, network, scale)).step_s
+        shares[name] = max(0.0, whole - without)
     shares["compute"] = max(0.0, whole - sum(shares.values()))
     return shares
-
-
-def _ordered(
-    variant: tuple[ComputeTimes, _Network, float], workers: int
-) -> tuple[ComputeTimes, int, _Network, float]:
-    times, network, scale = variant
-    return times, workers, network, scale
 
 
 def _limit(shares: Mapping[str, float], step: float) -> str:

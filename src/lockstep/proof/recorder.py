@@ -125,7 +125,12 @@ class Recorder(RunGuard):
         self.run_dir = trainer.run_dir
         if trainer.comm.rank == 0:
             self._data = data_of(loader)
-        if self._every and self._is_elastic_and_divided(trainer):
+        step = trainer.step
+        is_elastic_and_divided = (
+            step.strategy.shards is not None and not step.recovery.has_fixed_workers
+        )
+        if self._every and is_elastic_and_divided:
+            # a fingerprint would need messages after an update, whose step no other workers repeat
             self._every = 0
             if trainer.comm.rank == 0:
                 _log.warning(
@@ -182,13 +187,6 @@ class Recorder(RunGuard):
     def _may_be_rank0(self, trainer: Trainer) -> bool:
         """Return whether this worker may have to write what rank 0 has computed."""
         return not (self._has_failed or trainer.step.recovery.has_fixed_workers)
-
-    def _is_elastic_and_divided(self, trainer: Trainer) -> bool:
-        """Return whether a fingerprint would need messages after an update, whose step no other
-        workers repeat.
-        """
-        step = trainer.step
-        return step.strategy.shards is not None and not step.recovery.has_fixed_workers
 
     def after_step(self, pending: PendingStep) -> None:
         """Queue the record of a step behind what the device computes, and write those that have

@@ -24,7 +24,7 @@ from ..errors import DataError, LockstepError, counted
 from ..training.options import CONFIGS
 from .ledger import Difference, Ledger, ledger
 from .replaying import ANSWER, Answer, Request
-from .starts import TRAIN_COMMAND, Start, kept_variables
+from .starts import TRAIN_COMMAND, kept_variables
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,13 @@ class PlannedReplay:
                 f"; the run had the variable {missing[0]}, which is not kept because it looks "
                 "like a secret: set it"
             )
-        name = "lockstep train" if tuple(self.start.command) == TRAIN_COMMAND else _name(self.start)
+        command = self.start.command
+        if tuple(command) == TRAIN_COMMAND:
+            name = "lockstep train"
+        elif command[0] == "-m":
+            name = shlex.join(command[:2])
+        else:
+            name = Path(command[0]).name
         return LockstepError(f"{name} ended before step {self.step}: {what}")
 
 
@@ -290,11 +296,6 @@ def _run(words: list[str], folder: str, variables: dict[str, str], streams: dict
         except subprocess.TimeoutExpired:
             process.kill()
         raise
-
-
-def _name(start: Start) -> str:
-    first = start.command[0]
-    return shlex.join(start.command[:2]) if first == "-m" else Path(first).name
 
 
 def _checkpoint_before(folder: Path, step: int) -> tuple[Path | None, int]:

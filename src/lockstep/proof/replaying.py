@@ -145,8 +145,8 @@ class Replay(RunGuard):
         return self._is_replayed and self._fits > self._request.fit
 
     def resumes(self, given: str | Path | None) -> str | None:
-        """See `RunGuard`: the checkpoint of the request at first, and none in a further call of
-        `fit`.
+        """Return the checkpoint of the request for the call of `fit` that is replayed, and none for
+        a further one, whatever the program says.
         """
         is_first = self._fits == self._request.fit + 1
         return self._request.checkpoint or None if is_first else None

@@ -273,7 +273,8 @@ class _Job:
                 kind, part = self._pending.pop(reference)
                 (self._note_end if kind == "run" else self._note_output)(reference, part)
             while self._forwarded < len(self.signals):
-                self._forward(self.signals[self._forwarded])
+                for other in self._parts:
+                    other.actor.signal.remote(self.signals[self._forwarded])
                 self._forwarded += 1
             self._give_up_unreachable()
             is_fixed = not isinstance(self.workers, tuple)
@@ -370,10 +371,6 @@ class _Job:
         self._screen.show(items)
         if items or any(kind == "run" and other is part for kind, other in self._pending.values()):
             self._pending[part.actor.poll.remote(_OUTPUT_S)] = ("poll", part)
-
-    def _forward(self, number: int) -> None:
-        for part in self._parts:
-            part.actor.signal.remote(number)
 
     def _use_new_nodes(self) -> None:
         """Start agents on nodes that have room, and that no agent of this job is on, up to the most

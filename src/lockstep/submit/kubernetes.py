@@ -18,7 +18,9 @@ _START_LIMIT_S = 900
 
 
 class Kubernetes:
-    """See `description.Scheduler`."""
+    """Writes a job as a manifest of an indexed Job, which `kubectl` checks and applies; a
+    `description.Scheduler`.
+    """
 
     title = "Kubernetes"
     suffix = ".yaml"

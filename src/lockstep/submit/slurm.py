@@ -18,7 +18,9 @@ _SPECIAL = set(" #\"'\\")
 
 
 class Slurm:
-    """See `description.Scheduler`."""
+    """Writes a job as a batch script for Slurm, which `sbatch` checks and takes; a
+    `description.Scheduler`.
+    """
 
     title = "Slurm"
     suffix = ".sbatch"

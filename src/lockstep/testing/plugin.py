@@ -66,7 +66,8 @@ def lockstep_golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
     """``lockstep_golden(result)`` compares a result with the one stored in
     ``golden/MODULE/TEST.json`` beside the test.
 
-    See `lockstep.testing.Golden`.
+    It is a `lockstep.testing.Golden`. With a golden result that was made on other hardware, the
+    test is skipped or fails, as the option ``--lockstep-golden-elsewhere`` says.
     """
     from .golden import Golden, MadeElsewhereError
 

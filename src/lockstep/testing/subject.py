@@ -90,7 +90,9 @@ def run_subject(folder: Path) -> None:
         counter.undo()
         if recorder is not None:
             recorder.finish()
-    if _rank() == 0:
+    # a job that has lost workers has other ranks than the variables say
+    rank = dist.get_rank() if dist.is_initialized() else environment.find_world().rank
+    if rank == 0:
         draft = folder / f"result-{os.getpid()}"
         torch.save({"entries": entries, "steps": counter.steps}, draft)
         draft.replace(folder / "result")
@@ -104,11 +106,6 @@ def _run_program(program: tuple[str, ...]) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-
-
-def _rank() -> int:
-    # a job that has lost workers has other ranks than the variables say
-    return dist.get_rank() if dist.is_initialized() else environment.find_world().rank
 
 
 class _StepCounter:

@@ -124,8 +124,8 @@ def _compare_step(
     number = first.step
     optimizer = first.optimizer
     limit = tolerance(first.step, low_precision)
-    at_first = number == 0 and any(map(_bits_differ, *_paired(first.parameters, second.parameters)))
-    for name, left, right in _pairs(first.parameters, second.parameters) if at_first else ():
+    # the weights of the first step; equal bits have distance 0
+    for name, left, right in _pairs(first.parameters, second.parameters) if number == 0 else ():
         if _distance(left, right) > 1e-6:
             return Difference(0, optimizer, _PARAMETER, name, ("", ""), _distance(left, right)), 0.0
     for group, (left_group, right_group) in enumerate(
@@ -136,7 +136,11 @@ def _compare_step(
                 values = (value, right_group.get(name, "missing"))
                 where = name if len(first.hyperparameters) == 1 else f"{name} of group {group}"
                 return Difference(number, optimizer, "hyperparameter", where, values), 0.0
-    whole = _whole_distance(first.gradients, second.gradients)
+    total = math.sqrt(sum(gradient.norm**2 for gradient in first.gradients.values()))
+    gaps = [_gap(left, right) for _, left, right in _pairs(first.gradients, second.gradients)]
+    whole = math.sqrt(sum(gap**2 for gap in gaps))
+    if total > 0:
+        whole /= total
     if whole > limit or first.gradients.keys() != second.gradients.keys():
         name, distance, ratio = _worst_first(first.gradients, second.gradients, limit)
         scale = _common_factor(first.gradients, second.gradients, max(limit, 1e-3))
@@ -204,12 +208,6 @@ def _common_factor(
     return factor if math.sqrt(rest) <= limit * abs(factor) * math.sqrt(squares) else math.nan
 
 
-def _whole_distance(first: Mapping[str, TensorRecord], second: Mapping[str, TensorRecord]) -> float:
-    total = math.sqrt(sum(tensor.norm**2 for tensor in first.values()))
-    gap = math.sqrt(sum(_gap(left, right) ** 2 for _, left, right in _pairs(first, second)))
-    return gap / total if total > 0 else gap
-
-
 def _distance(left: TensorRecord, right: TensorRecord) -> float:
     gap = _gap(left, right)
     return gap / left.norm if left.norm > 0 else gap
@@ -244,17 +242,6 @@ def same_value(a: str, b: str) -> bool:
         return math.isclose(float(a), float(b), rel_tol=1e-6)
     except ValueError:
         return False
-
-
-def _bits_differ(left: TensorRecord, right: TensorRecord) -> bool:
-    return left.digest != right.digest
-
-
-def _paired(
-    first: Mapping[str, TensorRecord], second: Mapping[str, TensorRecord]
-) -> tuple[list[TensorRecord], list[TensorRecord]]:
-    names = [name for name in first if name in second]
-    return [first[name] for name in names], [second[name] for name in names]
 
 
 def _pairs(

@@ -149,17 +149,13 @@ class StepRecorder(observers.Observer):
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, str]:
     kinds = (bool, int, float, str, tuple, list, type(None))
-    values = {name: value.item() if _is_scalar(value) else value for name, value in group.items()}
-    left_out = ("params", "param_names")
-    return {
-        name: str(value)
-        for name, value in values.items()
-        if name not in left_out and isinstance(value, kinds)
-    }
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
+    texts = {}
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if name not in ("params", "param_names") and isinstance(value, kinds):
+            texts[name] = str(value)
+    return texts
 
 
 def _summary(tensor: torch.Tensor) -> TensorRecord:

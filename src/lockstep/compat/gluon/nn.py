@@ -52,12 +52,6 @@ def _lazy(layer_class: Callable[..., Layer], *args: Any, **kwargs: Any) -> Layer
         return layer_class(*args, **kwargs)
 
 
-def _activation(name: str | None) -> torch_nn.Module:
-    if name is None:
-        return torch_nn.Identity()
-    return _ACTIVATIONS[arguments.choice("activation", name, _ACTIVATIONS)]()
-
-
 class _TorchLayer(HybridBlock):
     """A layer that wraps one of torch, followed by an activation."""
 
@@ -66,7 +60,10 @@ class _TorchLayer(HybridBlock):
     ) -> None:
         super().__init__(**kwargs)
         self.layer = layer
-        self.act = _activation(activation)
+        if activation is None:
+            self.act: torch_nn.Module = torch_nn.Identity()
+        else:
+            self.act = _ACTIVATIONS[arguments.choice("activation", activation, _ACTIVATIONS)]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the layer, then the activation."""

@@ -105,7 +105,11 @@ class Trainer:
                 optimizer.step()
             for parameter in trained:
                 for copy in parameter.copies().values():
-                    _mark_gradient_used(copy)
+                    if copy.grad is not None:
+                        # where `Parameter.grad` finds it, and the next step does not take it for a
+                        # new one
+                        copy._lockstep_last_grad = copy.grad  # type: ignore[attr-defined]
+                        copy.grad = None
 
     def _optimizers_for(self, trained: list[Parameter]) -> dict[Context, torch.optim.Optimizer]:
         """Return the optimizer of each device; new ones if the model has been initialised again."""
@@ -135,15 +139,6 @@ def _reduce_gradients(copies: list[torch.nn.Parameter], batch_size: int) -> None
     allreduce_(gradients)
     for copy, gradient in zip(copies, gradients, strict=True):
         copy.grad = gradient.div_(batch_size)
-
-
-def _mark_gradient_used(copy: torch.nn.Parameter) -> None:
-    """Move the gradient to where `Parameter.grad` finds it, and the next step does not take it for
-    a new one.
-    """
-    if copy.grad is not None:
-        copy._lockstep_last_grad = copy.grad  # type: ignore[attr-defined]
-        copy.grad = None
 
 
 def _contexts_without_gradient(parameter: Parameter) -> list[str]:

@@ -71,7 +71,7 @@ class OperationLog:
         signature = ", ".join(
             f"{label} {value}"
             for label, value in request.signature
-            if not _is_default(label, value)
+            if not (label.endswith("_factor") and value == 1.0)  # the default
         )
         what = f"{request.kind} {request.name}" + (f" ({signature})" if signature else "")
         with self._lock:
@@ -88,10 +88,6 @@ class OperationLog:
             self._file.close()
             if self._cycles is not None:
                 self._cycles.close()
-
-
-def _is_default(label: str, value: object) -> bool:
-    return label.endswith("_factor") and value == 1.0
 
 
 def _call_site(frame: FrameType | None) -> tuple[str, str]:

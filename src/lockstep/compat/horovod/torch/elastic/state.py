@@ -66,11 +66,11 @@ class TorchState(ObjectState):
         **kwargs: Any,
     ) -> None:
         values = {"model": model, "optimizer": optimizer, **kwargs}
-        handlers = {
-            name: handler
-            for name, value in values.items()
-            if (handler := _create_handler(value)) is not None
-        }
+        handlers = {}
+        for name, value in values.items():
+            makers = [make for kind, make in _handler_registry if isinstance(value, kind)]
+            if makers:
+                handlers[name] = makers[0](value)
         self._handlers: dict[str, StateHandler] = {}
         for name, handler in handlers.items():
             setattr(self, name, handler.value)
@@ -199,9 +199,3 @@ def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> Non
     """Use `registry` for states that are created from now on."""
     global _handler_registry
     _handler_registry = registry
-
-
-def _create_handler(value: Any) -> StateHandler | None:
-    return next(
-        (handler(value) for kind, handler in _handler_registry if isinstance(value, kind)), None
-    )
