@@ -18,7 +18,8 @@ from typing import Any
 
 from .. import environment
 from ..environment.launchers import LAUNCHERS
-from ..environment.variable_table import LAUNCHED
+from ..environment.variable_table import LAUNCHED, TRANSPORT
+from ..errors import ConfigError
 from .findings import Problem, Section
 
 _START = "import sys; from lockstep.doctor import trial; trial.{}(*sys.argv[1:])"
@@ -42,8 +43,14 @@ def examine_backends(limit: float) -> Section:
             results["mpi4py"] = _test_under_mpiexec(folder, limit)
     section = Section("backends")
     for name, (_, remark) in backends.items():
-        text, problem = describe(name, remark, results.get(name))
-        section.add(name, text, problem, good=True if name in results else None)
+        result = results.get(name)
+        text, problem = describe(name, remark, result, name != "mpi4py" or _wants_mpi())
+        works = result is not None and "error" not in result
+        section.add(name, text, problem, good=True if works else None)
+    if environment.transport() == "mpi4py" and "mpi4py" not in backends:
+        fix = f"Install it (pip install 'lockstep-train[mpi]'), or unset {TRANSPORT.name}."
+        what = f"{TRANSPORT.name} is mpi4py, and that is not installed"
+        section.add("mpi4py", "not installed", Problem(what, fix))
     if not _is_compiled():
         source = "--force-reinstall --no-deps --no-binary lockstep-train lockstep-train"
         fix = f"Install a C compiler, then Lockstep from its source: pip install {source}"
@@ -80,18 +87,38 @@ def _mpiexec() -> str | None:
     return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 
-def describe(name: str, remark: str, result: Result | None) -> tuple[str, Problem | None]:
-    """Return the line about a backend, and its problem, if any."""
+def _wants_mpi() -> bool:
+    """Return whether somebody has asked for MPI here: by the variable for the transport, or by
+    starting this process with mpiexec.
+    """
+    if environment.transport() == "mpi4py":
+        return True
+    try:
+        return environment.find_world().source in ("openmpi", "mpich")
+    except ConfigError:  # the examination of the job says what is wrong
+        return False
+
+
+def describe(
+    name: str, remark: str, result: Result | None, is_wanted: bool = True
+) -> tuple[str, Problem | None]:
+    """Return the line about a backend, and its problem, if any.
+
+    Args:
+        name: of the backend.
+        remark: what is known of it without a test.
+        result: of its test; None without one.
+        is_wanted: whether it is a problem if it does not work. If not, the line says what to do if
+            it is wanted.
+    """
     if result is None:
         return remark or "not in this build of torch", None
     if "error" in result:
-        error = str(result["error"])
+        error = str(result["error"]).rstrip(".")
         fix = _FIXES.get(name, "Run a small program on it with LOCKSTEP_DEBUG=1 to see more.")
-        if "run as root" in error:
-            fix = (
-                "Run it as another user: Open MPI starts nothing for root, unless mpiexec is "
-                "given --allow-run-as-root."
-            )
+        fix = next((fix for text, fix in _FIXES_BY_ERROR.items() if text in error), fix)
+        if not is_wanted:
+            return f'does not work here: {error}. Only transport="{name}" needs it. {fix}', None
         return f"failed: {error}", Problem(f"two ranks cannot sum over {name}: {error}", fix)
     times = f"4 B in {_time(result['small']):>7}, 4 MiB in {_time(result['large']):>7}"
     return f"{times}, {remark}" if remark else times, None
@@ -108,6 +135,15 @@ _FIXES = {
     "mpi4py": "Use the mpiexec of the MPI that mpi4py was built for: `python -m mpi4py "
     "--mpi-library` "
     "names it.",
+}
+
+# part of an error → fix
+_FIXES_BY_ERROR = {
+    "run as root": "Run as another user; or, in a container, set OMPI_ALLOW_RUN_AS_ROOT=1 and "
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, without which Open MPI starts nothing for root.",
+    "cannot load MPI library": "Install an MPI that mpi4py finds: pip install mpich.",
+    "cannot open shared object file": "Install the MPI that mpi4py was built for, or build mpi4py "
+    "again for the one that is here: pip install --force-reinstall --no-cache-dir mpi4py.",
 }
 
 

@@ -299,6 +299,50 @@ def test_the_text_about_a_backend() -> None:
     assert "GLOO_SOCKET_IFNAME" in problem.fix
 
 
+AS_ROOT = "mpiexec has detected an attempt to run as root."
+
+
+@pytest.fixture
+def mpi_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpi4py is the only backend, and its test fails as Open MPI does for root."""
+    monkeypatch.setattr(backends, "_available_backends", lambda: {"mpi4py": (True, "")})
+    monkeypatch.setattr(backends, "_test_launched", lambda *arguments: {})
+    monkeypatch.setattr(backends, "_test_under_mpiexec", lambda *arguments: {"error": AS_ROOT})
+    monkeypatch.setattr(backends, "_is_compiled", lambda: True)
+
+
+def test_mpi_that_nobody_asked_for_is_nothing_to_fix(mpi_fails: None) -> None:
+    section = backends.examine_backends(1)
+    assert fixes(section) == ""
+    assert is_good(section, "mpi4py") is None
+    text = text_of(section, "mpi4py")
+    assert text.startswith("does not work here: mpiexec has detected an attempt to run as root. ")
+    assert 'Only transport="mpi4py" needs it. Run as another user; or, in a container, set' in text
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"LOCKSTEP_TRANSPORT": "mpi4py"}, MPICH, {"LOCKSTEP_TRANSPORT": "mpi4py", "RANK": "x"}],
+)
+def test_mpi_that_was_asked_for_is_to_be_fixed(
+    mpi_fails: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    section = backends.examine_backends(1)
+    assert is_good(section, "mpi4py") is False
+    assert "two ranks cannot sum over mpi4py: mpiexec has detected" in fixes(section)
+
+
+def test_mpi_that_was_asked_for_and_is_not_installed_is_to_be_fixed(
+    mpi_fails: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_available_backends", dict)
+    assert fixes(backends.examine_backends(1)) == ""
+    monkeypatch.setenv("LOCKSTEP_TRANSPORT", "mpi4py")
+    assert "pip install 'lockstep-train[mpi]'" in fixes(backends.examine_backends(1))
+
+
 PROGRAM = """
 import json, os, subprocess, sys
 path, *names = sys.argv[1:]
