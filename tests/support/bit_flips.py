@@ -13,7 +13,9 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import DivergedError, FaultyWorkerError
 from lockstep.parallel.invariant import Invariant
-from lockstep.proof.cross_check import CrossCheck, FoundFault
+from lockstep.proof.cross_check import CrossCheck
+from lockstep.proof.faults import FoundFault
+from lockstep.proof.on_spike import SpikeGuard
 
 __all__ = ["KINDS", "STEPS", "VIRTUAL_WORKERS", "BitFlip", "Outcome", "run"]
 
@@ -113,7 +115,7 @@ class Outcome:
 
     Attributes:
         fingerprint: of the weights at its end.
-        faults: what the cross-check has found.
+        faults: what the guards have found.
         checked_passes: how many passes of others each worker has repeated.
         end: "done", "faulty worker", or "not finite".
         ranks: that the error at its end names.
@@ -173,7 +175,8 @@ def run(
         end = "not finite"
     found = Outcome(lockstep.fingerprint(trainer.model), end=end, ranks=ranks)
     for guard in trainer.step.guards:
+        if isinstance(guard, (CrossCheck, SpikeGuard)):
+            found.faults += guard.faults
         if isinstance(guard, CrossCheck):
-            found.faults = guard.faults
             found.checked_passes = guard.checked_passes
     return found

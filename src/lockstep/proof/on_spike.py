@@ -19,6 +19,8 @@ from ..errors import DivergedError, counted
 from ..parallel.nested import map_tensors
 from ..training.step.guards import Decision, Guard, PendingStep
 from ..training.step.train_step import TrainStep
+from .faults import FoundFault
+from .spike_check import SpikeCheck
 from .spikes import Spike, SpikeDetector, SpikeRule
 
 ACTIONS = ("stop", "skip", "rollback")
@@ -121,7 +123,8 @@ def _restore_buffer(layer: nn.Module, name: str, values: torch.Tensor | None) ->
 
 class SpikeGuard(Guard):
     """Decides about spikes, from the reduced loss and norms: so all workers do alike, whatever
-    their number.
+    their number. With virtual workers a step with a spike is computed again before, in case that
+    not the data but a worker is wrong (`SpikeCheck`).
 
     On an accelerator the host waits for the device once a step, as the update depends on what it
     reads.
@@ -142,26 +145,37 @@ class SpikeGuard(Guard):
         self._step = step
         self._on_spike = on_spike
         self._detector = SpikeDetector(on_spike.rule)
+        self._check = SpikeCheck(step)
         self._in_a_row = 0
         self._copy: StateCopy | None = None
         self._spike: Spike | None = None  # of the step in progress
+
+    @property
+    def faults(self) -> list[FoundFault]:
+        """The faults of workers that steps with a spike have shown, on all ranks the same."""
+        return self._check.faults
 
     def before_passes(self, step: int, batch: Batch) -> None:
         """Copy the state, if it is time; while steps are being left out, it is still that of the
         last copy.
         """
+        self._check.begin_step()
         is_due = self._copy is None or step % self._on_spike.copy_every == 0
         if self._on_spike.action == "rollback" and is_due:
             self._copy = None  # its memory, before the next one takes as much
             self._copy = StateCopy(self._step)
 
     def before_update(self, pending: PendingStep) -> Decision:
-        """Skip a step with a spike.
+        """Skip a step with a spike, after it was computed again.
 
         Raises:
             DivergedError: if the training is to stop, naming the step and what stands out.
+            FaultyWorkerError, MembershipChangedError: if a worker is wrong, see `SpikeCheck`.
         """
-        self._spike = spike = self._detector.spike(_values(pending))
+        values = _values(pending)
+        self._spike = spike = self._detector.spike(values)
+        if self._check.wants_repeat(pending, values, spike is not None):
+            return Decision.REPEAT
         if spike is None:
             return Decision.GO
         if self._on_spike.action != "stop" and self._in_a_row < self._on_spike.limit:
@@ -176,6 +190,7 @@ class SpikeGuard(Guard):
 
     def after_step(self, pending: PendingStep) -> None:
         """Note the step; after a skipped one, go back to the copy if that was chosen."""
+        self._check.tell_guards(pending)
         spike = self._spike
         if pending.error is not None:
             return
@@ -210,6 +225,7 @@ class SpikeGuard(Guard):
     def on_regroup(self) -> None:
         """Copy the state before the next step: workers that join can have no older copy."""
         self._copy = None
+        self._check.forget_ranks()
 
     def on_row(self, row: dict[str, float], since: int) -> None:
         """Add the number of steps since the last row whose updates were left out."""

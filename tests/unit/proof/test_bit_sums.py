@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.parallel.fingerprints import INTEGERS
-from lockstep.proof.cross_check import BitSums, bit_sum
+from lockstep.proof.bit_sums import BitSums, bit_sum
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.complex64]
 

@@ -78,6 +78,8 @@ class PendingStep:
         samples: a digest of the numbers and places of all samples of the global batch: the sum over
             the workers of `step.digest_of_samples`; None on a device whose sums have too few digits
             for it.
+        has_changed_batch: returns whether the passes have changed the batch, so that the step
+            cannot be repeated.
         notes: what guards say of the step to those after them, by name.
     """
 
@@ -94,6 +96,7 @@ class PendingStep:
     decision: Decision = Decision.GO
     error: LockstepError | None = None
     samples: Number | None = None
+    has_changed_batch: Callable[[], bool] = lambda: False
     notes: dict[str, Any] = field(default_factory=dict)
 
     @cached_property

@@ -534,6 +534,7 @@ class TrainStep:
                 may_overflow=self.precision.name == "fp16",
                 attempt=attempt,
                 samples=samples,
+                has_changed_batch=lambda: versions != _versions_of(batch),
             )
             try:
                 pending.decision = self._ask_guards(pending)
