@@ -135,6 +135,20 @@ def test_a_run_made_on_one_worker_is_replayed_with_its_bits(
     assert files(made) == before
 
 
+@pytest.mark.leaks("matplotlib keeps its fonts open")
+def test_a_run_of_lockstep_train_is_replayed_with_its_bits(tmp_path: Path, here: Here) -> None:
+    run = tmp_path / "run"
+    words = ["--data", "digits", "--model", "mlp", "--global-batch-size", 128, "--epochs", 1]
+    made = here("train", *words, "--workers", 1, "--run-dir", run, "--checkpoint-every", "8steps")
+    assert made.returncode == 0, made
+    before = files(run)
+    ended = here("replay", run, "--step", 10)
+    assert ended.returncode == 0, ended
+    assert "from checkpoints/step-0000000008 to step 10 on 1 worker" in ended.stderr
+    assert "3 steps compared with the ledger: the same bits" in ended.stdout
+    assert files(run) == before
+
+
 def test_the_ledger_is_printed(made: Path, here: Here) -> None:
     ended = here("ledger", made / "a", "--steps", "6:8")
     assert ended.returncode == 0
