@@ -268,6 +268,15 @@ class LongRun:
         if answer.returncode:
             self.fail(f"lockstep resize has failed: {answer.stderr}")
 
+    def reach(self) -> None:
+        """Wait until as many workers train as at the start. A worker that was told to leave before
+        may count when the number is asked for, and leave after that: it is asked for again.
+        """
+        deadline = time.monotonic() + HANG_S
+        while not self.has(WORKERS) and time.monotonic() < deadline:
+            self.resize(WORKERS)
+            self.go_on(30.0, lambda: self.has(WORKERS))
+
     # --- what is held
 
     def take_sample(self) -> dict[str, Any]:
@@ -317,10 +326,9 @@ class LongRun:
 
     def settled(self) -> dict[str, Any]:
         """What is held when as many workers train as at the start, and nothing happens to them."""
-        self.resize(WORKERS)
-        self.go_on(HANG_S, lambda: self.has(WORKERS))
+        self.reach()
         self.go_on(WINDOW_S)
-        self.go_on(HANG_S, lambda: self.has(WORKERS))
+        self.reach()
         last = self.take_sample()
         return usual(
             [sample for sample in self.samples if last["seconds"] - sample["seconds"] < WINDOW_S]
