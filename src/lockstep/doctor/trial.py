@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import launcher
-from ..errors import LockstepError
+from ..errors import ConfigError, LockstepError
 
 RANKS = 2
 _WAIT = timedelta(seconds=60)
@@ -41,7 +41,10 @@ def run_launched(path: str, *backends: str) -> None:
 
 def run_under_mpiexec(path: str) -> None:
     """Test "mpi4py" in the processes that mpiexec has started, each of which calls this."""
-    dist.init_process_group("mpi4py", init_method="mpi4py://", timeout=_WAIT)
+    try:
+        dist.init_process_group("mpi4py", init_method="mpi4py://", timeout=_WAIT)
+    except ConfigError as error:  # without its hint: whoever reads this line says what to do
+        sys.exit(" ".join(str(error.__cause__ or error).split()))
     if dist.get_world_size() != RANKS:
         sys.exit(
             f"mpi4py sees {dist.get_world_size()} rank, not {RANKS}: it belongs to another MPI "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from signal import SIGTERM, Signals
 from typing import Any, NoReturn, Protocol, cast
 
@@ -59,6 +58,9 @@ class Run(TrainingContext, Protocol):
 
     def check_losses(self) -> None:
         """Check that the losses of all steps so far are finite; waits for the device."""
+
+    def complete_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, and tell the callbacks of it."""
 
 
 class Loop:
@@ -145,7 +147,7 @@ class Loop:
             recovery.run(trainer.step.check_weights, meets=False)
         if self._agree()[0] is not None:  # all epochs are done, but the program must still stop
             self._interrupt()
-        recovery.run(trainer.checkpoint_manager.wait, meets=False)
+        trainer.complete_checkpoint()
 
     @contextmanager
     def _naming_checkpoint(self) -> Iterator[None]:
@@ -354,7 +356,7 @@ class Loop:
         of = "" if trainer.epochs is None else f" of {trainer.epochs}"
         where = f"after step {trainer.step.steps_done} (epoch {trainer.epoch + 1}{of})"
         path = None if trainer.run_dir is None else trainer.save()
-        self._recovery.run(trainer.checkpoint_manager.wait, meets=False)
+        trainer.complete_checkpoint()
         saved = (
             "nothing was saved, as the run has no run directory"
             if path is None
@@ -417,14 +419,13 @@ class _StateOfRun(StateOfStep):
 
     @override
     def of_operations(self) -> dict[str, Any]:
-        last = self._run.checkpoint_manager.last
         state = super().of_operations()
         frozen = self._left_out()
         model = {
             name: value for name, value in state["model"].items() if name not in frozen["names"]
         }
-        last_checkpoint = None if last is None else [last[0], str(last[1])]
-        return {**state, "model": model, "frozen": frozen, "last_checkpoint": last_checkpoint}
+        checkpoints = self._run.checkpoint_manager.state_dict()
+        return {**state, "model": model, "frozen": frozen, "checkpoints": checkpoints}
 
     def _left_out(self) -> dict[str, Any]:
         """Return the parameters that others have: with save_frozen=False, those that were never
@@ -451,8 +452,7 @@ class _StateOfRun(StateOfStep):
             for name, p in self.model.named_parameters()
             if name in frozen["names"]
         }
-        last = state["last_checkpoint"]
-        self._run.checkpoint_manager.last = None if last is None else (last[0], Path(last[1]))
+        self._run.checkpoint_manager.load_state_dict(state["checkpoints"])
 
     @override
     def of_program(self) -> dict[str, Any]:

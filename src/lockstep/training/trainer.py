@@ -590,7 +590,7 @@ class Trainer:
         """Write a checkpoint of this step; called by every worker.
 
         Rank 0 writes it; with strategy="sharded" every worker writes its shards. With `async_save`
-        this returns when the state has been copied; `trainer.checkpoint_manager.wait()`, called by
+        this returns when the state has been copied; `trainer.complete_checkpoint()`, called by
         every worker, waits for the files.
 
         Args:
@@ -616,13 +616,32 @@ class Trainer:
     def _save(self, best: bool) -> Path:
         recovery = self.step.recovery
         self.check_losses()
+        if self.checkpoint_manager.is_writing:
+            self.complete_checkpoint()
         recovery.run(self._prepare_to_save, meets=False)
         self._callbacks.call("on_checkpoint_start", self)
         path = recovery.run(self._write_checkpoint, best, meets=False)
         for guard in self.step.guards:
             guard.on_checkpoint()
         self._callbacks.call("on_checkpoint_end", self, path)
+        self._tell_complete()
         return path
+
+    def complete_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written in the background, if there is one, and
+        tell the callbacks that it is complete; called by every worker.
+
+        Raises:
+            CheckpointError: on every worker, if it could not be written.
+        """
+        self.step.recovery.run(self.checkpoint_manager.wait, meets=False)
+        self._tell_complete()
+
+    def _tell_complete(self) -> None:
+        path = self.checkpoint_manager.untold()
+        if path is not None:
+            self._callbacks.call("on_checkpoint_complete", self, path)
+            self.checkpoint_manager.note_told()
 
     def _prepare_to_save(self) -> None:
         with flight_recorder.in_method("Trainer.save"):
@@ -652,7 +671,7 @@ class Trainer:
         callbacks_state = read_tensors(checkpoint.state.get("callbacks", {}))
         call_on_all(self.comm, partial(self._callbacks.load_state_dict, callbacks_state))
         call_on_all(self.comm, partial(self._load_state, checkpoint.state, checkpoint.numerics))
-        self.checkpoint_manager.set_last(checkpoint.step, checkpoint.path)
+        self.checkpoint_manager.resume_from(checkpoint.step, checkpoint.path)
 
     def _load_state(self, state: Mapping[str, Any], numerics: int) -> None:
         self.state.load_state_dict(state)

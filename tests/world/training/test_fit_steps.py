@@ -4,6 +4,7 @@ resume.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import callbacks
+from lockstep.checkpoint import folder
 from lockstep.errors import ConfigError
 from support.pool import Pool
 
@@ -100,7 +102,7 @@ def test_hooks_are_called_in_order(tmp_path: Path) -> None:
     made.fit(DATA, 1, validate=DATA, validate_every=2)
     step = ["on_train_step_start", "on_train_step_end", "on_loss"]
     validation = ["on_validation_start", "on_validation_end", "on_row"]
-    saving = ["on_checkpoint_start", "on_checkpoint_end"]
+    saving = ["on_checkpoint_start", "on_checkpoint_end", "on_checkpoint_complete"]
     assert recorder.calls == [
         *("on_train_start", "on_train_epoch_start"),
         *(*step, *step, *validation),
@@ -184,6 +186,63 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path, async_sav
     other.resume(folder / "best")
     assert other.step.steps_done == 10
     assert other.checkpoint_manager.last_path == folder / "step-0000000010"
+
+
+class Uploads(callbacks.Callback):
+    """Notes what is called of checkpoints; with `async_save` one is written after its
+    `on_checkpoint_end`.
+    """
+
+    every_rank = True
+
+    def __init__(self, may_write: threading.Event) -> None:
+        self.may_write = may_write
+        self.calls: list[str] = []
+
+    def on_checkpoint_start(self, trainer: Any) -> None:
+        self.may_write.clear()
+
+    def on_checkpoint_end(self, trainer: Any, path: Path) -> None:
+        self.calls.append(f"end {path.name[-2:]}, {'there' if path.exists() else 'not there'}")
+        self.may_write.set()
+
+    def on_checkpoint_complete(self, trainer: Any, path: Path) -> None:
+        folder.verify(path)
+        self.calls.append(f"complete {path.name[-2:]}")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_callbacks_are_told_when_a_checkpoint_is_complete(
+    pool: Pool, tmp_path: Path, workers: int, async_save: bool
+) -> None:
+    def body() -> list[list[str]]:
+        may_write = threading.Event()
+        write = folder.write_tensors
+
+        def write_later(*arguments: Any) -> Any:
+            assert not async_save or may_write.wait(60)
+            return write(*arguments)
+
+        runs = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folder, "write_tensors", write_later)
+            for epochs in (1, 2):
+                told = Uploads(may_write)
+                saves = callbacks.Checkpoints("2steps")
+                made = trainer(tmp_path / "run", [told, saves], async_save=async_save)
+                made.fit(DATA, epochs, resume="latest")
+                runs.append(told.calls)
+        return runs
+
+    for first, resumed in pool.run(body, workers=workers):
+        assert [each.partition(",")[0] for each in first] == [
+            *("end 02", "complete 02", "end 04", "complete 04", "end 05", "complete 05")
+        ]
+        assert [each.partition(",")[0] for each in resumed][:2] == ["end 06", "complete 06"]
+        assert len([each for each in resumed if each.startswith("complete")]) == 3
+        if workers == 1:
+            assert ("end 02, not there" in first) == async_save
 
 
 def test_the_best_validation_within_an_epoch_is_saved(tmp_path: Path) -> None:

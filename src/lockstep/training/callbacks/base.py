@@ -263,7 +263,21 @@ class Callback:
         """
 
     def on_checkpoint_end(self, trainer: TrainingContext, path: Path) -> None:
-        """Called after a checkpoint was written; with `async_save`, when its state was copied.
+        """Called after a checkpoint was written; with `async_save`, when its state was copied, and
+        the folder may not be there yet.
+
+        Args:
+            trainer: the trainer, as callbacks see it.
+            path: the folder of the checkpoint.
+        """
+
+    def on_checkpoint_complete(self, trainer: TrainingContext, path: Path) -> None:
+        """Called when a checkpoint is complete: all of its files are on disk, so that they can be
+        copied elsewhere.
+
+        Called after `on_checkpoint_end`; with `async_save` before the next checkpoint is written,
+        and for the last one at the end, after `on_train_end`. A run that ends with an error calls
+        it no more. In an elastic job, rank 0 may be another worker by then.
 
         Args:
             trainer: the trainer, as callbacks see it.

@@ -65,6 +65,7 @@ class CheckpointManager:
         self._keep_checkpoints = arguments.whole("keep_checkpoints", keep_checkpoints, least=1)
         self._background = arguments.flag("async_save", background)
         self.last: tuple[int, Path] | None = None
+        self._told: tuple[int, Path] | None = None
         self._pending: _PendingSave | None = None
         self._aborting = False  # the run has ended with an error; other workers may have exited
 
@@ -111,7 +112,7 @@ class CheckpointManager:
         step = self._state.step.steps_done
         if not self._background and not self._state.step.strategy.sharded_state:
             self._comm.on_rank0(partial(self._write, store, state, rank0_state, step, best))
-            self.set_last(step, store.path(step))
+            self._note_complete(step, store.path(step))
             return store.path(step)
         work = self._work(store, state, rank0_state, step)
         self._pending = _PendingSave(work, step, store.path(step), self._background)
@@ -180,7 +181,7 @@ class CheckpointManager:
         self._pending = None
         if pending is not None:  # the same on all workers
             call_on_all(self._comm, pending.result)
-            self.set_last(pending.step, pending.path)
+            self._note_complete(pending.step, pending.path)
 
     def abandon(self) -> None:
         """Forget a checkpoint that is being written: a worker was lost. Called by each worker
@@ -209,13 +210,54 @@ class CheckpointManager:
         except Exception as error:
             _log.error("the checkpoint of step %d was not saved: %s", pending.step, error)
         else:
-            self.set_last(pending.step, pending.path)
+            self._note_complete(pending.step, pending.path)
 
-    def set_last(self, step: int, path: Path) -> None:
-        """Set the newest checkpoint, and tell the launcher of it; called by this worker alone."""
+    def _note_complete(self, step: int, path: Path) -> None:
+        """Note that a checkpoint is complete; called by this worker alone.
+
+        Every checkpoint that a run writes becomes complete here: `CheckpointStore.writing` has
+        given its folder its name, on every worker the parts that it wrote are on disk, and the
+        workers know of it. The launcher is told; callbacks are told by the trainer
+        (`Callback.on_checkpoint_complete`), as they may communicate.
+        """
         self.last = (step, path)
         if self._comm.rank == 0:
             note_checkpoint(str(path))
+
+    def resume_from(self, step: int, path: Path) -> None:
+        """Take the checkpoint that the run was resumed from as the newest one; called by this
+        worker alone.
+        """
+        self._note_complete(step, path)
+        self._told = self.last  # it was complete before
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written in the background; the same on all workers."""
+        return self._pending is not None
+
+    def untold(self) -> Path | None:
+        """Return the newest checkpoint if callbacks were not told yet that it is complete; else
+        None. The same on all workers.
+        """
+        return None if self.last == self._told else self.last_path
+
+    def note_told(self) -> None:
+        """Note that callbacks were told that the newest checkpoint is complete."""
+        self._told = self.last
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which checkpoint is the newest, and whether callbacks were told of it, for another
+        worker of an elastic job.
+        """
+        last = None if self.last is None else [self.last[0], str(self.last[1])]
+        return {"last": last, "is_told": self.untold() is None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` has returned on another worker."""
+        last = state["last"]
+        self.last = None if last is None else (int(last[0]), Path(last[1]))
+        self._told = self.last if state["is_told"] else None
 
     def with_advice(self, error: DivergedError) -> DivergedError:
         """Return the error of a run that has diverged with the checkpoint to go on from, whose
