@@ -71,7 +71,7 @@ def add_to(commands: Any, name: str) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the measurement as JSON instead of the table"
     )
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_debug()
     parser.set_command(run_command)
 
 

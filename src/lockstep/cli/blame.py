@@ -52,7 +52,7 @@ def add_to(commands: Any, name: str) -> None:
         "--step", metavar="N", help="the step (default: the one that stands out most)"
     )
     parser.add_argument("-np", metavar="K", dest="workers", help="number of workers")
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_debug()
     parser.set_command(run_command)
 
 

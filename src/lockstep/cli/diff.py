@@ -41,7 +41,7 @@ def add_to(commands: Any, name: str) -> None:
     parser.add_argument("one", metavar="RUN_A", help="a run directory with a ledger")
     parser.add_argument("other", metavar="RUN_B", help="another")
     parser.add_argument("--no-replay", action="store_true", help="compare the ledgers alone")
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_debug()
     parser.set_command(run_command)
 
 

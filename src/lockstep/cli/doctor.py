@@ -64,7 +64,7 @@ def add_to(commands: Any, name: str) -> None:
     )
     text = "print JSON (experimental: may change in any release)"
     parser.add_argument("--json", action="store_true", default=False, help=text)
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_debug()
     parser.set_command(run_command)
 
 

@@ -112,7 +112,7 @@ def add_to(commands: Any, name: str) -> None:
         metavar="FILE",
         help="a report.json, or the directory of a run that has one",
     )
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_debug()
     parser.set_command(run_command)
 
 

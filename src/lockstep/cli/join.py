@@ -53,7 +53,7 @@ def add_to(commands: Any, name: str) -> None:
         metavar="PID or DIR",
         help="print the command with which another machine joins the job that runs here",
     )
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_debug()
     parser.set_command(run_command)
 
 

@@ -59,7 +59,7 @@ def add_to(commands: Any, name: str) -> None:
         "--recomputed", action="store_true", help="only steps that were computed again"
     )
     parser.add_argument("--csv", action="store_true", help="write comma-separated values")
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_debug()
     parser.set_command(run_command)
 
 

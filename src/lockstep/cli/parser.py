@@ -76,6 +76,10 @@ class Parser(argparse.ArgumentParser):
                     *entry.flags, *entry.opposites, nargs=0, opposites=entry.opposites, **settings
                 )
 
+    def add_debug(self) -> None:
+        """Add ``--debug``, by which `main` shows the traceback of an error."""
+        self.add_argument("--debug", action="store_true", help="print the traceback of an error")
+
     def group(self, title: str) -> Any:
         """Return the group of the help with this title, a new one at first; for "" the parser
         itself.

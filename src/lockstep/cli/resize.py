@@ -46,7 +46,7 @@ def add_to(commands: Any, name: str) -> None:
         help="the job, if several are running, and the number of workers that it shall have",
     )
     parser.add_argument("--remove", metavar="HOST", help="let this host of the job leave instead")
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_debug()
     parser.set_command(run_command)
 
 

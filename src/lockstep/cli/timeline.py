@@ -54,7 +54,7 @@ def add_to(commands: Any, name: str) -> None:
         "folder", metavar="DIR", help="the folder given to `lockstep run --timeline`"
     )
     parser.add_argument("-o", "--out", metavar="FILE", help="output file (default: DIR/trace.json)")
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_debug()
     parser.set_command(run_command)
 
 

@@ -80,7 +80,7 @@ def add_to(commands: Any, name: str) -> None:
     parser.add_argument(
         "--interval", metavar="S", default="1", help="seconds between updates (default: 1)"
     )
-    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_debug()
     parser.set_command(run_command)
 
 

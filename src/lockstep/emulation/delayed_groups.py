@@ -28,7 +28,7 @@ from ..system.patching import Replaced
 from ..transports.runtime import virtual_host
 from ..transports.runtime.backoff import Steps
 from ..transports.runtime.c10d import Store
-from ..watchdog.process_groups import GroupProxy, replace_group
+from ..watchdog.process_groups import GroupProxy, OuterWork, replace_group
 from ..watchdog.signatures import OPERATIONS
 from .link_clock import GroupClock, LinkClock
 from .message_schedules import ROUNDS
@@ -40,7 +40,7 @@ _POLL_S = 50e-6
 _CHECK_S = 0.05
 
 
-class DelayedWork(dist.Work):
+class DelayedWork(OuterWork):
     """The `Work` of an operation that ends when both the real one and the emulated one have.
 
     Args:
@@ -54,8 +54,7 @@ class DelayedWork(dist.Work):
     def __init__(
         self, inner: Any, done_at: Callable[[], float | None], clock: LinkClock, limit: float
     ) -> None:
-        super().__init__()
-        self._inner = inner
+        super().__init__(inner)
         self._done_at = done_at
         self._clock = clock
         self._limit = limit
@@ -132,23 +131,6 @@ class DelayedWork(dist.Work):
     def is_success(self) -> bool:
         """Return whether the operation has ended without an error."""
         return bool(self.is_completed() and self._inner.is_success())
-
-    def exception(self) -> BaseException | None:
-        """Return the error of the real operation, if it failed."""
-        error: BaseException | None = self._inner.exception()
-        return error
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the output tensors."""
-        tensors: list[torch.Tensor] = self._inner.result()
-        return tensors
-
-    def source_rank(self) -> int:
-        """Return the rank that a received message is from."""
-        rank: int = self._inner._source_rank()
-        return rank
-
-    _source_rank = source_rank
 
     def synchronize(self) -> None:
         """Wait."""

@@ -215,7 +215,7 @@ def gpt(
     """Build a small GPT, of 0.8 million parameters by default: tokens (n, t), int64 → logits (n, t,
     vocabulary).
 
-    See `GPT` for the arguments and `lockstep.data.text` for data.
+    `lockstep.data.text` makes data for it.
 
     Args:
         vocabulary: number of different tokens.

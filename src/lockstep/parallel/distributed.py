@@ -126,10 +126,17 @@ class Distributed(Strategy):
     def reduce_totals(
         self, totals: MakeTotals, weight: float, add_up: bool = True
     ) -> Callable[[], Sums]:
-        """Start to sum a step's totals over the workers, together with the running statistics.
+        """Start to sum a step's totals over the workers, together with the running statistics;
+        returns a function that waits for the sums.
 
-        See `Strategy.reduce_totals`. The returned function also sets the averaged running
-        statistics and broadcasts rank 0's other buffers that forward passes change.
+        The returned function also sets the averaged running statistics and broadcasts rank 0's
+        other buffers that forward passes change.
+
+        Args:
+            totals: returns this worker's, with further numbers behind them.
+            weight: this worker's share of the step's samples, 0 to 1.
+            add_up: whether the workers' weights add up to 1; otherwise they are divided by their
+                sum.
         """
         buffers = self._buffers
         first = self.comm.world.is_first

@@ -60,7 +60,7 @@ class WorkerExchange:
         self._comm = comm
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """See `Exchange`."""
+        """Return the 1-d tensors of all workers as the rows of a table."""
         # An all-reduce in which each row is one worker's and zero on the others is an exact
         # all-gather.
         table = row.new_zeros(self._comm.size, row.numel())
@@ -68,11 +68,11 @@ class WorkerExchange:
         return self._comm.allreduce(table)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Exchange`."""
+        """Return the sum of the `values` of all workers."""
         return self._comm.allreduce(values)
 
     def is_first(self) -> bool:
-        """See `Exchange`."""
+        """Return True: a worker has one part."""
         return True
 
 

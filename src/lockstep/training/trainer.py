@@ -554,7 +554,7 @@ class Trainer:
         """Return the model's outputs for all samples of a data set or `Loader`, in order, the same
         on every worker.
 
-        See `lockstep.predict`, also for `forward`.
+        It is `lockstep.predict` with this trainer's model and precision.
 
         Args:
             dataset: a data set, a `Loader` or a `DataLoader`.

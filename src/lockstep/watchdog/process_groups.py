@@ -22,7 +22,7 @@ from .preflight import PendingCheck
 from .shared_state import PendingCall
 from .signatures import OPERATIONS
 
-__all__ = ["GroupProxy", "WatchedWork", "replace_group", "watch_group"]
+__all__ = ["GroupProxy", "OuterWork", "WatchedWork", "replace_group", "watch_group"]
 
 
 _SLICE = timedelta(milliseconds=50)
@@ -60,7 +60,36 @@ def _wait_for_message(work: Any, monitor: GroupMonitor) -> bool:
         monitor.awaited_messages.remove(work)
 
 
-class WatchedWork(dist.Work):
+class OuterWork(dist.Work):
+    """A `Work` around another one, whose result and error it has.
+
+    Args:
+        inner: the backend's own work.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the operation, if it failed."""
+        error: BaseException | None = self._inner.exception()
+        return error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors."""
+        tensors: list[torch.Tensor] = self._inner.result()
+        return tensors
+
+    def source_rank(self) -> int:
+        """Return the source of the message of a receive from any rank."""
+        rank: int = self._inner._source_rank()
+        return rank
+
+    _source_rank = source_rank
+
+
+class WatchedWork(OuterWork):
     """A `Work` around the backend's own, whose errors say what has gone wrong.
 
     Args:
@@ -80,11 +109,10 @@ class WatchedWork(dist.Work):
         check: PendingCheck | None = None,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(inner)
         self._device = device
         # a step queries no device
         self._can_poll = monitor.completes_on_host or (device is not None and device.type == "cpu")
-        self._inner = inner
         self._monitor = monitor
         self._pending = pending
         self._check = check
@@ -141,23 +169,6 @@ class WatchedWork(dist.Work):
         """Return whether the operation has completed without an error."""
         well: bool = self._inner.is_success()
         return well
-
-    def exception(self) -> BaseException | None:
-        """Return the error of the operation, if it failed."""
-        error: BaseException | None = self._inner.exception()
-        return error
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the output tensors."""
-        tensors: list[torch.Tensor] = self._inner.result()
-        return tensors
-
-    def source_rank(self) -> int:
-        """Return the source of the message of a receive from any rank."""
-        rank: int = self._inner._source_rank()
-        return rank
-
-    _source_rank = source_rank
 
     def synchronize(self) -> None:
         """Wait as the backend does."""
@@ -457,7 +468,11 @@ class _CoalescedWork(WatchedWork):
             pending.work = inner
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """See `WatchedWork.wait`."""
+        """Return when all calls of the batch have completed, and note that they have.
+
+        Raises:
+            DesyncError, RankLostError, StallError: they never will.
+        """
         answer = super().wait(timeout)
         now = time.monotonic()
         for pending in self._calls[1:]:

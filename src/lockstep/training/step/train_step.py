@@ -135,11 +135,15 @@ class AlonePasses:
         self._accumulation_steps = gradient_accumulation_steps
 
     def parts(self, batch: Batch) -> list[tuple[Any, int]]:
-        """See `Passes`."""
+        """Return (data, samples) of each of so many passes over the whole batch."""
         return _parts(batch, self._accumulation_steps)
 
     def run(self, step: StepInputs) -> Sums:
-        """See `Passes`."""
+        """Run the passes; gradients are then sums over the batch, divided by its number of samples.
+
+        Returns:
+            Totals: (sum of the loss, count, the requests).
+        """
         loss_sum = counted = 0.0
         loss = step.loss
         precision = step.precision
@@ -164,11 +168,15 @@ class SinglePass:
     gives_means = True
 
     def parts(self, batch: Batch) -> list[tuple[Any, int]]:
-        """See `Passes`."""
+        """Return (data, samples) of the one pass."""
         return _parts(batch, 1)
 
     def run(self, step: StepInputs) -> Sums:
-        """See `Passes`."""
+        """Run the pass; gradients are then those of the mean over what the loss counts.
+
+        Returns:
+            Totals: (sum of the loss, count, the requests), on the device.
+        """
         loss = step.loss
         precision = step.precision
         ((data, size),) = self.parts(step.batch)
@@ -196,15 +204,19 @@ class AccumulatedPasses:
 
     @property
     def averaged_over(self) -> int:
-        """See `Passes`."""
+        """The number of workers: reductions of DDP and FSDP average over them."""
         return self._strategy.comm.size
 
     def parts(self, batch: Batch) -> list[tuple[Any, int]]:
-        """See `Passes`."""
+        """Return (data, samples) of each of so many passes over this worker's part of a batch."""
         return _parts(batch, self._accumulation_steps)
 
     def run(self, step: StepInputs) -> Sums:
-        """See `Passes`."""
+        """Run the passes; in the last one gradients are reduced, and the totals summed.
+
+        Returns:
+            Totals over the global batch: (sum of the loss, count, sum of the requests, *marks).
+        """
         strategy = self._strategy
         precision = step.precision
         global_size = step.batch.global_size
@@ -446,7 +458,7 @@ class TrainStep:
         return self.recovery.run(self._attempt, batch, stop)
 
     def _attempt(self, batch: Batch, stop: bool) -> StepResult:
-        """See `run`; in an elastic job, an attempt that the loss of a worker may end."""
+        """Run one step; in an elastic job, an attempt that the loss of a worker may end."""
         batch = self.recovery.part_of(batch)
         step = self.steps_done
         try:
