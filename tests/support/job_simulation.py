@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,11 +46,21 @@ from lockstep.elastic.membership import (
 )
 from lockstep.elastic.mesh import NEW, WAITS_TO_JOIN, HostEntry, Knock, Link, Refused, Welcome
 from lockstep.errors import LockstepError
-from lockstep.launcher import elastic_host, elastic_job, other_hosts
-from lockstep.launcher.elastic_host import ALONE_S, ElasticHost, OutsideError
+from lockstep.launcher import (
+    elastic_host,
+    elastic_job,
+    host_knowledge,
+    leadership,
+    local_members,
+    other_hosts,
+    user_requests,
+    waiting,
+)
+from lockstep.launcher.elastic_host import ElasticHost
 from lockstep.launcher.elastic_job import Ended, JobState, Limits, Start
 from lockstep.launcher.election import Accepted, HostView
 from lockstep.launcher.pulse import Patience
+from lockstep.launcher.waiting import ALONE_S, OutsideError
 
 STEPS, FAULTS_UNTIL_S, PAUSE_S = 45, 25.0, 60.0
 LIMIT_S = FAULTS_UNTIL_S + 2 * PAUSE_S + 150.0
@@ -270,19 +280,15 @@ class SimulatedPath:
 @contextmanager
 def simulated() -> Iterator[None]:
     """Let hosts have simulated surroundings."""
-    replaced = {
-        "HostWorkers": SimulatedWorkers,
-        "ControlSocket": lambda *_: None,
-        "Pulse": SimulatedPulse,
-        "SharedFolder": SimulatedFolder,
-        "Path": SimulatedPath,
-        "time": CLOCK,
-    }
-    with (
-        patch.multiple(elastic_host, **replaced),
-        patch.object(elastic_job, "time", CLOCK),
-        patch.object(other_hosts, "time", CLOCK),
-    ):
+    with ExitStack() as stack:
+        for module in (elastic_host, elastic_job, local_members, other_hosts, waiting):
+            stack.enter_context(patch.object(module, "time", CLOCK))
+        for module in (host_knowledge, leadership):
+            stack.enter_context(patch.object(module, "Path", SimulatedPath))
+        stack.enter_context(patch.object(local_members, "HostWorkers", SimulatedWorkers))
+        stack.enter_context(patch.object(user_requests, "ControlSocket", lambda *_: None))
+        stack.enter_context(patch.object(elastic_host, "Pulse", SimulatedPulse))
+        stack.enter_context(patch.object(elastic_host, "SharedFolder", SimulatedFolder))
         yield
 
 
@@ -645,7 +651,7 @@ class World:
         )
         mesh: Any = SimulatedMesh(self, entry)
         host: Any = ElasticHost(setup, entry, Path("/simulated"), None, mesh)  # type: ignore[arg-type]
-        host.check = lambda knock: None
+        host.admission.check = lambda knock: None
         host._shared.world, host._shared.decided = self, Decided()
         part = launcher.part = self.parts[entry.number] = Part(entry.number, launcher, host)
         launcher.waits = False
@@ -695,7 +701,7 @@ class World:
             )
 
     def has_left(self, host: Any) -> bool:
-        return host._me in host._state.leaving and not host.knows_outcome
+        return host._peers.me in host._knowledge.job.leaving and not host.knows_outcome
 
     def up(self, node: Node, message: Up) -> None:
         """Deliver what a worker has sent to its launcher."""
@@ -716,7 +722,7 @@ class World:
 
     def leave_view(self, part: Part) -> None:
         """The others go on without a host: its launcher joins them again."""
-        self.note(part.host._name, "is outside")
+        self.note(part.host._peers.own.name, "is outside")
         self.close(part)
         part.host._workers.end()
         self.wait_to_join(part.launcher)
@@ -760,7 +766,7 @@ class World:
         if other.dead or other.waits or other.part is None:
             return ""
         entry = HostEntry(NEW, f"h{launcher.address}", launcher.address, 1, self.slots_of(launcher))
-        answer = other.part.host._let_in(Knock("", entry))
+        answer = other.part.host.admission.answer(Knock("", entry))
         if isinstance(answer, Welcome):
             return answer, other.part
         assert isinstance(answer, Refused)
@@ -783,7 +789,7 @@ class World:
 
     def end(self, part: Part, how: str) -> None:
         """A launcher ends in good order."""
-        self.note(part.host._name, f"ends: {how}")
+        self.note(part.host._peers.own.name, f"ends: {how}")
         self.ends.append(how)
         is_complete = any(node.steps == STEPS for node in self.nodes.values())
         if (
@@ -1153,7 +1159,7 @@ class World:
             self.wait_to_join(self.launchers[-1])
         elif kind in ("leave", "stop") and launcher.part is not None:
             number = signal.SIGTERM if kind == "leave" else signal.SIGINT
-            launcher.part.host.signals.append(number)
+            launcher.part.host.user.signals.append(number)
 
     def freeze(self, launcher: Launcher, most: float) -> None:
         """Stop a launcher; its workers run, and the others wait for it for a while."""

@@ -47,7 +47,8 @@ from ..job.connection import Connection, take_turn
 from ..job.messages import HostFailure, Request, TakesPart
 from ..stores import listen
 from ..system.heartbeat import address_towards
-from .elastic_host import ALONE_S, About, ElasticHost, OutsideError, WireMessage, describe_ended
+from .admission import About
+from .elastic_host import ElasticHost
 from .elastic_workers import HostSetup
 from .fork_server import default_workers, prepare_workers, wait_until_loaded
 from .host_description import describe_host
@@ -56,7 +57,9 @@ from .local import elastic_setup
 from .log_multiplexer import LogMultiplexer
 from .node import HostPart, failure_of
 from .options import JobOptions
+from .peers import WireMessage
 from .script import HOROVOD_SETUP, Script
+from .waiting import ALONE_S, OutsideError, describe_ended
 
 T = TypeVar("T")
 
@@ -186,7 +189,7 @@ class ElasticPart(HostPart):
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGINT)  # ends the grace period
         elif self._host is not None:
-            self._host.requests.append((request.what, request.number))
+            self._host.user.requests.append((request.what, request.number))
         elif request.what == "leave":  # it tries to join again
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -203,7 +206,7 @@ class ElasticPart(HostPart):
         if self._host is None:
             os.kill(os.getpid(), number)
         else:
-            self._host.job_signals.append(number)
+            self._host.user.job_signals.append(number)
 
     @override
     def failure_of(self, error: LockstepError) -> HostFailure | None:
@@ -309,7 +312,7 @@ class _Porter:
         if knock.host.number == ASKS:
             return Refused("the job has not begun yet")
         try:
-            about = self._host.check(knock)
+            about = self._host.admission.check(knock)
         except ConfigError as error:
             self._problem = str(error)
             return Refused(str(error))
@@ -328,7 +331,7 @@ class _Porter:
             self._host.wait()
             if self._problem:
                 raise LockstepError(self._problem)
-            if self._host.signals:
+            if self._host.user.signals:
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise LockstepError(

@@ -47,7 +47,7 @@ tried again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -202,6 +202,11 @@ class Election:
     _messages: deque[tuple[int, ElectionMessage]] = field(default_factory=deque)
 
     @property
+    def hosts(self) -> tuple[int, ...]:
+        """The hosts of the newest view, in order of seniority; none for a host that joins."""
+        return () if self.view is None else tuple(self.view.hosts)
+
+    @property
     def leader(self) -> int:
         """The host that leads in the newest view; -1 for a host that joins."""
         return -1 if self.view is None else self.view.leader
@@ -235,14 +240,14 @@ class Election:
         """The hosts of the view that do not answer, or never have, and have not ended for
         certain.
         """
-        return [host for host in self._hosts if host != self.me and self._link(host) is Link.SILENT]
+        return [host for host in self.hosts if host != self.me and self._link(host) is Link.SILENT]
 
     @property
     def lost(self) -> list[int]:
         """The hosts of the view that have ended, and of which it is not known what they have
         accepted.
         """
-        return [host for host in self._hosts if self._link(host) is Link.LOST]
+        return [host for host in self.hosts if self._link(host) is Link.LOST]
 
     @property
     def knows_all(self) -> bool:
@@ -273,12 +278,19 @@ class Election:
             self._greet(host)
         else:
             self._joining.discard(host)
-        if self.leader == self.me and host in self._hosts and link is not Link.CONNECTED:
+        if self.leader == self.me and host in self.hosts and link is not Link.CONNECTED:
             self._must_confirm = True  # what was sent to it may be lost
         # other hosts count now
         self._attempt = None
         self._wait_ticks = 0
         self._consider()
+
+    def found(self, others: Collection[int]) -> None:
+        """Lead a new job on this host and others, which are all connected."""
+        self.view = HostView(0, self.me, (self.me,))
+        for host in others:
+            self.set_link(host, Link.CONNECTED)
+        self.add(*others)
 
     def add(self, *hosts: int) -> None:
         """Hosts that are connected want to join; only for who leads."""
@@ -287,7 +299,7 @@ class Election:
 
     def exclude(self, host: int) -> None:
         """Go on without a host that is connected, but not to all others; only for who leads."""
-        if self.leads and host in self._hosts and host != self.me:
+        if self.leads and host in self.hosts and host != self.me:
             self._excluded.add(host)
             self._consider()
 
@@ -343,10 +355,6 @@ class Election:
                 self._tell_if_older(host, view)
                 self._learn(view)
 
-    @property
-    def _hosts(self) -> tuple[int, ...]:
-        return () if self.view is None else tuple(self.view.hosts)
-
     def _link(self, host: int) -> Link:
         return Link.CONNECTED if host == self.me else self._links.get(host, Link.SILENT)
 
@@ -360,9 +368,9 @@ class Election:
     @property
     def _wanted_hosts(self) -> tuple[int, ...]:
         stay = [
-            host for host in self._hosts if self.is_connected(host) and host not in self._excluded
+            host for host in self.hosts if self.is_connected(host) and host not in self._excluded
         ]
-        return (*stay, *sorted(host for host in self._joining if host not in self._hosts))
+        return (*stay, *sorted(host for host in self._joining if host not in self.hosts))
 
     @property
     def _wanted_claims(self) -> str:
@@ -372,7 +380,7 @@ class Election:
     @property
     def _wants_another_view(self) -> bool:
         return self.view is not None and (self._wanted_hosts, self._wanted_claims) != (
-            self._hosts,
+            self.hosts,
             self.view.claims,
         )
 
@@ -386,7 +394,7 @@ class Election:
             return
         # it has been connected
         has_lost_leader = self._links.get(self.leader, Link.CONNECTED) is not Link.CONNECTED
-        most_senior = next(host for host in self._hosts if self.is_connected(host))
+        most_senior = next(host for host in self.hosts if self.is_connected(host))
         if has_lost_leader and most_senior == self.me:
             self._begin(self.view)
 
@@ -412,7 +420,7 @@ class Election:
 
     def _promise(self, ballot: Ballot) -> Promise:
         ended = tuple(
-            (host, self._heard.get(host)) for host in self._hosts if self._link(host) is Link.ENDED
+            (host, self._heard.get(host)) for host in self.hosts if self._link(host) is Link.ENDED
         )
         return Promise(ballot, self._vote, ended, tuple(self.lost))
 
@@ -434,7 +442,7 @@ class Election:
         """
         self._promised = vote.ballot
         self._vote = vote
-        for host in self._hosts:
+        for host in self.hosts:
             if host not in (self.me, vote.ballot.host):
                 self._send(host, Accepted(vote))
 
@@ -458,14 +466,14 @@ class Election:
     def _give_up(self) -> None:
         """End the attempt; the more senior hosts are the first to try again."""
         self._attempt = None
-        self._wait_ticks = 1 + self._hosts.index(self.me)
+        self._wait_ticks = 1 + self.hosts.index(self.me)
 
     def _note_promise(self, host: int, promise: Promise) -> None:
         attempt = self._attempt
         if attempt is None or promise.ballot != attempt.ballot or attempt.vote is not None:
             return
         attempt.promises[host] = promise
-        if all(other in attempt.promises for other in self._hosts if self.is_connected(other)):
+        if all(other in attempt.promises for other in self.hosts if self.is_connected(other)):
             self._choose(attempt)
 
     def _choose(self, attempt: _Attempt) -> None:
@@ -515,13 +523,13 @@ class Election:
 
     def _is_quorum(self, hosts: Iterable[int], attempt: _Attempt) -> bool:
         """Return whether so many hosts of the view may decide on the next one."""
-        counted = [host for host in self._hosts if host not in attempt.ended]
+        counted = [host for host in self.hosts if host not in attempt.ended]
         can_vote = [host for host in counted if host not in attempt.lost]
         votes = len(set(hosts).intersection(can_vote))
         return 2 * votes > len(can_vote) and 2 * votes >= len(counted)
 
     def _decide(self, view: HostView) -> None:
-        told = {*self._hosts, *view.hosts, *self._joining} - {self.me}
+        told = {*self.hosts, *view.hosts, *self._joining} - {self.me}
         for host in sorted(told):
             self._send(host, Decided(view))
         self._learn(view)

@@ -282,7 +282,7 @@ class AgentActor:
             if host is not None:
                 self._host = host
                 self._address = host.mesh.own.address, host.mesh.own.port
-                host.job_signals.extend(self._signals)
+                host.user.job_signals.extend(self._signals)
                 self._signals.clear()
 
     def poll(self, seconds: float) -> tuple[list[Item], tuple[str, int] | None]:
@@ -295,7 +295,7 @@ class AgentActor:
         """Forward a signal to the whole job."""
         with self._lock:
             if self._host is not None and self._takes_part:
-                self._host.job_signals.append(number)
+                self._host.user.job_signals.append(number)
             else:
                 self._signals.append(number)
 

@@ -26,11 +26,12 @@ from lockstep.elastic.mesh import (
 )
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launcher import elastic_node
-from lockstep.launcher.elastic_host import ElasticHost, OutsideError
+from lockstep.launcher.elastic_host import ElasticHost
 from lockstep.launcher.elastic_job import Ended, FromWorker, HostMessages, Kept
 from lockstep.launcher.elastic_node import Listener
 from lockstep.launcher.elastic_workers import HostSetup
 from lockstep.launcher.other_hosts import Inbox
+from lockstep.launcher.waiting import OutsideError
 
 
 def ended(number: int) -> Ended:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from lockstep.elastic.mesh import Link
-from lockstep.launcher import elastic_host, elastic_job
+from lockstep.launcher import admission, elastic_job, local_members
 from lockstep.launcher.election import Election, _Attempt
 from support.job_simulation import (
     CRASHES_IN_A_VOTE,
@@ -50,7 +50,7 @@ def test_most_jobs_succeed() -> None:
 
 
 def half_is_enough(self: Election, hosts: Iterable[int], attempt: _Attempt) -> bool:
-    counted = [host for host in self._hosts if host not in attempt.ended]
+    counted = [host for host in self.hosts if host not in attempt.ended]
     return 2 * len(set(hosts).intersection(counted)) >= len(counted)
 
 
@@ -76,7 +76,7 @@ GUARDS: dict[str, tuple[str, AbstractContextManager[object], range]] = {
     ),
     "each leader gives numbers of its own": (
         "two hosts have the number",
-        patch.object(elastic_host, "_NUMBERS_A_VIEW", 0),
+        patch.object(admission, "_NUMBERS_A_VIEW", 0),
         range(3000),
     ),
     "who begins without the state waits": (
@@ -86,12 +86,12 @@ GUARDS: dict[str, tuple[str, AbstractContextManager[object], range]] = {
     ),
     "a worker completes no step without a lease": (
         "goes on with step",
-        patch.object(elastic_host, "LEASE_S", math.inf),
+        patch.object(local_members, "LEASE_S", math.inf),
         range(FROZEN_LAUNCHER, 3000, 10),
     ),
     "who does not hear the leader renews no lease": (
         "goes on with step",
-        patch.object(elastic_host, "_HEARD_S", math.inf),
+        patch.object(local_members, "_HEARD_S", math.inf),
         range(FROZEN_LEADER, 3000, 10),
     ),
     "who leads and did not run for a while asks before its followers renew leases": (

@@ -66,19 +66,19 @@ def test_nobody_remembers_what_was_before_all_workers_were_started_again(world: 
     complete before is taken for complete.
     """
     host = world.parts[1].host
-    host._memory.started(0, False)
-    host._memory.note_down(0, View(3, (0,), (1,), ((0, 5),), 0))
-    host._memory.note_up(0, WorkerState("done", 3, (0, 5), fit=0))
-    host._memory.note_down(0, Finish("complete", 0))
-    host._memory.ended(0, in_good_order=False)
-    host._keep(Keep(b"value", worker=0))
-    host._keep(Keep(b"states", commit=(0, 5), worker=0))
+    host._knowledge.memory.started(0, False)
+    host._knowledge.memory.note_down(0, View(3, (0,), (1,), ((0, 5),), 0))
+    host._knowledge.memory.note_up(0, WorkerState("done", 3, (0, 5), fit=0))
+    host._knowledge.memory.note_down(0, Finish("complete", 0))
+    host._knowledge.memory.ended(0, in_good_order=False)
+    host._members.keep(Keep(b"value", worker=0))
+    host._members.keep(Keep(b"states", commit=(0, 5), worker=0))
     host._obey(JobState(2, first=0, started=1))
-    assert host._memory.report().completed == 0 and len(host._memory.kept) == 2
+    assert host._knowledge.memory.report().completed == 0 and len(host._knowledge.memory.kept) == 2
     host._obey(JobState(2, first=1, started=1, restarts=1))
-    report = host._memory.report()
+    report = host._knowledge.memory.report()
     assert report.completed == -1 and report.view is None
-    assert not host._memory.kept
+    assert not host._knowledge.memory.kept
 
 
 def test_it_takes_nothing_from_a_host_that_knows_earlier_workers_only(world: World) -> None:
@@ -99,13 +99,13 @@ def test_it_takes_nothing_from_a_host_that_knows_earlier_workers_only(world: Wor
     world.at(4.0, lose_all_workers)
     world.at(7.0, world.die, world.launchers[0], "killed", False)
     assert world.run() == "success"
-    assert world.parts[1].host._state.restarts == 1
+    assert world.parts[1].host._knowledge.job.restarts == 1
 
 
 def test_one_of_two_hosts_goes_on_when_the_other_one_wants_to_join_again(no_faults: None) -> None:
     """Else it ends when the network is whole, as the other one might have gone on."""
     world = a_world([1, 1])
-    world.parts[1].host._add_entries([world.parts[0].host._hosts[0]])
+    world.parts[1].host._peers.add([world.parts[0].host._peers.hosts[0]])
     world.cut({"a1"}, 10.0)  # before it has heard of the view that it is in
     assert world.run() == "success"
     assert any("is outside" in line for line in world.log)
