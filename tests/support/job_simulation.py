@@ -44,7 +44,6 @@ from lockstep.elastic.membership import (
     Wish,
     WorkerState,
 )
-from lockstep.elastic.mesh import NEW, WAITS_TO_JOIN, HostEntry, Knock, Link, Refused, Welcome
 from lockstep.errors import LockstepError
 from lockstep.launcher import (
     elastic_host,
@@ -59,6 +58,7 @@ from lockstep.launcher import (
 from lockstep.launcher.elastic_host import ElasticHost
 from lockstep.launcher.elastic_job import Ended, JobState, Limits, Start
 from lockstep.launcher.election import Accepted, HostView
+from lockstep.launcher.mesh import NEW, WAITS_TO_JOIN, HostEntry, Knock, Link, Refused, Welcome
 from lockstep.launcher.pulse import Patience
 from lockstep.launcher.waiting import ALONE_S, OutsideError
 
@@ -141,7 +141,7 @@ class SimulatedMesh:
     on_link: Callable[[int, Link], None]
     on_silence: object
     on_knock: object
-    warning_s = launcher_limit_s = 0.0
+    patience: object
     has_unsent = False
 
     def __init__(self, world: World, own: HostEntry) -> None:

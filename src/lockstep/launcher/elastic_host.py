@@ -18,7 +18,6 @@ from typing import Any
 
 from ..elastic.control import Reply
 from ..elastic.membership import Keep
-from ..elastic.mesh import HostEntry, Link, Mesh, Welcome
 from ..errors import InterruptedRunError, LockstepError
 from ..interruption import collect_signals
 from ..job.connection import take_turn
@@ -32,6 +31,7 @@ from .election import Election, ElectionMessage, HostView
 from .host_knowledge import HostKnowledge
 from .leadership import Leadership
 from .local_members import LocalMembers
+from .mesh import HostEntry, Link, Mesh, Welcome
 from .peers import Peers
 from .pulse import Pulse
 from .user_requests import UserRequests
@@ -345,9 +345,7 @@ class ElasticHost:
         were_held = self._are_members_held
         self._are_members_held = False
         if self._peers.mesh is not None:  # before the job the launchers wait for each other
-            patience = self._setup.patience
-            self._peers.mesh.warning_s = patience.warning_s
-            self._peers.mesh.launcher_limit_s = patience.limit_s
+            self._peers.mesh.patience = self._setup.patience
         if view.leader != self._peers.me:
             self._leadership.resign()
             self._knowledge.look_for_claims()

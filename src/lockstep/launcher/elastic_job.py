@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -27,11 +27,11 @@ from ..elastic.membership import (
     View,
     WorkerState,
 )
-from ..elastic.mesh import HostEntry
 from ..errors import LockstepError, counted
 from ..job.messages import Failure, Say
 from ..messages import Integer, List, Tagged
 from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
+from .mesh import HostEntry
 
 _MOST_FAILED_STARTS = 3  # workers, one after the other, that have ended before they became members
 _SAME_ERROR_S = 1.0  # in which all workers raise the same error, if the input is bad
@@ -209,6 +209,69 @@ HostMessages = ForLeader | JobState | Start | Kill | ToWorker | Keep | Say | Ove
 """All messages between them."""
 
 
+class KeptValues:
+    """The values that rank 0 has sent for workers that join later: which hosts have not kept them
+    yet.
+
+    A value is named by its worker and the number of the worker's request.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, int]] = set()
+        self._missing: dict[tuple[int, int], set[int]] = {}
+
+    def resume(self, kept: Iterable[Keep]) -> None:
+        """This host begins to lead: hosts keep these values, and workers ask again for others."""
+        self._known |= {
+            (message.worker, message.request) for message in kept if not message.is_of_callbacks
+        }
+        self._missing.clear()
+
+    def forget_waits(self) -> None:
+        """No worker waits any more: all are started again."""
+        self._missing.clear()
+
+    def is_known(self, message: Keep) -> bool:
+        """Return whether the hosts had been sent a value before this host led."""
+        return (message.worker, message.request) in self._known
+
+    def sent(self, message: Keep, hosts: Iterable[int]) -> None:
+        """A value is sent to the hosts."""
+        if message.request >= 0:
+            self._missing[message.worker, message.request] = set(hosts)
+
+    def kept_by(self, host: int, name: tuple[int, int]) -> bool:
+        """A host has kept a value, or is lost; returns whether now all hosts have kept it."""
+        missing = self._missing.get(name)
+        if missing is None:
+            return False
+        missing.discard(host)
+        if not missing:
+            del self._missing[name]
+        return not missing
+
+    @property
+    def awaited(self) -> list[tuple[int, int]]:
+        """The values that not all hosts have kept."""
+        return list(self._missing)
+
+
+@dataclass
+class JobOutcome:
+    """Why a job ends that does not end well.
+
+    Attributes:
+        reports, codes: of the workers that ended because of an error, by rank.
+        places: the names of their hosts, if there are several.
+        failure: why the job does not go on, though no worker has failed; "" as long as it does.
+    """
+
+    reports: dict[int, Failure] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)
+    failure: str = ""
+
+
 @dataclass
 class ElasticJob:
     """Decides on the workers of the job. Its methods are the events; `supervise` does what is due.
@@ -224,9 +287,7 @@ class ElasticJob:
     Attributes:
         coordinator: of the membership.
         is_over: whether the last worker has ended, and no more are to be started.
-        reports, codes: of the workers that ended because of an error, by rank.
-        places: the names of their hosts, if there are several.
-        failure: why the job does not go on, though no worker has failed; "" as long as it does.
+        outcome: why it ends.
     """
 
     limits: Limits
@@ -237,10 +298,7 @@ class ElasticJob:
     others_may_join: bool = True
     coordinator: Coordinator = field(init=False)
     is_over: bool = False
-    reports: dict[int, Failure] = field(default_factory=dict)
-    codes: dict[int, int] = field(default_factory=dict)
-    places: dict[int, str] = field(default_factory=dict)
-    failure: str = ""
+    outcome: JobOutcome = field(default_factory=JobOutcome)
     _living: dict[int, int] = field(default_factory=dict)  # workers, with their hosts
     _dismissed: set[int] = field(default_factory=set)
     _killed: set[int] = field(default_factory=set)
@@ -251,8 +309,7 @@ class ElasticJob:
     _waits_since: float = math.inf
     _is_waiting_said: bool = False
     _fenced_until: float = -math.inf
-    _published: set[tuple[int, int]] = field(default_factory=set)  # values, by worker and request
-    _keeping: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    _values: KeptValues = field(default_factory=KeptValues)
     _plan: list[int] = field(default_factory=list)  # hosts for the first workers
     _ranks: dict[int, int] = field(default_factory=dict)  # in the newest view that has the worker
     # since the last view of as many workers as the training needs
@@ -262,13 +319,14 @@ class ElasticJob:
         self.coordinator = self._new_coordinator()
 
     def _new_coordinator(self, generation: int = 0) -> Coordinator:
+        """Return a coordinator that knows no workers."""
         state = self.state
         return Coordinator(state.target, self.limits.minimum, generation, folder=state.folder)
 
     def resume(
         self,
         reports: Iterable[HostReport],
-        kept: Iterable[Keep],
+        kept: Collection[Keep],
     ) -> None:
         """Go on with what the hosts know of their workers; the workers of all other hosts are lost.
 
@@ -278,9 +336,8 @@ class ElasticJob:
         """
         reports = list(reports)
         self.coordinator = self._new_coordinator(self.coordinator.generation)
+        self._values.resume(kept)
         for message in kept:
-            if not message.is_of_callbacks:
-                self._published.add((message.worker, message.request))
             self.coordinator.keep(message)
         self.coordinator.resume(reports)
         has_finished = any(
@@ -289,7 +346,6 @@ class ElasticJob:
         self._living = {
             record.number: report.host for report in reports for record in report.workers
         }
-        self._keeping.clear()
         self._killed.clear()  # what was sent before may be lost: it is sent again
         leaving = {
             record.number for report in reports for record in report.workers if record.state.leaving
@@ -323,9 +379,8 @@ class ElasticJob:
             what = f"{host.name} was lost with {describe_workers(len(lost), '', '')}"
             self._tell_loss(what, len(lost), len(left))
         self._living = {worker: at for worker, at in self._living.items() if worker not in lost}
-        for key, hosts in list(self._keeping.items()):
-            hosts.discard(number)
-            self._answer_if_kept(key)
+        for worker, request in self._values.awaited:
+            self.kept(number, worker, request)
         if number in self.state.leaving:
             self._change_state(leaving=tuple(each for each in self.state.leaving if each != number))
 
@@ -357,7 +412,7 @@ class ElasticJob:
         """A worker has sent a message."""
         if isinstance(message, Keep):
             message = structs.replace(message, worker=number)
-            if (number, message.request) in self._published:
+            if self._values.is_known(message):
                 # asked again, as the launcher that led is gone
                 self.coordinator.to_keep.append(message)
                 return
@@ -460,8 +515,8 @@ class ElasticJob:
 
     def kept(self, host: int, worker: int, request: int) -> None:
         """A host has kept what a worker has sent."""
-        self._keeping.get((worker, request), set()).discard(host)
-        self._answer_if_kept((worker, request))
+        if self._values.kept_by(host, (worker, request)):
+            self.coordinator.answer_kept(worker, request)
 
     def ask(self, host: int, request: Request) -> str:
         """Do what a user asks for, and return what is done.
@@ -489,7 +544,11 @@ class ElasticJob:
         self._announce_view()
         self._announce_waiting()
         self._end_wait()
-        self._keep()
+        while self.coordinator.to_keep:
+            message = self.coordinator.to_keep.popleft()
+            self._values.sent(message, self.hosts)
+            for host in self.hosts:
+                self.send(host, message)
         is_fenced = time.monotonic() < self._fenced_until
         coordinator.set_fenced(is_fenced)
         if coordinator.failure and not (state.is_ending or state.stops or self._restart_reason):
@@ -534,11 +593,13 @@ class ElasticJob:
         return self._ranks.get(number, number)
 
     def _on_host(self, number: int) -> str:
+        """Return where a worker is, in a message; "" if there is one host only."""
         return (
             f" on {self.hosts[number].name}" if len(self.hosts) > 1 and number in self.hosts else ""
         )
 
     def _change_state(self, **values: object) -> None:
+        """Change the state of the job, and tell all hosts."""
         version = self.state.version + 1
         hosts = tuple(self.hosts.values())
         self.state = structs.replace(self.state, version=version, hosts=hosts, **values)
@@ -546,11 +607,13 @@ class ElasticJob:
             self.send(host, self.state)
 
     def _free_slots(self, host: int) -> int:
+        """Return how many workers more may run on a host."""
         if host in self.state.leaving:
             return 0
         return max(0, self.hosts[host].slots - len(self._staying_on(host)))
 
     def _staying_on(self, host: int) -> list[int]:
+        """Return the workers on a host that stay."""
         staying = self._staying()
         return [worker for worker, at in self._living.items() if at == host and worker in staying]
 
@@ -608,6 +671,7 @@ class ElasticJob:
         return sorted(places)
 
     def _kill(self, numbers: Iterable[int], gently: bool = False) -> None:
+        """Let hosts kill workers, or `gently` let them leave after their step."""
         by_host: dict[int, list[int]] = {}
         for number in numbers:
             if gently or number not in self._killed:
@@ -634,15 +698,17 @@ class ElasticJob:
             self._tell_loss(f"rank {rank} has left", 1, len(self.coordinator.members))
 
     def _note_end(self, host: int, end: Ended) -> None:
+        """Note how a worker has ended, which is to be told at the end of the job."""
         rank = self.rank_of(end.number)
         if end.code and end.number not in self._killed:
-            self.codes[rank] = end.code
+            self.outcome.codes[rank] = end.code
         if end.report is not None:
-            self.reports[rank] = structs.replace(end.report, rank=rank)
+            self.outcome.reports[rank] = structs.replace(end.report, rank=rank)
         if len(self.hosts) > 1 and host in self.hosts:
-            self.places[rank] = self.hosts[host].name
+            self.outcome.places[rank] = self.hosts[host].name
 
     def _note_failed_start(self, host: int, end: Ended) -> None:
+        """Note that a worker has ended before it became a member; too many end the attempts."""
         self._failed_starts += 1
         report = end.report
         why = f"{report.kind}: {report.reason}" if report is not None else _how(end.code)
@@ -675,7 +741,7 @@ class ElasticJob:
         fruitless = 0 if progress > state.progress else state.fruitless + 1
         if fruitless > _MOST_RESTARTS:
             times = f"the workers were started again {_MOST_RESTARTS} times without any progress"
-            self.failure = f"{times}, and then {reason}"
+            self.outcome.failure = f"{times}, and then {reason}"
             self._change_state(is_ending=True)
             self.is_over = True
             return
@@ -685,7 +751,7 @@ class ElasticJob:
         self.coordinator = self._new_coordinator()
         self._view = ()
         self._failed_starts = 0
-        self._keeping.clear()
+        self._values.forget_waits()
         self._change_state(
             restarts=state.restarts + 1,
             fruitless=fruitless,
@@ -695,6 +761,7 @@ class ElasticJob:
         )
 
     def _resize(self, workers: int) -> str:
+        """Let the job have so many workers, and return what is done."""
         coordinator = self.coordinator
         (least, most) = (self.limits.minimum, self.limits.maximum)
         if not least <= workers <= most:
@@ -783,10 +850,12 @@ class ElasticJob:
         self._change_state(target=min(wanted, living + free))
 
     def _let_leave(self, numbers: list[int]) -> None:
+        """Let workers leave after the step in progress."""
         self._dismissed.update(numbers)
         self._kill(numbers, gently=True)
 
     def _announce_view(self) -> None:
+        """Say who has joined with a new view."""
         view = self.coordinator.view
         joined = [
             str(view.index(number)) for number in view if self._view and number not in self._view
@@ -847,32 +916,19 @@ class ElasticJob:
             return
         slots = sum(host.slots for host in self.hosts.values())
         if slots < least and not self.others_may_join:
-            self.failure = (
+            self.outcome.failure = (
                 f"{counted(slots, 'worker')} can run without the devices that compute wrong "
                 f"numbers, fewer than the {least} that the training needs"
             )
         elif time.monotonic() - self._waits_since >= limit_s:
-            self.failure = (
+            self.outcome.failure = (
                 f"fewer than {counted(least, 'worker')} for {limit_s:g} s (--pause-timeout)"
             )
         else:
             return
-        self.tell(f"{self.failure}; the job saves and ends")
+        self.tell(f"{self.outcome.failure}; the job saves and ends")
         self._change_state(stops=(signal.SIGTERM,))
         self.coordinator.stop(signal.SIGTERM)
-
-    def _keep(self) -> None:
-        while self.coordinator.to_keep:
-            message = self.coordinator.to_keep.popleft()
-            if message.request >= 0:
-                self._keeping[message.worker, message.request] = set(self.hosts)
-            for host in self.hosts:
-                self.send(host, message)
-
-    def _answer_if_kept(self, key: tuple[int, int]) -> None:
-        if key in self._keeping and not self._keeping[key]:
-            del self._keeping[key]
-            self.coordinator.answer_kept(*key)
 
 
 def describe_workers(count: int, one: str = "goes", several: str = "go") -> str:

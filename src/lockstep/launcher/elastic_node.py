@@ -29,19 +29,6 @@ from typing_extensions import override
 
 from .. import environment, messages
 from ..activity import Activity
-from ..elastic.mesh import (
-    ASKS,
-    NEW,
-    WAITS_TO_JOIN,
-    HostEntry,
-    Knock,
-    Mesh,
-    NobodyLeadsError,
-    Refused,
-    WaitsToJoinError,
-    Welcome,
-    knock,
-)
 from ..errors import ConfigError, LockstepError, counted
 from ..job.connection import Connection, take_turn
 from ..job.messages import HostFailure, Request, TakesPart
@@ -55,6 +42,19 @@ from .host_description import describe_host
 from .links import interface_with_address
 from .local import elastic_setup
 from .log_multiplexer import LogMultiplexer
+from .mesh import (
+    ASKS,
+    NEW,
+    WAITS_TO_JOIN,
+    HostEntry,
+    Knock,
+    Mesh,
+    NobodyLeadsError,
+    Refused,
+    WaitsToJoinError,
+    Welcome,
+    knock,
+)
 from .node import HostPart, failure_of
 from .options import JobOptions
 from .peers import WireMessage

@@ -53,8 +53,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..elastic.mesh import Link
 from ..messages import Integer, List, Tagged
+from .mesh import Link
 
 
 class HostView(msgspec.Struct, frozen=True, array_like=True):

@@ -287,24 +287,24 @@ class Leadership:
 
     def raise_failure(self, job: ElasticJob) -> None:
         """Raise the error of a job that is over, if there is one."""
-        reports = sorted(job.reports.values(), key=lambda report: report.time)
+        reports = sorted(job.outcome.reports.values(), key=lambda report: report.time)
         workers = len(job.coordinator.view) or job.state.target
         results = WorkerResults(
             reports,
             (),
-            job.codes,
+            job.outcome.codes,
             list(job.state.stops),
             self._workers.killed,
             workers,
             watchdog_report=self._workers.watchdog_report,
         )
         try:
-            if job.failure:
-                raise LockstepError(job.failure)
+            if job.outcome.failure:
+                raise LockstepError(job.outcome.failure)
             raise_failure(results)
         except LockstepError as error:
             error.checkpoint = error.checkpoint or job.state.checkpoint or job.state.resume or None
             failed = error if isinstance(error, WorkerError) else error.__cause__
             if isinstance(failed, WorkerError):
-                failed.host = failed.host or job.places.get(failed.rank, "")
+                failed.host = failed.host or job.outcome.places.get(failed.rank, "")
             raise

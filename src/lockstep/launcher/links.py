@@ -1,7 +1,7 @@
 """The connections between the launchers of a job whose hosts are fixed: each to that of the first
 host.
 
-Hosts of an elastic job are connected each to each, see `lockstep.elastic.mesh`.
+Hosts of an elastic job are connected each to each, see `lockstep.launcher.mesh`.
 
 Both sides prove that they know the job's key, without showing it. The kernels notice the loss of a
 host or of the network (`system.heartbeat`), the end of a connection that of a launcher; missing
@@ -217,7 +217,6 @@ class FixedHosts(OneHost):
         self._limit_s = environment.heartbeat_timeout()
         self._silence = SilenceWatch(Patience.of(several_hosts=True))
         self._links: dict[int, _Link] = {}
-        self._names: dict[int, str] = {}
         # who have not shown that they know the key
         self._strangers: Strangers[_Link] = Strangers(self._close)
         self._listener: socket.socket | None = None
@@ -274,12 +273,12 @@ class FixedHosts(OneHost):
             raise LockstepError(verdict) from None
         finally:
             self._stop_listening()
-        self._names = {node: each.host for node, each in enumerate(descriptions)}
         for link in self._links.values():
             assert link.hello is not None
             proof = _proof(self._key, "answers", link.hello.nonce, link.nonce)
             self._send(link, HostWelcome(proof, time.time_ns()))
-        self._coordinator = Coordinator(self._names, self._tell, self._serve)
+        names = {node: each.host for node, each in enumerate(descriptions)}
+        self._coordinator = Coordinator(names, self._tell, self._serve)
 
     def _check(self, descriptions: list[HostDescription], config: JobOptions) -> None:
         missing = [str(node) for node in range(1, self.nodes) if node not in self._links]
@@ -373,11 +372,10 @@ class FixedHosts(OneHost):
     def tick(self) -> list[str]:
         """Look at the other hosts; returns what is to be said of them."""
         self._silence.tick()
+        names = {} if self._coordinator is None else self._coordinator.names
         for node, link in list(self._links.items()):
             pings = link.connection.pings
-            text = (
-                f"the launcher of host {self._names.get(node, self.address)} has not answered for"
-            )
+            text = f"the launcher of host {names.get(node, self.address)} has not answered for"
             if self._silence.is_due(node, pings):
                 self._say(f"{text} {self._silence.patience.warning_s:g} s")
             if self._silence.is_over(node, pings):
@@ -399,7 +397,7 @@ class FixedHosts(OneHost):
         now = time.monotonic()
         for node in coordinator.ended:
             if now - self._ended_at.setdefault(node, now) > self._limit_s:
-                coordinator.end_job(f"the launcher on {self._names[node]} has ended")
+                coordinator.end_job(f"the launcher on {coordinator.names[node]} has ended")
 
     def _say(self, text: str) -> None:
         if self._coordinator is not None:
@@ -450,7 +448,7 @@ class FixedHosts(OneHost):
         if node is not None and self._coordinator is None:
             self._lose(node, f"the first host ({self.address}) no longer answers")
         elif node is not None:
-            self._lose(node, reason.format(self._names[node]))
+            self._lose(node, reason.format(self._coordinator.names[node]))
         self._close(link)
 
     def _lose(self, node: int, reason: str) -> None:

@@ -21,7 +21,6 @@ from lockstep.elastic.membership import (
     View,
     WorkerState,
 )
-from lockstep.elastic.mesh import HostEntry
 from lockstep.errors import LockstepError
 from lockstep.job.messages import Failure
 from lockstep.launcher import elastic_job
@@ -35,6 +34,7 @@ from lockstep.launcher.elastic_job import (
     Start,
     ToWorker,
 )
+from lockstep.launcher.mesh import HostEntry
 from support.worker_states import say
 
 M = TypeVar("M")
@@ -340,7 +340,7 @@ def test_an_error_ends_the_job_once_with_the_name_of_its_host(
     assert world.of(Kill) == [(0, Kill((0,)))]
     world.end(0, host=0, code=0)
     assert world.job.is_over and not world.of(Start)
-    assert list(world.job.reports) == [1] and world.job.places[1] == "beta"
+    assert list(world.job.outcome.reports) == [1] and world.job.outcome.places[1] == "beta"
 
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -374,7 +374,7 @@ def test_all_workers_are_started_again_from_the_checkpoint_until_it_is_in_vain()
                 (1, False, "/run/step-5"),
             ]
     assert world.job.is_over
-    assert world.job.failure.startswith(
+    assert world.job.outcome.failure.startswith(
         "the workers were started again 3 times without any progress, and then"
     )
 
@@ -403,7 +403,7 @@ def test_a_crash_after_the_training_ends_the_job_with_its_code(
     world.end(0, host=0, code=0 if ends else -9)
     world.job.supervise()
     assert world.job.is_over is ends
-    assert world.job.codes == ({1: code} if ends else {})
+    assert world.job.outcome.codes == ({1: code} if ends else {})
     assert bool(world.of(Start)) is not ends  # else all are started again
 
 
@@ -426,7 +426,7 @@ def test_who_leads_next_ends_a_job_whose_programs_have_ended() -> None:
     world.job.host_lost(0)
     world.job.resume([memory.report()], ())
     world.job.supervise()
-    assert world.job.is_over and not world.job.failure and not world.of(Start)
+    assert world.job.is_over and not world.job.outcome.failure and not world.of(Start)
     other = World((1, 1), 2)
     other.job.state = JobState(2, first=5)  # all workers have been started again since
     other.job.resume([memory.report()], ())
@@ -577,7 +577,7 @@ def test_who_waits_for_workers_for_too_long_saves_and_ends(monkeypatch: pytest.M
     world.job.supervise()
     reason = "fewer than 2 workers for 600 s (--pause-timeout)"
     assert (
-        world.job.failure == reason
+        world.job.outcome.failure == reason
         and world.said[-1] == f"lockstep: {reason}; the job saves and ends"
     )
     assert world.job.state.stops == (signal.SIGTERM,) and not world.job.coordinator.waiting
@@ -587,7 +587,7 @@ def test_who_is_to_wait_for_ever_does(monkeypatch: pytest.MonkeyPatch) -> None:
     world, now = waiting_below_the_minimum(monkeypatch, math.inf)
     now[0] += 1e9
     world.job.supervise()
-    assert world.job.coordinator.waiting and not world.job.failure
+    assert world.job.coordinator.waiting and not world.job.outcome.failure
 
 
 def test_orders_that_may_be_lost_are_sent_again_to_a_host_that_is_back() -> None:
@@ -677,7 +677,7 @@ def test_a_job_ends_if_it_needs_the_devices_that_compute_wrong_numbers() -> None
     world.leave(1)
     world.job.supervise()
     assert not world.of(Start)
-    assert world.job.failure == (
+    assert world.job.outcome.failure == (
         "1 worker can run without the devices that compute wrong numbers, fewer than the 2 that "
         "the training needs"
     )

@@ -17,7 +17,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lockstep.elastic.mesh import Link
 from lockstep.launcher.election import (
     Accept,
     Accepted,
@@ -31,6 +30,7 @@ from lockstep.launcher.election import (
     Reject,
     Vote,
 )
+from lockstep.launcher.mesh import Link
 
 MESSAGE: msgspec.msgpack.Decoder[ElectionMessage] = msgspec.msgpack.Decoder(ElectionMessage)
 

@@ -31,6 +31,7 @@ from ..job.connection import AT_ONCE, Connection, watch_unsent
 from ..messages import Integer, List, Tagged
 from ..system.heartbeat import keep_alive
 from ..system.strangers import LIMIT_S, Strangers
+from .pulse import Patience
 
 NEW = -1
 """The number of a host that wants to join."""
@@ -177,6 +178,63 @@ def _wait_until_refused(address: str, port: int) -> None:
             end.recv(1)
 
 
+class _Dialler:
+    """Connects to other launchers in threads, as that may block; what becomes of it comes in the
+    launcher's loop.
+
+    Args:
+        selector: of the loop; the data of each key is a function to call when it is ready.
+        on_result: called with the number of the host, the socket that is connected to it or None,
+            whether it refuses connections, and whether it was a probe.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        on_result: Callable[[int, socket.socket | None, bool, bool], None],
+    ) -> None:
+        self._selector = selector
+        self._on_result = on_result
+        self._results: SimpleQueue[tuple[int, socket.socket | None, bool, bool]] = SimpleQueue()
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        selector.register(self._wake, selectors.EVENT_READ, self._take_results)
+
+    def dial(self, host: HostEntry, probes: bool) -> None:
+        """Connect to a host; as a probe only to see whether it listens."""
+
+        def connect() -> None:
+            end = None
+            refused = False
+            try:
+                if probes:
+                    _wait_until_refused(host.address, host.port)
+                else:
+                    end = socket.create_connection((host.address, host.port), _DIAL_S)
+            except OSError as error:
+                refused = isinstance(error, ConnectionRefusedError)
+            self._results.put((host.number, end, refused, probes))
+            with suppress(OSError):
+                self._waker.send(b".")
+
+        threading.Thread(target=connect, name="lockstep dial", daemon=True).start()
+
+    def _take_results(self) -> None:
+        """Pass on what the threads have found."""
+        with suppress(BlockingIOError):
+            self._wake.recv(4096)
+        with suppress(Empty):
+            while True:
+                self._on_result(*self._results.get_nowait())
+
+    def close(self) -> None:
+        """Take no more results."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(self._wake)
+        self._wake.close()
+        self._waker.close()
+
+
 class Mesh:
     """This launcher's connections to those of the other hosts.
 
@@ -201,7 +259,7 @@ class Mesh:
             of a new number.
         on_silence: called when a launcher has not answered for that many seconds, though its host
             does: it is stopped, or hangs.
-        warning_s, launcher_limit_s: seconds after which that is called, and after which the host
+        patience: how long such a launcher is waited for: when that is called, and when its host
             does not count as connected any more.
     """
 
@@ -224,9 +282,9 @@ class Mesh:
             "this host is no job's"
         )
         self.on_silence: Callable[[int, float], None] = lambda host, seconds: None
-        self.warning_s = self.launcher_limit_s = math.inf
+        self.patience = Patience(math.inf, math.inf)
         self._said_silent: set[int] = set()
-        self._key, self._dials, self._answers = key, *_halves(key)
+        self._dials, self._answers = _halves(key)
         self._listener = listener
         self._selector = selector
         self._kind = kind
@@ -237,8 +295,7 @@ class Mesh:
             _Peer, float
         ] = {}  # who were dialled and have not answered yet, and since when
         self._dialling: dict[int, float] = {}  # hosts that are dialled, or will be at this time
-        self._results: SimpleQueue[tuple[int, socket.socket | None, bool, bool]] = SimpleQueue()
-        self._wake, self._waker = socket.socketpair()
+        self._dialler = _Dialler(selector, self._dialled)
         self._refused: set[int] = set()
         self._listens: dict[
             int, int
@@ -246,11 +303,10 @@ class Mesh:
         self._probing: dict[
             int, Link
         ] = {}  # hosts whose connection has ended: what they are if they do not listen
-        self._next_ping = self._pings_since = 0.0
+        self._next_ping = 0.0
+        self._pings_since = 0.0
         listener.setblocking(False)
-        self._wake.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self._accept)
-        selector.register(self._wake, selectors.EVENT_READ, self._take_results)
 
     def send(self, host: int, message: object) -> None:
         """Send a message to another host; ignored if it is not connected."""
@@ -271,7 +327,9 @@ class Mesh:
         """
         listening = set(hosts) - self._refused
         for host in listening - self._dialling.keys() - self._peers.keys():
-            self._dial(host, probes=False)  # it would dial this host itself, if it ran
+            self._dialler.dial(
+                self.hosts[host], probes=False
+            )  # it would dial this host itself, if it ran
         return not listening
 
     @property
@@ -322,19 +380,20 @@ class Mesh:
             self._drop(peer)
         for host in [host for host, due in self._dialling.items() if now >= due]:
             self._dialling[host] = now + _DIAL_S + _REDIAL_S
-            self._dial(host, probes=False)
+            self._dialler.dial(self.hosts[host], probes=False)
 
     def _is_silent(self, peer: _Peer, seconds: float) -> bool:
         """Say that a launcher has not answered for long; lose it, and return True, if that has
         lasted too long.
         """
-        if seconds <= self.warning_s and seconds <= self.launcher_limit_s:
+        patience = self.patience
+        if seconds <= patience.warning_s and seconds <= patience.limit_s:
             self._said_silent.discard(peer.host)
             return False
-        is_over = seconds > self.launcher_limit_s
+        is_over = seconds > patience.limit_s
         if is_over or peer.host not in self._said_silent:
             self._said_silent.add(peer.host)
-            self.on_silence(peer.host, self.launcher_limit_s if is_over else self.warning_s)
+            self.on_silence(peer.host, patience.limit_s if is_over else patience.warning_s)
         if is_over:
             self._said_silent.discard(peer.host)
             self._lose(peer)
@@ -351,6 +410,7 @@ class Mesh:
             self._ping(peer)
 
     def _ping(self, peer: _Peer) -> None:
+        """Let the launcher of a connection know that this one runs."""
         try:
             peer.connection.ping()
         except OSError:
@@ -358,43 +418,16 @@ class Mesh:
 
     def close(self) -> None:
         """Listen no more, and close all connections."""
-        for end in (self._listener, self._wake):
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(end)
-            end.close()
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(self._listener)
+        self._listener.close()
+        self._dialler.close()
         for peer in [*self._peers.values(), *self._answering]:
             self._close(peer)
         self._strangers.close()
-        self._waker.close()
-
-    def _dial(self, host: int, probes: bool) -> None:
-        """Connect to a host in a thread; as a probe only to see whether it listens."""
-        entry = self.hosts[host]
-
-        def connect() -> None:
-            end = None
-            refused = False
-            try:
-                if probes:
-                    _wait_until_refused(entry.address, entry.port)
-                else:
-                    end = socket.create_connection((entry.address, entry.port), _DIAL_S)
-            except OSError as error:
-                refused = isinstance(error, ConnectionRefusedError)
-            self._results.put((host, end, refused, probes))
-            with suppress(OSError):
-                self._waker.send(b".")
-
-        threading.Thread(target=connect, name="lockstep dial", daemon=True).start()
-
-    def _take_results(self) -> None:
-        with suppress(BlockingIOError):
-            self._wake.recv(4096)
-        with suppress(Empty):
-            while True:
-                self._dialled(*self._results.get_nowait())
 
     def _dialled(self, host: int, end: socket.socket | None, refused: bool, probes: bool) -> None:
+        """Go on with what has become of an attempt to connect, or of a probe."""
         if end is not None and (
             host in self._peers or not (host in self._dialling or self._is_to_be_asked(host))
         ):
@@ -425,26 +458,31 @@ class Mesh:
         return self._listens[host] % _ASKED_AFTER == 0
 
     def _connection(self, end: socket.socket) -> Connection[Any, Any]:
+        """Return the connection over a socket, which the kernels watch."""
         end.setblocking(False)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(end, self._limit_s)
         return Connection(end, self._kind)
 
     def _accept(self) -> None:
+        """Accept connections; who they are from they have to show."""
         self._strangers.accept(self._listener, self._open)
 
     def _open(self, end: socket.socket) -> _Peer:
+        """Return the connection of a stranger."""
         peer = _Peer(self._connection(end))
         peer.connection.is_strange = True
         self._listen(peer)
         return peer
 
     def _listen(self, peer: _Peer) -> None:
+        """Let the loop receive what comes on a connection."""
         self._selector.register(
             peer.connection.socket, selectors.EVENT_READ, lambda: self._receive(peer)
         )
 
     def _send(self, peer: _Peer, message: object) -> None:
+        """Send a message on a connection."""
         try:
             peer.connection.send(message)
         except OSError:
@@ -453,6 +491,7 @@ class Mesh:
         watch_unsent(self._selector, peer.connection)
 
     def _receive(self, peer: _Peer) -> None:
+        """Take what has come on a connection, or its end."""
         peer.heard = time.monotonic()
         try:
             for message in peer.connection.receive_available(AT_ONCE):
@@ -468,6 +507,7 @@ class Mesh:
             self._drop(peer)
 
     def _handle(self, peer: _Peer, message: object) -> None:
+        """Take a message, as whoever has sent it is a stranger, was dialled, or is a host."""
         if peer in self._strangers:
             self._answer(peer, message)
         elif peer in self._answering:
@@ -492,6 +532,7 @@ class Mesh:
             raise OSError("another program listens there")
 
     def _answer(self, peer: _Peer, knock: object) -> None:
+        """Answer who has dialled: another host of the job, one that joins, or one that asks."""
         if not isinstance(knock, Knock) or not hmac.compare_digest(
             knock.key.encode(), self._dials.encode()
         ):
@@ -553,13 +594,14 @@ class Mesh:
             del self._peers[peer.host]
             if time.monotonic() - peer.heard < _RECENT_S and peer.host in self.hosts:
                 self._probing[peer.host] = Link.LOST if peer.is_broken else Link.ENDED
-                self._dial(peer.host, probes=True)
+                self._dialler.dial(self.hosts[peer.host], probes=True)
             else:
                 self.on_link(peer.host, Link.SILENT)
                 if peer.host < self.own.number and peer.host in self.hosts:
                     self._dialling[peer.host] = 0.0
 
     def _close(self, peer: _Peer) -> None:
+        """Close a connection."""
         with suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection.socket)
         peer.connection.close()

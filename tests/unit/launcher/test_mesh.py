@@ -23,9 +23,10 @@ import msgspec
 import pytest
 
 from lockstep.elastic import mesh as mesh_module
-from lockstep.elastic.mesh import NEW, HostEntry, Knock, Link, Mesh, Refused, Welcome, Wire, knock
 from lockstep.errors import LockstepError
 from lockstep.job.connection import Connection
+from lockstep.launcher.mesh import NEW, HostEntry, Knock, Link, Mesh, Refused, Welcome, Wire, knock
+from lockstep.launcher.pulse import Patience
 from lockstep.messages import Tagged
 
 
@@ -461,7 +462,7 @@ def test_a_launcher_that_does_not_answer_is_said_and_then_silent(two: tuple[Host
     first, _ = two
     said: list[tuple[int, float]] = []
     first.mesh.on_silence = lambda host, seconds: said.append((host, seconds))
-    first.mesh.warning_s, first.mesh.launcher_limit_s = 30.0, 120.0
+    first.mesh.patience = Patience(30.0, 120.0)
     peer = first.mesh._peers[1]
 
     def not_heard_for(seconds: float) -> None:
