@@ -21,7 +21,7 @@ import pytest
 from lockstep import environment, launcher
 from lockstep.cli.main import main
 from lockstep.launcher import start
-from lockstep.launcher.elastic_node import JobSpec
+from lockstep.launcher.elastic_jobs.elastic_node import JobSpec
 from lockstep.launcher.remote_command import (
     assign_workers,
     host_commands,

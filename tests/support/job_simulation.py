@@ -45,7 +45,7 @@ from lockstep.elastic.membership import (
     WorkerState,
 )
 from lockstep.errors import LockstepError
-from lockstep.launcher import (
+from lockstep.launcher.elastic_jobs import (
     elastic_host,
     elastic_job,
     host_knowledge,
@@ -55,12 +55,20 @@ from lockstep.launcher import (
     user_requests,
     waiting,
 )
-from lockstep.launcher.elastic_host import ElasticHost
-from lockstep.launcher.elastic_job import Ended, JobState, Limits, Start
-from lockstep.launcher.election import Accepted, HostView
-from lockstep.launcher.mesh import NEW, WAITS_TO_JOIN, HostEntry, Knock, Link, Refused, Welcome
+from lockstep.launcher.elastic_jobs.elastic_host import ElasticHost
+from lockstep.launcher.elastic_jobs.elastic_job import Ended, JobState, Limits, Start
+from lockstep.launcher.elastic_jobs.election import Accepted, HostView
+from lockstep.launcher.elastic_jobs.mesh import (
+    NEW,
+    WAITS_TO_JOIN,
+    HostEntry,
+    Knock,
+    Link,
+    Refused,
+    Welcome,
+)
+from lockstep.launcher.elastic_jobs.waiting import ALONE_S, OutsideError
 from lockstep.launcher.pulse import Patience
-from lockstep.launcher.waiting import ALONE_S, OutsideError
 
 STEPS, FAULTS_UNTIL_S, PAUSE_S = 45, 25.0, 60.0
 LIMIT_S = FAULTS_UNTIL_S + 2 * PAUSE_S + 150.0

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from lockstep.elastic.membership import Coordinator
-from lockstep.launcher.elastic_job import ElasticJob
+from lockstep.launcher.elastic_jobs.elastic_job import ElasticJob
 
 __all__ = ["say"]
 

@@ -13,7 +13,7 @@ import pytest
 from lockstep.cli.horovodrun import HorovodOptions
 from lockstep.cli.parser import Parser
 from lockstep.errors import ConfigError
-from lockstep.launcher.elastic_node import JobSpec
+from lockstep.launcher.elastic_jobs.elastic_node import JobSpec
 from lockstep.launcher.options import WORKERS, JobOptions
 from lockstep.launcher.remote_command import host_command, remote_environment
 from lockstep.option_table import integer, names, option, options_of, switch, text, values_of

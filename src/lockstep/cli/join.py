@@ -73,7 +73,7 @@ def run_command(parsed: argparse.Namespace) -> int:
     workers = parsed.workers
     if workers is not None:
         workers = arguments.parse_whole("-np", workers, least=1, most=120)
-    from ..launcher import elastic_node
+    from ..launcher.elastic_jobs import elastic_node
 
     elastic_node.join_running_job(host, int(port), workers)
     return 0

@@ -1,7 +1,7 @@
 """The connections between the launchers of a job whose hosts are fixed: each to that of the first
 host.
 
-Hosts of an elastic job are connected each to each, see `lockstep.launcher.mesh`.
+Hosts of an elastic job are connected each to each, see `lockstep.launcher.elastic_jobs.mesh`.
 
 Both sides prove that they know the job's key, without showing it. The kernels notice the loss of a
 host or of the network (`system.heartbeat`), the end of a connection that of a launcher; missing

@@ -27,14 +27,12 @@ from ..system.processes import TERM_GRACE_S, end_orphans
 from ..topology import World
 from . import worker
 from .coordinator import Round
-from .elastic_job import Limits
-from .elastic_workers import HostSetup
 from .fork_server import threads_per_worker
 from .links import OneHost
 from .log_multiplexer import LogMultiplexer
 from .options import JobOptions
 from .output_lines import RankLogFiles
-from .pulse import ELASTIC_LIMIT_S, Patience, Pulse
+from .pulse import Patience, Pulse
 from .script import Script
 from .supervisor import WatchdogFiles, WorkerSupervisor, program_name
 from .terminal import lend_terminal
@@ -46,10 +44,11 @@ from .workers import Workers
 __all__ = [
     "HostJob",
     "OutputSettings",
-    "elastic_setup",
     "run_host_share",
     "run_program",
     "run_workers",
+    "startup_message",
+    "watchdog_options",
 ]
 
 # The end of a worker is noticed at once in any case. Polling every 50 ms took 1.4 % of a core,
@@ -556,9 +555,9 @@ def run_host_share(
 ) -> None:
     """Run this host's workers of `config.program`."""
     threads = threads_per_worker(config, workers)
-    watch = _watchdog_options(config)
+    watch = watchdog_options(config)
     if not config.quiet:
-        multiplexer.write_message(_startup_message(workers, threads, config))
+        multiplexer.write_message(startup_message(workers, threads, config))
     method = config.start_method
     debug_rank = config.debug_rank
     network = (
@@ -584,28 +583,12 @@ def run_host_share(
     )
 
 
-def elastic_setup(
-    script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer
-) -> HostSetup:
-    """Return how to run the workers of an elastic job on this host."""
-    threads = threads_per_worker(config, workers)
-    watch = _watchdog_options(config)
-    if not config.quiet:
-        multiplexer.write_message(_startup_message(workers, threads, config))
-    options = WorkerOptions(
-        workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch
-    )
-    assert config.elastic is not None
-    several = config.nnodes > 1 or config.as_host or config.master_addr is not None
-    variables = {} if several else loopback_variables()
-    patience = Patience.of(several, ELASTIC_LIMIT_S)
-    pause_s = environment.pause_timeout() or config.stall_timeout or environment.stall_timeout()
-    return HostSetup(
-        script, options, Limits(*config.elastic, pause_s), multiplexer, variables, patience
-    )
+def watchdog_options(config: JobOptions) -> WatchdogOptions:
+    """Return what the options of a run say of the watchdog.
 
-
-def _watchdog_options(config: JobOptions) -> WatchdogOptions:
+    Raises:
+        ConfigError: the environment has no valid mode.
+    """
     environment.watchdog_mode()  # raises for an invalid value before anything starts
     mode = "off" if config.no_watchdog else "strict" if config.strict else None
     timeline = None if config.timeline is None else str(Path(config.timeline).absolute())
@@ -615,7 +598,8 @@ def _watchdog_options(config: JobOptions) -> WatchdogOptions:
     return WatchdogOptions(mode, config.stall_timeout, timeline, folder, metrics)
 
 
-def _startup_message(workers: int, threads: int, config: JobOptions) -> str:
+def startup_message(workers: int, threads: int, config: JobOptions) -> str:
+    """Return what is said before so many workers of this host are started."""
     of = f"{threads} thread{'s'[: threads != 1]}" + (" each" if workers > 1 else "")
     text = (
         f"lockstep run: {workers} worker{'s'[: workers != 1]}, {of} ({environment.usable_cores()} "

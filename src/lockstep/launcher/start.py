@@ -174,13 +174,17 @@ def _run_on_this_host(script: Script, config: JobOptions) -> None:
         check_network(config.network, workers)
         prepare_workers(config, workers)
         with deferred_signals():
-            from . import elastic_host, links, local
+            if config.elastic is not None:
+                from .elastic_jobs import elastic_host, elastic_workers
+            else:
+                from . import links, local
 
     multiplexer = LogMultiplexer(
         (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
     )
     if config.elastic is not None:
-        elastic_host.run_on_one_host(local.elastic_setup(script, config, workers, multiplexer))
+        setup = elastic_workers.elastic_setup(script, config, workers, multiplexer)
+        elastic_host.run_on_one_host(setup)
         return
     with closing(links.OneHost()) as hosts:
         local.run_host_share(script, config, workers, multiplexer, hosts)
@@ -192,9 +196,14 @@ def _run_on_several_hosts(script: Script, config: JobOptions, starter: Starter |
         workers = config.workers or default_workers()
         problem = _prepare_host(script, config, workers)
         with deferred_signals():
-            from . import elastic_node, node
+            from . import node
 
-    kind = node.FixedPart if config.elastic is None else elastic_node.ElasticPart
+            kind: type[node.HostPart] = node.FixedPart
+            if config.elastic is not None:
+                from .elastic_jobs import elastic_node
+
+                kind = elastic_node.ElasticPart
+
     node.run_as_node(kind(script, workers, problem), config, starter)
 
 

@@ -31,8 +31,8 @@ from ..system.socket_folders import short_base
 from .relay import Item, RelayedLog
 
 if TYPE_CHECKING:
-    from ..launcher.elastic_host import ElasticHost
-    from ..launcher.elastic_node import Listener
+    from ..launcher.elastic_jobs.elastic_host import ElasticHost
+    from ..launcher.elastic_jobs.elastic_node import Listener
     from ..launcher.links import OneHost
 
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -153,7 +153,7 @@ class AgentActor:
 
         address = ray.util.get_node_ip_address()
         if is_elastic:
-            from ..launcher.elastic_node import Listener
+            from ..launcher.elastic_jobs.elastic_node import Listener
 
             self._founder = Listener(address)
             return address, self._founder.port
@@ -265,9 +265,9 @@ class AgentActor:
     def _run_elastic(
         self, script: Script, config: JobOptions, slots: int, addresses: list[tuple[str, int]]
     ) -> None:
-        from ..launcher.elastic_node import found_job, join_job
+        from ..launcher.elastic_jobs.elastic_node import found_job, join_job
+        from ..launcher.elastic_jobs.elastic_workers import elastic_setup
         from ..launcher.fork_server import prepare_workers
-        from ..launcher.local import elastic_setup
 
         prepare_workers(config, slots)
         setup = elastic_setup(script, config, slots, self._log)

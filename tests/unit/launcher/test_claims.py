@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher import claims
-from lockstep.launcher.claims import SharedFolder, claim
-from lockstep.launcher.election import HostView
+from lockstep.launcher.elastic_jobs import claims
+from lockstep.launcher.elastic_jobs.claims import SharedFolder, claim
+from lockstep.launcher.elastic_jobs.election import HostView
 
 
 def view(leader: int, number: int = 3) -> HostView:

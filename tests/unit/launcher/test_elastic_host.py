@@ -18,20 +18,20 @@ import pytest
 from lockstep.elastic.control import Request
 from lockstep.elastic.membership import WorkerState
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launcher import elastic_node
-from lockstep.launcher.elastic_host import ElasticHost
-from lockstep.launcher.elastic_job import Ended, FromWorker, HostMessages, Kept
-from lockstep.launcher.elastic_node import Listener
-from lockstep.launcher.elastic_workers import HostSetup
-from lockstep.launcher.mesh import (
+from lockstep.launcher.elastic_jobs import elastic_node
+from lockstep.launcher.elastic_jobs.elastic_host import ElasticHost
+from lockstep.launcher.elastic_jobs.elastic_job import Ended, FromWorker, HostMessages, Kept
+from lockstep.launcher.elastic_jobs.elastic_node import Listener
+from lockstep.launcher.elastic_jobs.elastic_workers import HostSetup
+from lockstep.launcher.elastic_jobs.mesh import (
     NOBODY_LEADS,
     WAITS_TO_JOIN,
     HostEntry,
     NobodyLeadsError,
     WaitsToJoinError,
 )
-from lockstep.launcher.other_hosts import Inbox
-from lockstep.launcher.waiting import OutsideError
+from lockstep.launcher.elastic_jobs.other_hosts import Inbox
+from lockstep.launcher.elastic_jobs.waiting import OutsideError
 
 
 def ended(number: int) -> Ended:

@@ -23,8 +23,8 @@ from lockstep.elastic.membership import (
 )
 from lockstep.errors import LockstepError
 from lockstep.job.messages import Failure
-from lockstep.launcher import elastic_job
-from lockstep.launcher.elastic_job import (
+from lockstep.launcher.elastic_jobs import elastic_job
+from lockstep.launcher.elastic_jobs.elastic_job import (
     FENCE_S,
     ElasticJob,
     Ended,
@@ -34,7 +34,7 @@ from lockstep.launcher.elastic_job import (
     Start,
     ToWorker,
 )
-from lockstep.launcher.mesh import HostEntry
+from lockstep.launcher.elastic_jobs.mesh import HostEntry
 from support.worker_states import say
 
 M = TypeVar("M")

@@ -17,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lockstep.launcher.election import (
+from lockstep.launcher.elastic_jobs.election import (
     Accept,
     Accepted,
     Ballot,
@@ -30,7 +30,7 @@ from lockstep.launcher.election import (
     Reject,
     Vote,
 )
-from lockstep.launcher.mesh import Link
+from lockstep.launcher.elastic_jobs.mesh import Link
 
 MESSAGE: msgspec.msgpack.Decoder[ElectionMessage] = msgspec.msgpack.Decoder(ElectionMessage)
 

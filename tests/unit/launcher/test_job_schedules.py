@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 import pytest
 
-from lockstep.launcher import admission, elastic_job, local_members
-from lockstep.launcher.election import Election, _Attempt
-from lockstep.launcher.mesh import Link
+from lockstep.launcher.elastic_jobs import admission, elastic_job, local_members
+from lockstep.launcher.elastic_jobs.election import Election, _Attempt
+from lockstep.launcher.elastic_jobs.mesh import Link
 from support.job_simulation import (
     CRASHES_IN_A_VOTE,
     FROZEN_LAUNCHER,

@@ -25,7 +25,17 @@ import pytest
 from lockstep.elastic import mesh as mesh_module
 from lockstep.errors import LockstepError
 from lockstep.job.connection import Connection
-from lockstep.launcher.mesh import NEW, HostEntry, Knock, Link, Mesh, Refused, Welcome, Wire, knock
+from lockstep.launcher.elastic_jobs.mesh import (
+    NEW,
+    HostEntry,
+    Knock,
+    Link,
+    Mesh,
+    Refused,
+    Welcome,
+    Wire,
+    knock,
+)
 from lockstep.launcher.pulse import Patience
 from lockstep.messages import Tagged
 

@@ -27,21 +27,23 @@ from typing import Any, TypeVar
 import msgspec
 from typing_extensions import override
 
-from .. import environment, messages
-from ..activity import Activity
-from ..errors import ConfigError, LockstepError, counted
-from ..job.connection import Connection, take_turn
-from ..job.messages import HostFailure, Request, TakesPart
-from ..stores import listen
-from ..system.heartbeat import address_towards
+from ... import environment, messages
+from ...activity import Activity
+from ...errors import ConfigError, LockstepError, counted
+from ...job.connection import Connection, take_turn
+from ...job.messages import HostFailure, Request, TakesPart
+from ...stores import listen
+from ...system.heartbeat import address_towards
+from ..fork_server import default_workers, prepare_workers, wait_until_loaded
+from ..host_description import describe_host
+from ..links import interface_with_address
+from ..log_multiplexer import LogMultiplexer
+from ..node import HostPart, failure_of
+from ..options import JobOptions
+from ..script import HOROVOD_SETUP, Script
 from .admission import About
 from .elastic_host import ElasticHost
-from .elastic_workers import HostSetup
-from .fork_server import default_workers, prepare_workers, wait_until_loaded
-from .host_description import describe_host
-from .links import interface_with_address
-from .local import elastic_setup
-from .log_multiplexer import LogMultiplexer
+from .elastic_workers import HostSetup, elastic_setup
 from .mesh import (
     ASKS,
     NEW,
@@ -55,10 +57,7 @@ from .mesh import (
     Welcome,
     knock,
 )
-from .node import HostPart, failure_of
-from .options import JobOptions
 from .peers import WireMessage
-from .script import HOROVOD_SETUP, Script
 from .waiting import ALONE_S, OutsideError, describe_ended
 
 T = TypeVar("T")

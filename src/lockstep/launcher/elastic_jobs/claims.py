@@ -15,7 +15,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from .. import messages
+from ... import messages
 from .election import HostView
 
 

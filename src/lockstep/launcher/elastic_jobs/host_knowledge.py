@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..elastic.membership import HostMemory
+from ...elastic.membership import HostMemory
 from .elastic_job import AgentState, JobState
 from .election import Election, HostView
 from .peers import Peers

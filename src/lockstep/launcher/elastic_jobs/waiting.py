@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 
-from ..errors import LockstepError
+from ...errors import LockstepError
 from .elastic_job import Over
 from .election import Election
 from .host_knowledge import HostKnowledge

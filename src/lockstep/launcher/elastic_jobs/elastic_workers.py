@@ -12,22 +12,26 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from .. import environment
-from ..elastic.membership import Up, View
-from ..environment import ElasticWorker
-from ..environment.variable_table import EARLIER_RUN_DIR, RESUME
-from ..job.messages import FromAnyWorker
-from ..system.processes import TERM_GRACE_S, end_orphans
-from . import worker
+from ... import environment
+from ...elastic.membership import Up, View
+from ...environment import ElasticWorker
+from ...environment.variable_table import EARLIER_RUN_DIR, RESUME
+from ...job.messages import FromAnyWorker
+from ...stores import loopback_variables
+from ...system.processes import TERM_GRACE_S, end_orphans
+from .. import worker
+from ..fork_server import threads_per_worker
+from ..local import startup_message, watchdog_options
+from ..log_multiplexer import LogMultiplexer
+from ..options import JobOptions
+from ..output_lines import OutputLine
+from ..pulse import ELASTIC_LIMIT_S, Patience
+from ..script import Script
+from ..supervisor import StoppedWorkers, WatchdogFiles, WorkerSupervisor
+from ..worker_options import EXIT_GRACE, WorkerOptions
+from ..worker_output import PipedOutput, open_pipes
+from ..workers import Workers
 from .elastic_job import Ended, JobState, Limits, Start
-from .log_multiplexer import LogMultiplexer
-from .output_lines import OutputLine
-from .pulse import Patience
-from .script import Script
-from .supervisor import StoppedWorkers, WatchdogFiles, WorkerSupervisor
-from .worker_options import WorkerOptions
-from .worker_output import PipedOutput, open_pipes
-from .workers import Workers
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,33 @@ class HostSetup:
     multiplexer: LogMultiplexer
     variables: dict[str, str]
     patience: Patience
+
+
+def elastic_setup(
+    script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer
+) -> HostSetup:
+    """Return how to run the workers of an elastic job on this host.
+
+    Args:
+        script: the program.
+        config: of the run.
+        workers: the most on this host.
+        multiplexer: prints the workers' lines.
+    """
+    threads = threads_per_worker(config, workers)
+    watch = watchdog_options(config)
+    if not config.quiet:
+        multiplexer.write_message(startup_message(workers, threads, config))
+    options = WorkerOptions(
+        workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch
+    )
+    assert config.elastic is not None
+    several = config.nnodes > 1 or config.as_host or config.master_addr is not None
+    variables = {} if several else loopback_variables()
+    patience = Patience.of(several, ELASTIC_LIMIT_S)
+    pause_s = environment.pause_timeout() or config.stall_timeout or environment.stall_timeout()
+    limits = Limits(*config.elastic, pause_s)
+    return HostSetup(script, options, limits, multiplexer, variables, patience)
 
 
 _END_S = 2.0  # for killed processes to end

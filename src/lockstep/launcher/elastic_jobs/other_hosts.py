@@ -1,7 +1,7 @@
 """What the host that leads an elastic job has heard from the others: their messages, until it
 handles them, and whom they do not reach.
 
-The connections on which they come are in `lockstep.launcher.mesh`; `elastic_host` handles them.
+The connections on which they come are in `mesh`; `elastic_host` handles them.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ import signal
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from ..elastic.control import Reply, Request
-from ..elastic.membership import HostReport
-from ..errors import InterruptedRunError, LockstepError, WorkerError
+from ...elastic.control import Reply, Request
+from ...elastic.membership import HostReport
+from ...errors import InterruptedRunError, LockstepError, WorkerError
+from ..worker_status import WorkerResults, raise_failure
 from .claims import SharedFolder
 from .elastic_job import (
     AgentState,
@@ -28,7 +29,6 @@ from .election import Election, HostView
 from .host_knowledge import HostKnowledge
 from .other_hosts import Inbox, UnreachableHosts
 from .peers import Peers
-from .worker_status import WorkerResults, raise_failure
 
 
 class Leadership:

@@ -53,7 +53,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..messages import Integer, List, Tagged
+from ...messages import Integer, List, Tagged
 from .mesh import Link
 
 

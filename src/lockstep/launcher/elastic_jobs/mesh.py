@@ -26,12 +26,12 @@ from typing import Any
 
 import msgspec
 
-from ..errors import LockstepError
-from ..job.connection import AT_ONCE, Connection, watch_unsent
-from ..messages import Integer, List, Tagged
-from ..system.heartbeat import keep_alive
-from ..system.strangers import LIMIT_S, Strangers
-from .pulse import Patience
+from ...errors import LockstepError
+from ...job.connection import AT_ONCE, Connection, watch_unsent
+from ...messages import Integer, List, Tagged
+from ...system.heartbeat import keep_alive
+from ...system.strangers import LIMIT_S, Strangers
+from ..pulse import Patience
 
 NEW = -1
 """The number of a host that wants to join."""

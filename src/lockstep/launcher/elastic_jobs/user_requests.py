@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from .. import environment
-from ..elastic.control import ControlSocket, Reply, Request
+from ... import environment
+from ...elastic.control import ControlSocket, Reply, Request
 from .elastic_job import Over
 from .election import Election
 from .host_knowledge import HostKnowledge

@@ -16,13 +16,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..elastic.control import Reply
-from ..elastic.membership import Keep
-from ..errors import InterruptedRunError, LockstepError
-from ..interruption import collect_signals
-from ..job.connection import take_turn
-from ..job.messages import Say
-from ..system.job_folders import temporary_job_folder
+from ...elastic.control import Reply
+from ...elastic.membership import Keep
+from ...errors import InterruptedRunError, LockstepError
+from ...interruption import collect_signals
+from ...job.connection import take_turn
+from ...job.messages import Say
+from ...system.job_folders import temporary_job_folder
+from ..pulse import Pulse
 from .admission import Admission
 from .claims import SharedFolder
 from .elastic_job import ForLeader, HostMessages, JobState, Kill, Over, Start, ToWorker
@@ -33,7 +34,6 @@ from .leadership import Leadership
 from .local_members import LocalMembers
 from .mesh import HostEntry, Link, Mesh, Welcome
 from .peers import Peers
-from .pulse import Pulse
 from .user_requests import UserRequests
 from .waiting import TICK_S, OutsideError, Waiting
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..elastic.membership import LEASE_S, Down, Keep, Lease, Regroup, Up, View, WorkerState
+from ...elastic.membership import LEASE_S, Down, Keep, Lease, Regroup, Up, View, WorkerState
 from .elastic_job import FromWorker, Kept, Start
 from .elastic_workers import HostSetup, HostWorkers
 from .election import Election

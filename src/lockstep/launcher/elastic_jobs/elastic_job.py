@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from ..elastic.control import Reply, Request
-from ..elastic.membership import (
+from ...elastic.control import Reply, Request
+from ...elastic.membership import (
     NO_STATE,
     Commit,
     Coordinator,
@@ -27,10 +27,10 @@ from ..elastic.membership import (
     View,
     WorkerState,
 )
-from ..errors import LockstepError, counted
-from ..job.messages import Failure, Say
-from ..messages import Integer, List, Tagged
-from ..system.processes import UNKNOWN_EXIT_CODE, signal_name
+from ...errors import LockstepError, counted
+from ...job.messages import Failure, Say
+from ...messages import Integer, List, Tagged
+from ...system.processes import UNKNOWN_EXIT_CODE, signal_name
 from .mesh import HostEntry
 
 _MOST_FAILED_STARTS = 3  # workers, one after the other, that have ended before they became members

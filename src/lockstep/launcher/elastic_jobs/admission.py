@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from .. import messages
-from ..job.messages import HostDescription
+from ... import messages
+from ...job.messages import HostDescription
+from ..host_description import check_compatible, describe_host
 from .election import Election
-from .host_description import check_compatible, describe_host
 from .host_knowledge import HostKnowledge
 from .leadership import Leadership
 from .mesh import ASKS, NOBODY_LEADS, WAITS_TO_JOIN, Knock, Refused, Welcome
