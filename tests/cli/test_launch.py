@@ -348,7 +348,7 @@ def test_an_error_that_all_workers_raise_is_not_attributed_to_one() -> None:
 
 def test_the_others_have_a_moment_to_raise_the_same() -> None:
     def work() -> None:
-        from lockstep.launcher import worker
+        from lockstep.launcher.worker_process import worker
 
         worker.SAME_ERROR_WAIT_SECONDS = 60.0
         join_group()

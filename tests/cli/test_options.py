@@ -22,7 +22,7 @@ from lockstep import environment, launcher
 from lockstep.cli.main import main
 from lockstep.launcher import start
 from lockstep.launcher.elastic_jobs.elastic_node import JobSpec
-from lockstep.launcher.remote_command import (
+from lockstep.launcher.remote_hosts.remote_command import (
     assign_workers,
     host_commands,
     remote_environment,
@@ -313,7 +313,9 @@ def project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "bad.yaml").write_text("weight-decay: -1\n")
     (folder / "worse.yaml").write_text("epochs: three\n")
     (folder / "unknown.yaml").write_text("epoch: 3\n")
-    monkeypatch.setattr("lockstep.launcher.remote_command.is_this_host", lambda host: False)
+    monkeypatch.setattr(
+        "lockstep.launcher.remote_hosts.remote_command.is_this_host", lambda host: False
+    )
     monkeypatch.setattr("lockstep.cli.horovodrun.is_this_host", lambda host: False)
     monkeypatch.setattr("lockstep.submit.description._OWN_FOLDERS", ())
     monkeypatch.setenv("PATH", "/nowhere")

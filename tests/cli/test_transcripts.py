@@ -499,7 +499,7 @@ def test_a_host_is_lost(lost: int, tmp_path: Path) -> None:
 
 
 OTHER_TORCH = """
-import sys, lockstep.launcher.host_description as host_description
+import sys, lockstep.launcher.remote_hosts.host_description as host_description
 from lockstep.cli.main import main
 known = host_description._version
 host_description._version = lambda name: "2.0.1" if name == "torch" else known(name)

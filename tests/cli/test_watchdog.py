@@ -21,9 +21,9 @@ from lockstep.errors import ConfigError
 from lockstep.flight_recorder import jobs, layout
 from lockstep.launcher import local
 from lockstep.launcher.options import JobOptions
-from lockstep.launcher.script import Script
 from lockstep.launcher.supervisor import WatchdogFiles
 from lockstep.launcher.worker_options import WatchdogOptions
+from lockstep.launcher.worker_process.script import Script
 from lockstep.watchdog import report as reports
 from support import warm_python
 

@@ -83,7 +83,7 @@ def test_resize_without_an_elastic_job(
 def test_a_folder_is_a_program_only_with_a_main(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from lockstep.launcher.script import Script
+    from lockstep.launcher.worker_process.script import Script
 
     (tmp_path / "train.py").touch()
     text = said(f"run {tmp_path}", capsys)

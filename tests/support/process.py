@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import psutil
 
-from lockstep.launcher.fork_server import start_fork_server
+from lockstep.launcher.worker_process.fork_server import start_fork_server
 
 from .outcome import Outcome
 from .worker import STACK_SIGNAL, Job, Release, serve

@@ -48,8 +48,8 @@ def test_import_brings_in_nothing_slow(imports: list[dict[str, Any]]) -> None:
 def test_a_launcher_starts_the_fork_server_before_it_loads_pytorch() -> None:
     """Then both load it at once; one after the other takes twice as long."""
     program = (
-        "import sys; import lockstep.launcher.start, lockstep.launcher.ssh; print('torch' in "
-        "sys.modules)"
+        "import sys; import lockstep.launcher.start, lockstep.launcher.remote_hosts.ssh; "
+        "print('torch' in sys.modules)"
     )
     assert (
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout

@@ -136,6 +136,19 @@ def test_there_is_no_import_cycle(modules: dict[str, layers.Module]) -> None:
     assert_none(layers.check_cycles(modules, CYCLES))
 
 
+def test_jobs_of_fixed_size_load_nothing_of_elastic_ones(modules: dict[str, layers.Module]) -> None:
+    elastic = "lockstep.launcher.elastic_jobs"
+    assert_none(
+        [
+            f"{name}:{each.line} imports {each.target} at its top"
+            for name, module in modules.items()
+            for each in module.imports
+            if name.startswith("lockstep.launcher") and not name.startswith(elastic)
+            if each.top and each.runtime and each.target.startswith(elastic)
+        ]
+    )
+
+
 def test_no_module_is_a_piece_of_another(modules: dict[str, layers.Module]) -> None:
     assert_none(layers.check_tiny(modules, PLUG_INS))
 

@@ -15,7 +15,7 @@ from lockstep.cli.parser import Parser
 from lockstep.errors import ConfigError
 from lockstep.launcher.elastic_jobs.elastic_node import JobSpec
 from lockstep.launcher.options import WORKERS, JobOptions
-from lockstep.launcher.remote_command import host_command, remote_environment
+from lockstep.launcher.remote_hosts.remote_command import host_command, remote_environment
 from lockstep.option_table import integer, names, option, options_of, switch, text, values_of
 from lockstep.submit import SubmitOptions
 from lockstep.training.options import TrainOptions

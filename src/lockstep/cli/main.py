@@ -184,7 +184,7 @@ def _resume_hint(error: LockstepError, words: list[str], program_words: int) -> 
         return f". Resume with: {shlex.join(['lockstep', 'train', '--resume', error.run_dir])}"
     if words[0] != "run":
         return resume_hint(error, shlex.join(["lockstep", *words]))
-    from ..launcher.remote_command import redact_variables  # imports torch
+    from ..launcher.remote_hosts.remote_command import redact_variables  # imports torch
 
     command_words = words[1 : len(words) - program_words]
     program = words[len(words) - program_words :]

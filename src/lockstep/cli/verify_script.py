@@ -31,7 +31,7 @@ def verify_script(parsed: argparse.Namespace, counts: Sequence[int], steps: int)
     from rich.console import Console
 
     with Activity("lockstep verify: loading PyTorch"):
-        from ..launcher.script import Script
+        from ..launcher.worker_process.script import Script
         from ..verification.analysis import analyse
         from ..verification.runs import record_run
     words = [str(word) for word in parsed.arguments]

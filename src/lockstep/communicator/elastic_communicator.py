@@ -106,7 +106,7 @@ class ElasticCommunicator(Communicator):
         self._store: GenerationStore | None = None
         self._hooks = sys.excepthook, sys.excepthook
         connection = job_client.current()
-        if connection is None:  # a worker that does not begin in `launcher.worker`
+        if connection is None:  # a worker that does not begin in `launcher.worker_process.worker`
             connection = job_client.JobClient(worker.socket, worker.number, ToAnyWorker | Down)
         self.client = MembershipClient(connection, self._interrupt)
         if not worker.joins:

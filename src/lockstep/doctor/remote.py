@@ -14,7 +14,7 @@ from msgspec import structs
 from .. import messages
 from ..hosts import Host
 from ..launcher.options import JobOptions
-from ..launcher.remote_command import ssh_command
+from ..launcher.remote_hosts.remote_command import ssh_command
 from . import this_host
 from .findings import Problem, Section
 

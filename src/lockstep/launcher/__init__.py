@@ -121,12 +121,13 @@ def run_on_workers(
     """Do what `launch` does, with any options that workers have; only their number is checked."""
     arguments.whole("workers", options.workers, least=1, most=MAX_WORKERS)
     check_process()
-    from . import fork_server
+    from .worker_process import fork_server
 
     fork_server.check_memory(options.workers)
     fork_server.start_fork_server()  # first, so that it loads PyTorch while this process continues
     with interruption.deferred_signals():
-        from . import links, local, log_multiplexer, worker_output, worker_status
+        from . import links, local, worker_status
+        from .output import log_multiplexer, worker_output
 
     with temporary_job_folder() as folder, ExitStack() as stack:
         call = folder / "call"

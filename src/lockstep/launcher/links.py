@@ -43,9 +43,9 @@ from .coordinator import (
     Round,
     ToCoordinator,
 )
-from .host_description import check_compatible
 from .options import JobOptions, check_debug_rank
 from .pulse import Patience, SilenceWatch
+from .remote_hosts.host_description import check_compatible
 
 __all__ = ["FIRST", "FixedHosts", "OneHost", "interface_with_address", "listen_for_hosts"]
 

@@ -25,19 +25,19 @@ from ..stores import loopback_variables
 from ..system.job_folders import temporary_job_folder
 from ..system.processes import TERM_GRACE_S, end_orphans
 from ..topology import World
-from . import worker
 from .coordinator import Round
-from .fork_server import threads_per_worker
 from .links import OneHost
-from .log_multiplexer import LogMultiplexer
 from .options import JobOptions
-from .output_lines import RankLogFiles
+from .output.log_multiplexer import LogMultiplexer
+from .output.output_lines import RankLogFiles
+from .output.terminal import lend_terminal
+from .output.worker_output import FileOutput, OutputTarget, inherit_output, pipe_output
 from .pulse import Patience, Pulse
-from .script import Script
 from .supervisor import WatchdogFiles, WorkerSupervisor, program_name
-from .terminal import lend_terminal
 from .worker_options import EXIT_GRACE, WatchdogOptions, WorkerOptions
-from .worker_output import FileOutput, OutputTarget, inherit_output, pipe_output
+from .worker_process import worker
+from .worker_process.fork_server import threads_per_worker
+from .worker_process.script import Script
 from .worker_status import WorkerResults, first_failure, raise_failure
 from .workers import Workers
 

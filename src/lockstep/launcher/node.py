@@ -21,14 +21,14 @@ from .. import environment
 from ..errors import InterruptedRunError, LockstepError, WorkerError
 from ..job.messages import AgentFailure, HostDescription, HostFailure, JobIsOver, Request
 from ..system.heartbeat import address_towards
-from .host_description import describe_host
 from .links import FIRST, FixedHosts, interface_with_address, listen_for_hosts
 from .local import run_host_share
-from .log_multiplexer import LogMultiplexer
 from .options import JobOptions
-from .script import Script
-from .starter import Starter
+from .output.log_multiplexer import LogMultiplexer
+from .remote_hosts.host_description import describe_host
+from .remote_hosts.starter import Starter
 from .worker_options import FAILURE_GRACE
+from .worker_process.script import Script
 
 __all__ = ["FixedPart", "HostPart", "failure_of", "run_as_node", "run_host"]
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from .. import environment
 from ..errors import LockstepError, WorkerError
 from ..network import VirtualNetwork
-from . import fork_server, links, local
-from .log_multiplexer import LogMultiplexer
-from .script import Script
+from . import links, local
+from .output.log_multiplexer import LogMultiplexer
 from .worker_options import EXIT_GRACE, WorkerOptions
+from .worker_process import fork_server
+from .worker_process.script import Script
 
 __all__ = ["OUTPUT", "in_one_line", "last_line", "run_quietly"]
 

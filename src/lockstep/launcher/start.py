@@ -19,13 +19,13 @@ from ..errors import ConfigError, LockstepError
 from ..hosts import Host
 from ..interruption import deferred_signals
 from ..topology import World
-from .fork_server import default_workers, prepare_workers
 from .host_requirements import check_loopback
-from .log_multiplexer import LogMultiplexer
 from .options import AUTO, JobOptions, check_debug_rank, check_network
-from .remote_command import requested_variables
-from .script import HOROVOD_SETUP, Script
-from .starter import Starter
+from .output.log_multiplexer import LogMultiplexer
+from .remote_hosts.remote_command import requested_variables
+from .remote_hosts.starter import Starter
+from .worker_process.fork_server import default_workers, prepare_workers
+from .worker_process.script import HOROVOD_SETUP, Script
 
 
 def config_for_slurm_task(
@@ -126,7 +126,7 @@ def start(config: JobOptions, listed: Callable[[], Sequence[Host]] | None = None
     setup = HOROVOD_SETUP if config.as_horovod else ""
     script = Script(config.program[0], config.program[1:], config.module, setup)
     if config.hosts:
-        from . import ssh
+        from .remote_hosts import ssh
 
         ssh.run_on_hosts(config, listed)
     elif (

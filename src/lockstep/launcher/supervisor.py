@@ -33,7 +33,7 @@ from ..system.processes import TERM_GRACE_S, is_stopped
 from ..watchdog import report as reports
 from ..watchdog.diagnosis import ObservationClock
 from .job_totals import TotalsOfJob, write_totals
-from .remote_command import redact_variables
+from .remote_hosts.remote_command import redact_variables
 from .worker_options import FAILURE_GRACE, WatchdogOptions
 from .workers import WorkerProcess, Workers
 

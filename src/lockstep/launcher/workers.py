@@ -21,7 +21,7 @@ from .. import environment
 from ..job.connection import AT_ONCE, Connection, watch_unsent
 from ..job.messages import Failure, Finished, FromAnyWorker, Hello, Note, Peers, Release
 from ..system.strangers import Strangers
-from .fork_server import note_how_to_know, starting_processes
+from .worker_process.fork_server import note_how_to_know, starting_processes
 
 Entry = Callable[[int], object]
 """What a worker runs, with its number."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import environment
 from ..activity import Activity
 from ..errors import DataError, LockstepError, counted
-from ..launcher.script import Script
+from ..launcher.worker_process.script import Script
 from ..messages import decode
 from ..network import VirtualNetwork
 from .step_profile import Profile

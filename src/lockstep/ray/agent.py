@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 from .. import environment
 from ..errors import LockstepError
 from ..job.messages import HostDescription
-from ..launcher.host_description import describe_host
 from ..launcher.options import JobOptions
-from ..launcher.script import Script
+from ..launcher.remote_hosts.host_description import describe_host
 from ..launcher.worker_options import WorkerOptions
+from ..launcher.worker_process.script import Script
 from ..system.socket_folders import short_base
 from .relay import Item, RelayedLog
 
@@ -237,10 +237,10 @@ class AgentActor:
             return NodeEnd(value, error, cause, own, own_cause, is_over)
 
     def _run_fixed(self, script: Script, config: JobOptions, workers: int) -> None:
-        from ..launcher.fork_server import prepare_workers
         from ..launcher.links import FixedHosts, OneHost
         from ..launcher.local import OutputSettings, run_program
         from ..launcher.node import run_host
+        from ..launcher.worker_process.fork_server import prepare_workers
 
         prepare_workers(config, workers)
         several = config.nnodes > 1
@@ -267,7 +267,7 @@ class AgentActor:
     ) -> None:
         from ..launcher.elastic_jobs.elastic_node import found_job, join_job
         from ..launcher.elastic_jobs.elastic_workers import elastic_setup
-        from ..launcher.fork_server import prepare_workers
+        from ..launcher.worker_process.fork_server import prepare_workers
 
         prepare_workers(config, slots)
         setup = elastic_setup(script, config, slots, self._log)

@@ -13,8 +13,8 @@ from ..environment.variable_table import JOB_KEY
 from ..errors import LockstepError, WorkerError
 from ..interruption import collect_signals
 from ..job.messages import WATCHDOG_ERROR_KINDS
-from ..launcher.host_description import check_compatible, describe_host
 from ..launcher.options import JobOptions
+from ..launcher.remote_hosts.host_description import check_compatible, describe_host
 from ..stores import LOOPBACK
 from .agent import AgentActor, NodeEnd
 from .relay import Screen, forwarded_variables

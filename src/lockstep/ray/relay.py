@@ -14,10 +14,10 @@ from typing import Any
 from .. import environment
 from ..activity import in_notebook
 from ..environment.variable_table import DISPLAY
-from ..launcher.log_multiplexer import LogMultiplexer, NotebookOutput
 from ..launcher.options import JobOptions
-from ..launcher.output_lines import OutputLine
-from ..launcher.remote_command import remote_environment
+from ..launcher.output.log_multiplexer import LogMultiplexer, NotebookOutput
+from ..launcher.output.output_lines import OutputLine
+from ..launcher.remote_hosts.remote_command import remote_environment
 
 Item = tuple[int, int, OutputLine] | str
 """A line of a rank, with 0 for standard output or 1 for standard error; or a message of the

@@ -23,7 +23,7 @@ from .. import arguments, environment
 from ..errors import ConfigError, LockstepError, counted
 from ..launcher import check_process
 from ..launcher.quiet_run import OUTPUT, run_quietly
-from ..launcher.script import Script
+from ..launcher.worker_process.script import Script
 from ..launcher.worker_status import pickle_call
 from ..verification.held import Held
 from ..verification.recording import record_file

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from .. import environment
 from ..errors import DataError, LockstepError
 from ..launcher.quiet_run import in_one_line, last_line, run_quietly
-from ..launcher.script import Script
+from ..launcher.worker_process.script import Script
 from .held import Held
 from .recording import StepRecorder, record_file
 from .records import RunRecord, TensorRecord

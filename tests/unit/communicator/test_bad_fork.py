@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import LockstepError
-from lockstep.launcher.worker import refuse_bad_fork
+from lockstep.launcher.worker_process.worker import refuse_bad_fork
 
 
 def test_it_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from lockstep.errors import DataError, InterruptedRunError, WorkerError
 from lockstep.job.messages import Failure
-from lockstep.launcher import worker
+from lockstep.launcher.worker_process import worker
 from lockstep.launcher.worker_status import (
     WorkerResults,
     common_error,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher.worker import keep_freed_memory
+from lockstep.launcher.worker_process.worker import keep_freed_memory
 from support import warm_python
 
 # glibc's default gives freed memory back from twice the largest freed block on.
@@ -19,7 +19,7 @@ FREED_MB = 96
 SCRIPT = """
 import resource, sys
 from pathlib import Path
-from lockstep.launcher.worker import keep_freed_memory
+from lockstep.launcher.worker_process.worker import keep_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import InterruptedRunError
-from lockstep.launcher import late_failures, worker
+from lockstep.launcher.worker_process import late_failures, worker
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,6 @@ from lockstep.errors import ConfigError, LockstepError, WorkerError
 from lockstep.job.connection import Connection
 from lockstep.job.messages import HostDescription, HostFailure
 from lockstep.launcher.coordinator import Round
-from lockstep.launcher.host_description import check_compatible, describe_host
 from lockstep.launcher.links import (
     Challenge,
     FixedHosts,
@@ -31,6 +30,7 @@ from lockstep.launcher.links import (
     listen_for_hosts,
 )
 from lockstep.launcher.options import JobOptions
+from lockstep.launcher.remote_hosts.host_description import check_compatible, describe_host
 from lockstep.stores import LOOPBACK
 
 LIMIT = 60.0

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launcher import log_multiplexer
-from lockstep.launcher.log_multiplexer import LogMultiplexer
-from lockstep.launcher.output_lines import LineSplitter, OutputLine
+from lockstep.launcher.output import log_multiplexer
+from lockstep.launcher.output.log_multiplexer import LogMultiplexer
+from lockstep.launcher.output.output_lines import LineSplitter, OutputLine
 
 
 def line(text: bytes) -> OutputLine:

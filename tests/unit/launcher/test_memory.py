@@ -14,9 +14,10 @@ import lockstep
 from lockstep import environment
 from lockstep.cli import main
 from lockstep.errors import ConfigError
-from lockstep.launcher import fork_server, start
+from lockstep.launcher import start
 from lockstep.launcher.options import JobOptions
-from lockstep.launcher.script import Script
+from lockstep.launcher.worker_process import fork_server
+from lockstep.launcher.worker_process.script import Script
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lockstep.errors import LockstepError
-from lockstep.launcher import mpi_singletons
-from lockstep.launcher.mpi_singletons import _SingletonModule, _WatchingLoader
+from lockstep.launcher.worker_process import mpi_singletons
+from lockstep.launcher.worker_process.mpi_singletons import _SingletonModule, _WatchingLoader
 
 
 class Loader:

@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
-from lockstep.launcher import log_multiplexer, pulse
-from lockstep.launcher.log_multiplexer import LogMultiplexer
+from lockstep.launcher import pulse
+from lockstep.launcher.output import log_multiplexer
+from lockstep.launcher.output.log_multiplexer import LogMultiplexer
 from lockstep.launcher.pulse import (
     ELASTIC_LIMIT_S,
     Patience,

@@ -16,13 +16,13 @@ from lockstep import hosts
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launcher.links import interface_with_address
 from lockstep.launcher.options import JobOptions
-from lockstep.launcher.remote_command import (
+from lockstep.launcher.remote_hosts.remote_command import (
     assign_workers,
     host_commands,
     redact_variables,
     remote_environment,
 )
-from lockstep.launcher.ssh import run_on_hosts
+from lockstep.launcher.remote_hosts.ssh import run_on_hosts
 from lockstep.launcher.start import config_for_slurm_task
 from lockstep.system.heartbeat import address_towards
 from lockstep.topology import World
@@ -32,7 +32,9 @@ HERE = "10.0.0.1"
 
 @pytest.fixture(autouse=True)
 def one_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.launcher.remote_command.is_this_host", lambda host: host == HERE)
+    monkeypatch.setattr(
+        "lockstep.launcher.remote_hosts.remote_command.is_this_host", lambda host: host == HERE
+    )
 
 
 def configure(*program: str, **given: Any) -> JobOptions:

@@ -10,7 +10,8 @@ import pytest
 
 from lockstep import environment
 from lockstep.errors import LockstepError
-from lockstep.launcher import fork_server, local
+from lockstep.launcher import local
+from lockstep.launcher.worker_process import fork_server
 from lockstep.planning.profiling import Program, record_profiles
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import ConfigError, LockstepError, WorkerError
-from lockstep.launcher.output_lines import OutputLine
+from lockstep.launcher.output.output_lines import OutputLine
 from lockstep.ray import resources as of_ray
 from lockstep.ray.agent import NodeEnd, devices_of_worker
 from lockstep.ray.driver import choose_error, describe_loss, describe_start

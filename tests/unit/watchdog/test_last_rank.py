@@ -125,7 +125,7 @@ def test_threads_that_are_joined_at_the_end_are_named(monkeypatch: pytest.Monkey
 
 def test_the_place_where_a_worker_ends_its_threads_exists() -> None:
     """It is known by the name of a function in a file of another package."""
-    from lockstep.launcher import script
+    from lockstep.launcher.worker_process import script
 
     assert (script.__file__, script._finish.__name__) in last_rank._ENDS
     assert Path(script.__file__).samefile(last_rank._ENDS[1][0])

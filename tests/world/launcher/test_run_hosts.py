@@ -373,7 +373,7 @@ OTHER_TORCH = """#!/bin/sh
 [ "$(hostname)" = beta ] && [ "$1" = -m ] || exec {python} "$@"
 shift 2
 exec {python} -c '
-import sys, lockstep.launcher.host_description as host_description
+import sys, lockstep.launcher.remote_hosts.host_description as host_description
 from lockstep.cli.main import main
 known = host_description._version
 host_description._version = lambda name: "2.0.1" if name == "torch" else known(name)

@@ -6,7 +6,7 @@ import msgspec
 
 from ... import messages
 from ...job.messages import HostDescription
-from ..host_description import check_compatible, describe_host
+from ..remote_hosts.host_description import check_compatible, describe_host
 from .election import Election
 from .host_knowledge import HostKnowledge
 from .leadership import Leadership

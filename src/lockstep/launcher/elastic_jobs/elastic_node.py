@@ -34,13 +34,13 @@ from ...job.connection import Connection, take_turn
 from ...job.messages import HostFailure, Request, TakesPart
 from ...stores import listen
 from ...system.heartbeat import address_towards
-from ..fork_server import default_workers, prepare_workers, wait_until_loaded
-from ..host_description import describe_host
 from ..links import interface_with_address
-from ..log_multiplexer import LogMultiplexer
 from ..node import HostPart, failure_of
 from ..options import JobOptions
-from ..script import HOROVOD_SETUP, Script
+from ..output.log_multiplexer import LogMultiplexer
+from ..remote_hosts.host_description import describe_host
+from ..worker_process.fork_server import default_workers, prepare_workers, wait_until_loaded
+from ..worker_process.script import HOROVOD_SETUP, Script
 from .admission import About
 from .elastic_host import ElasticHost
 from .elastic_workers import HostSetup, elastic_setup

@@ -19,17 +19,17 @@ from ...environment.variable_table import EARLIER_RUN_DIR, RESUME
 from ...job.messages import FromAnyWorker
 from ...stores import loopback_variables
 from ...system.processes import TERM_GRACE_S, end_orphans
-from .. import worker
-from ..fork_server import threads_per_worker
 from ..local import startup_message, watchdog_options
-from ..log_multiplexer import LogMultiplexer
 from ..options import JobOptions
-from ..output_lines import OutputLine
+from ..output.log_multiplexer import LogMultiplexer
+from ..output.output_lines import OutputLine
+from ..output.worker_output import PipedOutput, open_pipes
 from ..pulse import ELASTIC_LIMIT_S, Patience
-from ..script import Script
 from ..supervisor import StoppedWorkers, WatchdogFiles, WorkerSupervisor
 from ..worker_options import EXIT_GRACE, WorkerOptions
-from ..worker_output import PipedOutput, open_pipes
+from ..worker_process import worker
+from ..worker_process.fork_server import threads_per_worker
+from ..worker_process.script import Script
 from ..workers import Workers
 from .elastic_job import Ended, JobState, Limits, Start
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..environment import find_world
-from ..errors import ConfigError
+from ...environment import find_world
+from ...errors import ConfigError
 from .worker_output import OutputTarget
 
 _TERMINAL = "/dev/tty"

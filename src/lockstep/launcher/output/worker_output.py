@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from ..environment import find_world
+from ...environment import find_world
 from .output_lines import LineSplitter, WriteLine
 
 _READ_BYTES = 1 << 16

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from ..errors import ConfigError
-from ..job.messages import HostDescription
+from ...errors import ConfigError
+from ...job.messages import HostDescription
 
 __all__ = ["check_compatible", "describe_host"]
 

@@ -12,10 +12,10 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
-from ..environment import find_world, records_dir
-from ..errors import LockstepError
-from ..flight_recorder import jobs
-from ..watchdog.call_sites import is_internal, is_library
+from ...environment import find_world, records_dir
+from ...errors import LockstepError
+from ...flight_recorder import jobs
+from ...watchdog.call_sites import is_internal, is_library
 
 _MODULE = "mpi4py.MPI"
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..environment import with_variables
-from ..interruption import LAUNCHER_SIGNALS
-from ..watchdog import patches  # noqa: F401
+from ...environment import with_variables
+from ...interruption import LAUNCHER_SIGNALS
+from ...watchdog import patches  # noqa: F401
 from . import worker  # noqa: F401
 
 __all__: list[str] = []

@@ -27,24 +27,24 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from .. import environment, watchdog
-from ..environment import emulated_network, find_world, records_dir
-from ..errors import InterruptedRunError, LockstepError
-from ..extension_points import EXTENSION_POINTS
-from ..flight_recorder import jobs
-from ..job.client import JobClient
-from ..job.messages import Failure, Finished, ToAnyWorker
-from ..system.crashes import print_stack_of_crashes
-from ..system.job_folders import JobFolderLock
-from ..system.processes import ProcessLiveness, end_orphans, is_stopped
-from ..transports.runtime import host_identity
-from ..watchdog.call_sites import user_call_site
-from ..watchdog.last_rank import describe_activity
+from ... import environment, watchdog
+from ...environment import emulated_network, find_world, records_dir
+from ...errors import InterruptedRunError, LockstepError
+from ...extension_points import EXTENSION_POINTS
+from ...flight_recorder import jobs
+from ...job.client import JobClient
+from ...job.messages import Failure, Finished, ToAnyWorker
+from ...system.crashes import print_stack_of_crashes
+from ...system.job_folders import JobFolderLock
+from ...system.processes import ProcessLiveness, end_orphans, is_stopped
+from ...transports.runtime import host_identity
+from ...watchdog.call_sites import user_call_site
+from ...watchdog.last_rank import describe_activity
+from ..output.worker_output import OutputTarget
+from ..pulse import Patience, SilenceWatch, write_to_launcher
+from ..worker_status import pickle_by_value
+from ..workers import worker_socket
 from . import late_failures, mpi_singletons
-from .pulse import Patience, SilenceWatch, write_to_launcher
-from .worker_output import OutputTarget
-from .worker_status import pickle_by_value
-from .workers import worker_socket
 
 # A worker with an error of Lockstep waits this long for the others to raise the same one. If the
 # input is bad, all do so at nearly the same time; if only one worker fails, the launch fails this
@@ -131,7 +131,7 @@ def _connect(setup: WorkerSetup, rank: int) -> JobClient:
     """Connect to the launcher; the end of that connection ends this worker."""
     incoming: object = ToAnyWorker
     if environment.elastic_worker() is not None:
-        from ..elastic.membership import Down
+        from ...elastic.membership import Down
 
         incoming = ToAnyWorker | Down
     launcher = _Launcher(setup)

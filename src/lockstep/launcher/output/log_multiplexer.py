@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from .. import messages
-from ..activity import NOTEBOOK_MARK, display_in_notebook
+from ... import messages
+from ...activity import NOTEBOOK_MARK, display_in_notebook
 from .output_lines import OutputLine
 
 __all__ = ["LogMultiplexer", "NotebookOutput"]

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .. import environment
-from ..environment.variable_table import LAUNCHED, RUN_ID, WATCHDOG_DIR
-from ..errors import ConfigError
-from ..hosts import Host, is_this_host
-from .options import JobOptions
+from ... import environment
+from ...environment.variable_table import LAUNCHED, RUN_ID, WATCHDOG_DIR
+from ...errors import ConfigError
+from ...hosts import Host, is_this_host
+from ..options import JobOptions
 
 __all__ = [
     "assign_workers",

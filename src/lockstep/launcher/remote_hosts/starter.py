@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from ..errors import LockstepError
-from ..job.connection import Connection, connect_over_standard_streams
-from ..job.messages import (
+from ...errors import LockstepError
+from ...job.connection import Connection, connect_over_standard_streams
+from ...job.messages import (
     AgentError,
     AgentFailure,
     AgentHello,
@@ -29,8 +29,8 @@ from ..job.messages import (
     Say,
     ToAgent,
 )
-from .log_multiplexer import LogMultiplexer
-from .output_lines import OutputLine
+from ..output.log_multiplexer import LogMultiplexer
+from ..output.output_lines import OutputLine
 
 
 class Starter:

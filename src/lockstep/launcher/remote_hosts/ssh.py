@@ -23,13 +23,13 @@ from typing import Any
 
 import msgspec
 
-from .. import environment
-from ..environment.variable_table import JOB_KEY
-from ..errors import ConfigError, InterruptedRunError, LockstepError
-from ..hosts import Host
-from ..interruption import collect_signals
-from ..job.connection import START, Connection
-from ..job.messages import (
+from ... import environment
+from ...environment.variable_table import JOB_KEY
+from ...errors import ConfigError, InterruptedRunError, LockstepError
+from ...hosts import Host
+from ...interruption import collect_signals
+from ...job.connection import START, Connection
+from ...job.messages import (
     AgentError,
     AgentFailure,
     AgentHello,
@@ -46,11 +46,12 @@ from ..job.messages import (
     TakesPart,
     ToAgent,
 )
-from ..system.heartbeat import address_in_a_network
+from ...system.heartbeat import address_in_a_network
+from ..options import JobOptions, check_debug_rank
+from ..output.log_multiplexer import LogMultiplexer
+from ..output.output_lines import LineSplitter, OutputLine
+from ..worker_options import EXIT_GRACE, FAILURE_GRACE
 from .host_description import check_compatible
-from .log_multiplexer import LogMultiplexer
-from .options import JobOptions, check_debug_rank
-from .output_lines import LineSplitter, OutputLine
 from .remote_command import (
     assign_workers,
     host_command,
@@ -58,7 +59,6 @@ from .remote_command import (
     remote_environment,
     ssh_command,
 )
-from .worker_options import EXIT_GRACE, FAILURE_GRACE
 
 _POLL_S = 0.1
 _READ_S = 1.0

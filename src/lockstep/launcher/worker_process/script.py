@@ -11,9 +11,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import watchdog
-from ..errors import ConfigError
-from ..registry import import_object
+from ... import watchdog
+from ...errors import ConfigError
+from ...registry import import_object
 from . import late_failures
 
 __all__ = ["HOROVOD_SETUP", "Script"]

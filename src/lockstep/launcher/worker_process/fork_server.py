@@ -20,14 +20,14 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from .. import environment
-from ..environment.variable_table import RUN_ID
-from ..errors import ConfigError
-from ..interruption import LAUNCHER_SIGNALS
-from ..system import socket_folders
-from ..system.processes import UNKNOWN_EXIT_CODE
-from . import host_requirements
-from .options import JobOptions
+from ... import environment
+from ...environment.variable_table import RUN_ID
+from ...errors import ConfigError
+from ...interruption import LAUNCHER_SIGNALS
+from ...system import socket_folders
+from ...system.processes import UNKNOWN_EXIT_CODE
+from .. import host_requirements
+from ..options import JobOptions
 
 __all__ = [
     "check_memory",
