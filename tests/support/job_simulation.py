@@ -703,9 +703,9 @@ class World:
         if view is not None and self.views.setdefault(view.number, view) != view:
             raise PropertyError(f"two views: {view} and {self.views[view.number]}")
         if host._over is not None:
-            is_bad = host._over.message and not host._over.signal
+            is_bad = host._over.reason and not host._over.signal
             self.end(
-                part, host._over.message if is_bad else "left" if self.has_left(host) else "well"
+                part, host._over.reason if is_bad else "left" if self.has_left(host) else "well"
             )
 
     def has_left(self, host: Any) -> bool:

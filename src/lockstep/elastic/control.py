@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from .. import messages
 from ..errors import LockstepError
-from ..messages import Integer, Tagged
+from ..job.messages import Reply, Request
 from ..system.strangers import Strangers
 
 Answer = Callable[[str, bool], None]
@@ -21,30 +21,6 @@ Answer = Callable[[str, bool], None]
 
 _TIMEOUT_S = 5.0
 _MOST_BYTES = 1 << 16
-
-
-class Request(Tagged, frozen=True):
-    """A request of a user: of a command to a launcher, and of that to the one that leads.
-
-    Attributes:
-        number: of the request, which the reply repeats; 0 for that of a command.
-        what: "resize" to `count` workers; "remove" the host `host`; "address", for how another host
-            can join; and between launchers "leave", of the host that requests it; "slots", that it
-            shall have `count` of them; or "stop" by the signal `count`.
-    """
-
-    number: Integer
-    what: str
-    count: Integer = 0
-    host: str = ""
-
-
-class Reply(Tagged, frozen=True):
-    """What the job does on a request, or why it does not."""
-
-    number: Integer
-    text: str
-    accepted: bool
 
 
 @dataclass(eq=False)

@@ -18,9 +18,6 @@ from ..messages import Integer, List, Tagged
 
 __all__ = [
     "WATCHDOG_ERROR_KINDS",
-    "AgentError",
-    "AgentFailure",
-    "AgentHello",
     "Begin",
     "Failure",
     "Finished",
@@ -29,16 +26,17 @@ __all__ = [
     "Hello",
     "HostDescription",
     "HostFailure",
-    "JobIsOver",
+    "JobEnd",
     "Listen",
     "Listening",
     "Note",
+    "Outcome",
     "Output",
     "Peers",
     "Release",
+    "Reply",
     "Request",
     "Say",
-    "TakesPart",
     "ToAgent",
     "ToAnyWorker",
 ]
@@ -93,7 +91,9 @@ class Failure(Tagged, frozen=True):
 
 
 class Finished(Tagged, frozen=True):
-    """The work of a worker is done, so that the end of its process is no failure."""
+    """The work of the sender is done: of a worker, so that the end of its process is no failure; of
+    a launcher, that of all workers of its host; from the coordinator, that of all hosts.
+    """
 
 
 class Note(Tagged, frozen=True):
@@ -127,8 +127,9 @@ ToAnyWorker = Peers | Release
 """From a launcher to any of its workers."""
 
 
-class HostDescription(msgspec.Struct, frozen=True):
-    """What a host reports about itself before the start.
+class HostDescription(Tagged, frozen=True):
+    """What a host reports about itself before the start; the first message of its launcher to the
+    starter.
 
     Attributes:
         host: its name.
@@ -244,23 +245,17 @@ class HostFailure(msgspec.Struct, frozen=True):
         return f"rank {self.rank} on {self.host} failed later with {self.kind}", self.others
 
 
-class AgentHello(Tagged, frozen=True):
-    """The first message of a host's launcher: its host can run its workers."""
-
-    description: HostDescription
-
-
 class Listening(Tagged, frozen=True):
-    """The answer to `Listen`: the launcher listens at this port for those of the other hosts."""
+    """The launcher of a host listens for those of the other hosts: the answer to `Listen`, and said
+    again when it takes part in an elastic job.
+
+    Attributes:
+        port: where it listens.
+        address: by which others may join the job there; "" as long as it takes no part.
+    """
 
     port: Integer
-
-
-class TakesPart(Tagged, frozen=True):
-    """A host takes part in an elastic job: where its launcher listens."""
-
-    address: str
-    port: Integer
+    address: str = ""
 
 
 class Output(Tagged, frozen=True):
@@ -289,20 +284,31 @@ class Say(Tagged, frozen=True):
     text: str
 
 
-class AgentFailure(Tagged, frozen=True):
-    """The workers of a host have failed."""
+class Outcome(Tagged, frozen=True):
+    """The part of the sender is over, or its workers have failed: of one host, or from the
+    coordinator of all.
 
-    failure: HostFailure
+    Attributes:
+        failure: the first one of its workers, if there is one.
+        error: another error with which a launcher ends; "" without one.
+    """
+
+    failure: HostFailure | None = None
+    error: str = ""
 
 
-class AgentError(Tagged, frozen=True):
-    """The launcher of a host ends with this error."""
+class JobEnd(Tagged, frozen=True):
+    """The job is over, or cannot go on.
 
-    text: str
+    Attributes:
+        reason: why it does not end well; "" if it does.
+        signal: after which it ends; 0 for none.
+        failure: of workers, if that is the reason.
+    """
 
-
-class JobIsOver(Tagged, frozen=True):
-    """An elastic job is over, on all of its hosts."""
+    reason: str = ""
+    signal: Integer = 0
+    failure: HostFailure | None = None
 
 
 class Listen(Tagged, frozen=True):
@@ -319,21 +325,33 @@ class Begin(Tagged, frozen=True):
 
 
 class Request(Tagged, frozen=True):
-    """What whoever has typed the job in asks of it, at one of its hosts.
+    """What a user asks of a job: a command asks a launcher, the starter asks the launcher of a
+    host, and either launcher the one that leads an elastic job.
 
     Attributes:
-        what: "signal": forward it to the job; "leave": let this host leave an elastic job; "slots":
-            run at most so many of its workers here; "end": end the job.
-        number: of the signal, or of the slots.
+        number: of the request, which the reply repeats; 0 where there is one request only, or no
+            reply.
+        what: "resize" to `count` workers; "remove" the host `host`; "address", for how another host
+            can join; "leave", of the host that is asked; "slots", that it shall have `count` of
+            them; "signal", forward the signal `count` to the job; "stop" by the signal `count`;
+            "end" the job.
     """
 
-    what: Literal["signal", "leave", "slots", "end"]
-    number: Integer = 0
+    number: Integer
+    what: str
+    count: Integer = 0
+    host: str = ""
 
 
-FromAgent = (
-    AgentHello | Listening | TakesPart | Output | Say | AgentFailure | AgentError | JobIsOver
-)
+class Reply(Tagged, frozen=True):
+    """What the job does on a request, or why it does not."""
+
+    number: Integer
+    text: str
+    accepted: bool
+
+
+FromAgent = HostDescription | Listening | Output | Say | Outcome | JobEnd
 """From the launcher of a host to the one that was typed in, and has started it."""
 
 ToAgent = Listen | Begin | Request

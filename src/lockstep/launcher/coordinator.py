@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ..job.messages import HostFailure, Say
+from ..job.messages import Finished, HostFailure, JobEnd, Outcome, Say
 from ..messages import Integer, Tagged
 
 
@@ -22,10 +22,6 @@ class Join(Tagged, frozen=True):
     workers: Integer
 
 
-class Done(Tagged, frozen=True):
-    """All workers of this host have finished."""
-
-
 class Interrupted(Tagged, frozen=True):
     """The launcher of a host has received a signal; from the coordinator, that of the first such
     host.
@@ -33,12 +29,6 @@ class Interrupted(Tagged, frozen=True):
 
     host: str
     signal: Integer
-
-
-class HostEnd(Tagged, frozen=True):
-    """This host's part is over, with this failure of its workers if there is one."""
-
-    failure: HostFailure | None = None
 
 
 class Round(Tagged, frozen=True):
@@ -63,27 +53,11 @@ class NextRound(Tagged, frozen=True):
     number: Integer
 
 
-class AllDone(Tagged, frozen=True):
-    """The workers of all hosts have finished."""
+ToCoordinator = Join | Finished | Interrupted | Outcome
+"""From the launcher of a host; its outcome ends its part."""
 
-
-class JobOver(Tagged, frozen=True):
-    """The job cannot go on, because of another host; with the failure of its workers, if that is
-    why.
-    """
-
-    reason: str
-    failure: HostFailure | None = None
-
-
-class Outcome(Tagged, frozen=True):
-    """The parts of all hosts are over: the first failure, on any."""
-
-    failure: HostFailure | None = None
-
-
-ToCoordinator = Join | Done | Interrupted | HostEnd
-FromCoordinator = Round | NextRound | AllDone | Interrupted | JobOver | Outcome | Say
+FromCoordinator = Round | NextRound | Finished | Interrupted | JobEnd | Outcome | Say
+"""To the launchers of all hosts; the outcome is that of all parts, once they are over."""
 
 
 _FINISHED = "workers cannot be restarted, because another host's have finished already"
@@ -119,15 +93,15 @@ class Coordinator:
         match message:
             case Join(number, workers):
                 self._join(host, number, workers)
-            case Done():
+            case Finished():
                 self._done.add(host)
                 if len(self._done) == len(self.names):
-                    self._tell_all(AllDone())
+                    self._tell_all(Finished())
             case Interrupted():
                 if self._interruption is None:
                     self._interruption = message
                     self._tell_all(message)
-            case HostEnd(failure):
+            case Outcome(failure):
                 self._end(host, failure)
 
     def lost(self, host: int, reason: str) -> None:
@@ -142,7 +116,7 @@ class Coordinator:
         """The job cannot go on."""
         if not self._is_over:
             self._is_over = True
-            self._tell_all(JobOver(reason, failure))
+            self._tell_all(JobEnd(reason, failure=failure))
 
     def give_up(self) -> None:
         """The hosts whose part is not over have had enough time."""
@@ -155,7 +129,7 @@ class Coordinator:
 
     def _join(self, host: int, number: int, workers: int) -> None:
         if self._is_over or self._done:
-            self.send(host, JobOver(_FINISHED if self._done else _FAILED))
+            self.send(host, JobEnd(_FINISHED if self._done else _FAILED))
             return
         if number > self._round:
             self._round = number

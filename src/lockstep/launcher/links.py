@@ -24,22 +24,17 @@ import msgspec
 from .. import environment
 from ..errors import ConfigError, LockstepError, counted
 from ..job.connection import AT_ONCE, Connection, take_turn, watch_unsent
-from ..job.messages import HostDescription, HostFailure, Say
+from ..job.messages import Finished, HostDescription, HostFailure, JobEnd, Outcome, Say
 from ..messages import Integer, Tagged
 from ..stores import LOOPBACK, listen, serve_store
 from ..system.heartbeat import keep_alive
 from ..system.strangers import Strangers
 from .coordinator import (
-    AllDone,
     Coordinator,
-    Done,
     FromCoordinator,
-    HostEnd,
     Interrupted,
-    JobOver,
     Join,
     NextRound,
-    Outcome,
     Round,
     ToCoordinator,
 )
@@ -473,7 +468,7 @@ class FixedHosts(OneHost):
 
     def done(self) -> None:
         """Say that all workers of this host have finished."""
-        self._to_coordinator(Done())
+        self._to_coordinator(Finished())
 
     def interrupt(self, number: int) -> None:
         """Say that this launcher has received a signal, before its workers get it and exit."""
@@ -486,7 +481,7 @@ class FixedHosts(OneHost):
             failure: of this host's workers.
             seconds: how long to wait for the other hosts, if there is a failure.
         """
-        self._to_coordinator(HostEnd(failure))
+        self._to_coordinator(Outcome(failure))
         known = failure or self.failure
         deadline = time.monotonic() + seconds
         while known is not None and self.outcome is None and not self.is_disconnected:
@@ -517,11 +512,11 @@ class FixedHosts(OneHost):
             case NextRound(number):
                 self.next_is_open = number > self._rounds
                 self._rounds = max(self._rounds, number)
-            case AllDone():
+            case Finished():
                 self.all_done = True
             case Interrupted():
                 self.interruption = message
-            case JobOver(reason, failure):
+            case JobEnd(reason, _, failure):
                 self.reason = self.reason or reason
                 self.failure = self.failure or failure
             case Outcome():

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from .. import environment
 from ..errors import InterruptedRunError, LockstepError, WorkerError
-from ..job.messages import AgentFailure, HostDescription, HostFailure, JobIsOver, Request
+from ..job.messages import HostDescription, HostFailure, JobEnd, Outcome, Request
 from ..system.heartbeat import address_towards
 from .links import FIRST, FixedHosts, interface_with_address, listen_for_hosts
 from .local import run_host_share
@@ -122,7 +122,7 @@ def run_as_node(part: HostPart, config: JobOptions, starter: Starter | None) -> 
         starter.end(error, failure)
     finally:
         if part.knows_outcome:
-            starter.send(JobIsOver())
+            starter.send(JobEnd())
 
 
 class FixedPart(HostPart):
@@ -140,7 +140,7 @@ class FixedPart(HostPart):
     @override
     def take(self, request: Request) -> None:
         if request.what == "signal":
-            os.kill(os.getpid(), request.number)
+            os.kill(os.getpid(), request.count)
 
     @override
     def lose_starter(self) -> None:
@@ -156,7 +156,7 @@ class FixedPart(HostPart):
 
     def _report(self, failure: HostFailure) -> None:
         if self.starter is not None:
-            self.starter.send(AgentFailure(failure))
+            self.starter.send(Outcome(failure))
 
 
 def run_host(

@@ -10,18 +10,13 @@ from itertools import count
 import pytest
 from msgspec.structs import replace
 
-from lockstep.job.messages import HostFailure, Say
+from lockstep.job.messages import Finished, HostFailure, JobEnd, Outcome, Say
 from lockstep.launcher.coordinator import (
-    AllDone,
     Coordinator,
-    Done,
     FromCoordinator,
-    HostEnd,
     Interrupted,
-    JobOver,
     Join,
     NextRound,
-    Outcome,
     Round,
 )
 
@@ -95,10 +90,10 @@ def test_hosts_whose_workers_fail_at_the_same_time_open_one_round(job: Job) -> N
 
 def test_nothing_is_started_again_after_a_host_has_finished(job: Job) -> None:
     job.start()
-    job.receive(0, Done())
+    job.receive(0, Finished())
     job.take()
     job.receive(1, Join(1, 3))
-    over = JobOver("workers cannot be restarted, because another host's have finished already")
+    over = JobEnd("workers cannot be restarted, because another host's have finished already")
     assert job.take() == [[], [over], []]
 
 
@@ -106,39 +101,42 @@ def test_the_job_is_done_when_all_hosts_have_finished(job: Job) -> None:
     job.start()
     job.take()
     for host in (2, 0):
-        job.receive(host, Done())
+        job.receive(host, Finished())
     assert job.take() == [[]] * 3
-    job.receive(1, Done())
-    assert job.take() == [[AllDone()]] * 3
+    job.receive(1, Finished())
+    assert job.take() == [[Finished()]] * 3
 
 
 def test_a_failure_ends_the_job_and_all_name_the_earliest(job: Job) -> None:
     job.start()
     job.take()
-    job.receive(1, HostEnd(failure(1, 20, "b")))
-    assert job.take() == [[JobOver("another host's workers have failed", failure(1, 20, "b"))]] * 3
-    job.receive(2, HostEnd(failure(2, 10, "c")))
+    job.receive(1, Outcome(failure(1, 20, "b")))
+    assert (
+        job.take()
+        == [[JobEnd("another host's workers have failed", failure=failure(1, 20, "b"))]] * 3
+    )
+    job.receive(2, Outcome(failure(2, 10, "c")))
     assert job.take() == [[]] * 3
-    job.receive(0, HostEnd())
+    job.receive(0, Outcome())
     earliest = replace(failure(2, 10, "c"), others="rank 1 on b failed later with ValueError")
     assert job.take() == [[Outcome(earliest)]] * 3
     job.receive(2, Join(1, 4))  # it had not heard yet
-    assert job.take() == [[], [], [JobOver("another host's workers have failed")]]
+    assert job.take() == [[], [], [JobEnd("another host's workers have failed")]]
 
 
 def test_a_lost_host_ends_the_job_and_is_not_waited_for(job: Job) -> None:
     job.start()
     job.take()
     job.coordinator.lost(2, "the launcher on c has ended")
-    assert job.take() == [[JobOver("the launcher on c has ended")]] * 3
-    job.receive(0, HostEnd())
-    job.receive(1, HostEnd(failure(1, 20)))
+    assert job.take() == [[JobEnd("the launcher on c has ended")]] * 3
+    job.receive(0, Outcome())
+    job.receive(1, Outcome(failure(1, 20)))
     assert job.take() == [[Outcome(failure(1, 20))]] * 3
 
 
 def test_the_loss_of_a_host_whose_part_is_over_changes_nothing(job: Job) -> None:
     job.start()
-    job.receive(2, HostEnd())
+    job.receive(2, Outcome())
     job.take()
     job.coordinator.lost(2, "the launcher on c has ended")
     assert job.take() == [[]] * 3
@@ -146,7 +144,7 @@ def test_the_loss_of_a_host_whose_part_is_over_changes_nothing(job: Job) -> None
 
 def test_hosts_that_take_too_long_to_end_are_not_waited_for(job: Job) -> None:
     job.start()
-    job.receive(1, HostEnd(failure(1, 20)))
+    job.receive(1, Outcome(failure(1, 20)))
     job.take()
     job.coordinator.give_up()
     assert job.take() == [[Outcome(failure(1, 20))]] * 3

@@ -15,9 +15,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from lockstep.elastic.control import Request
 from lockstep.elastic.membership import WorkerState
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.job.messages import Request
 from lockstep.launcher.elastic_jobs import elastic_node
 from lockstep.launcher.elastic_jobs.elastic_host import ElasticHost
 from lockstep.launcher.elastic_jobs.elastic_job import Ended, FromWorker, HostMessages, Kept

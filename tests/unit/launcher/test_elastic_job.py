@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lockstep.elastic.control import Request
 from lockstep.elastic.membership import (
     Finish,
     Hello,
@@ -22,7 +21,7 @@ from lockstep.elastic.membership import (
     WorkerState,
 )
 from lockstep.errors import LockstepError
-from lockstep.job.messages import Failure
+from lockstep.job.messages import Failure, Request
 from lockstep.launcher.elastic_jobs import elastic_job
 from lockstep.launcher.elastic_jobs.elastic_job import (
     FENCE_S,

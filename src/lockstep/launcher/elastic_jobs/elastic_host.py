@@ -16,17 +16,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...elastic.control import Reply
 from ...elastic.membership import Keep
 from ...errors import InterruptedRunError, LockstepError
 from ...interruption import collect_signals
 from ...job.connection import take_turn
-from ...job.messages import Say
+from ...job.messages import JobEnd, Reply, Say
 from ...system.job_folders import temporary_job_folder
 from ..pulse import Pulse
 from .admission import Admission
 from .claims import SharedFolder
-from .elastic_job import ForLeader, HostMessages, JobState, Kill, Over, Start, ToWorker
+from .elastic_job import ForLeader, HostMessages, JobState, Kill, Start, ToWorker
 from .elastic_workers import HostSetup
 from .election import Election, ElectionMessage, HostView
 from .host_knowledge import HostKnowledge
@@ -109,7 +108,7 @@ class ElasticHost:
         self._are_members_held = False  # since the last view
         self._next_poll = 0.0
         self._next_tick = 0.0
-        self._over: Over | None = None
+        self._over: JobEnd | None = None
         self._told: deque[str] = deque(maxlen=_MOST_TOLD)
         if mesh is not None:
             mesh.on_silence = self._say_silent
@@ -187,11 +186,11 @@ class ElasticHost:
         if self._leadership.job is not None:
             self._leadership.raise_failure(self._leadership.job)
         elif self._over.signal == signal.SIGINT:
-            raise KeyboardInterrupt(self._over.message)
-        elif self._over.signal and self._over.message:
-            raise InterruptedRunError(self._over.message, self._over.signal)
-        elif self._over.message:
-            raise LockstepError(self._over.message)
+            raise KeyboardInterrupt(self._over.reason)
+        elif self._over.signal and self._over.reason:
+            raise InterruptedRunError(self._over.reason, self._over.signal)
+        elif self._over.reason:
+            raise LockstepError(self._over.reason)
 
     def turn(self) -> None:
         """Do what is due, and what follows from all that has come.
@@ -261,7 +260,7 @@ class ElasticHost:
         while mesh is not None and mesh.has_unsent and time.monotonic() < deadline:
             self.wait()
 
-    def _end(self, over: Over) -> None:
+    def _end(self, over: JobEnd) -> None:
         """End the part of this host, whatever becomes of the job."""
         self._over = over
         self._leadership.resign()
@@ -301,7 +300,7 @@ class ElasticHost:
         self._members.tick()
         if self._workers.is_empty and self._peers.me in job.leaving and self._over is None:
             self._log(f"lockstep: {self._peers.own.name} has left the job")
-            self._end(Over())
+            self._end(JobEnd())
         if self._election.is_outside and self._over is None:
             self._workers.end()
             name = self._peers.own.name
@@ -380,7 +379,7 @@ class ElasticHost:
             self._election.receive(host, message)
         elif isinstance(message, ForLeader):
             self._leadership.receive(host, message)
-        elif host == self._election.leader or isinstance(message, Over):
+        elif host == self._election.leader or isinstance(message, JobEnd):
             self._obey(message)
 
     def _link_changed(self, host: int, link: Link) -> None:
@@ -415,7 +414,7 @@ class ElasticHost:
             case Say(text):
                 self._workers.note(text)
                 self._told.append(f"{time.strftime('%H:%M:%S')} {text}")
-            case Over():
+            case JobEnd():
                 self._over = message
                 self.knows_outcome = True
             case Reply():

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from ...elastic.control import Reply, Request
 from ...elastic.membership import (
     NO_STATE,
     Commit,
@@ -28,7 +27,7 @@ from ...elastic.membership import (
     WorkerState,
 )
 from ...errors import LockstepError, counted
-from ...job.messages import Failure, Say
+from ...job.messages import Failure, JobEnd, Reply, Request, Say
 from ...messages import Integer, List, Tagged
 from ...system.processes import UNKNOWN_EXIT_CODE, signal_name
 from .mesh import HostEntry
@@ -139,15 +138,6 @@ class ToWorker(Tagged, frozen=True):
     message: Down
 
 
-class Over(Tagged, frozen=True):
-    """The job is over: with an error, if there is a message, and because of a signal, if it has a
-    number.
-    """
-
-    message: str = ""
-    signal: Integer = 0
-
-
 class AgentState(Tagged, frozen=True):
     """All that a host knows, for who leads; sent again at each new view of the hosts and
     connection, and when anything else than `report` has changed.
@@ -205,7 +195,7 @@ class Kept(Tagged, frozen=True):
 ForLeader = AgentState | FromWorker | Ended | Kept | Request
 """What the launchers of all hosts send to the one that leads."""
 
-HostMessages = ForLeader | JobState | Start | Kill | ToWorker | Keep | Say | Over | Reply
+HostMessages = ForLeader | JobState | Start | Kill | ToWorker | Keep | Say | JobEnd | Reply
 """All messages between them."""
 
 

@@ -31,7 +31,7 @@ from ... import environment, messages
 from ...activity import Activity
 from ...errors import ConfigError, LockstepError, counted
 from ...job.connection import Connection, take_turn
-from ...job.messages import HostFailure, Request, TakesPart
+from ...job.messages import HostFailure, Listening, Request
 from ...stores import listen
 from ...system.heartbeat import address_towards
 from ..links import interface_with_address
@@ -177,18 +177,18 @@ class ElasticPart(HostPart):
         self._host = host
         if host is not None and self.starter is not None:
             own = host.mesh.own
-            self.starter.send(TakesPart(own.address, own.port))
+            self.starter.send(Listening(own.port, own.address))
 
     @override
     def take(self, request: Request) -> None:
         if request.what == "signal":
-            self._signal(request.number)
+            self._signal(request.count)
         elif request.what == "end":
             self._has_ended_job = True
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGINT)  # ends the grace period
         elif self._host is not None:
-            self._host.user.requests.append((request.what, request.number))
+            self._host.user.requests.append((request.what, request.count))
         elif request.what == "leave":  # it tries to join again
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -8,9 +8,9 @@ import signal
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from ...elastic.control import Reply, Request
 from ...elastic.membership import HostReport
 from ...errors import InterruptedRunError, LockstepError, WorkerError
+from ...job.messages import JobEnd, Reply, Request
 from ..worker_status import WorkerResults, raise_failure
 from .claims import SharedFolder
 from .elastic_job import (
@@ -21,7 +21,6 @@ from .elastic_job import (
     FromWorker,
     Kept,
     Limits,
-    Over,
     ToWorker,
 )
 from .elastic_workers import HostWorkers
@@ -275,11 +274,11 @@ class Leadership:
         """Tell all hosts that the job is over, and how."""
         try:
             self.raise_failure(job)
-            over = Over()
+            over = JobEnd()
         except (LockstepError, KeyboardInterrupt) as error:
             number = error.signal_number if isinstance(error, InterruptedRunError) else 0
             number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
-            over = Over(str(error) or type(error).__name__, number)
+            over = JobEnd(str(error) or type(error).__name__, number)
         # a host that is cut off has to find that the others have gone on
         self._shared.leave(self._claims, removes=self._election.knows_all)
         for host in job.hosts:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ... import environment
-from ...elastic.control import ControlSocket, Reply, Request
-from .elastic_job import Over
+from ...elastic.control import ControlSocket
+from ...job.messages import JobEnd, Reply, Request
 from .election import Election
 from .host_knowledge import HostKnowledge
 from .peers import Peers
@@ -62,7 +62,7 @@ class UserRequests:
         self._replies: dict[int, TakeReply] = {}
         self._passed_on = [0, 0]  # of the signals to this launcher, and of those to the job
 
-    def take_signals(self, gives_up: bool) -> Over | None:
+    def take_signals(self, gives_up: bool) -> JobEnd | None:
         """Ask who leads to do what the signals say that have come.
 
         Args:
@@ -82,7 +82,7 @@ class UserRequests:
                     when = "before this host had joined the job"
                     if takes_part:
                         when = "while the training was paused; nothing was saved"
-                    return Over(f"stopped by {signal.Signals(number).name} {when}", number)
+                    return JobEnd(f"stopped by {signal.Signals(number).name} {when}", number)
                 is_alone = len(self._election.hosts) < 2
                 is_to_job = kind == 1 or number == signal.SIGINT
                 if is_to_job or is_alone or self._knowledge.job.stops:

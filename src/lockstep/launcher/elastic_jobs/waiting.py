@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from ...errors import LockstepError
-from .elastic_job import Over
+from ...job.messages import JobEnd
 from .election import Election
 from .host_knowledge import HostKnowledge
 from .peers import Peers
@@ -71,7 +71,7 @@ class Waiting:
         """Whether the hosts have not agreed who leads for some time."""
         return self._paused_ticks >= _PAUSE_TICKS
 
-    def tick(self) -> Over | None:
+    def tick(self) -> JobEnd | None:
         """Note that `TICK_S` has passed; returns how the part of this host ends, if it waits in
         vain.
         """
@@ -110,7 +110,7 @@ class Waiting:
             )
         raise LockstepError(f"the host that let {name} in was lost before the job had begun")
 
-    def _say_what_it_waits_for(self) -> Over | None:
+    def _say_what_it_waits_for(self) -> JobEnd | None:
         """Say once that this side of a cut network does not go on; end when it has waited for too
         long.
         """
@@ -128,12 +128,12 @@ class Waiting:
         self._paused_ticks = self._paused_ticks + 1 if is_paused else 0
         if self._paused_ticks * TICK_S < self._pause_s:
             return None
-        return Over(
+        return JobEnd(
             f"the training was paused on {own} for {self._pause_s:g} s, because "
             f"{names or 'the other hosts'} may go on (--pause-timeout)"
         )
 
-    def _end_if_all_others_have(self) -> Over | None:
+    def _end_if_all_others_have(self) -> JobEnd | None:
         """End what this host waits for in vain: nobody is left who could tell it how the others
         have gone on.
         """
@@ -151,7 +151,7 @@ class Waiting:
         self._alone_since = min(self._alone_since, now)
         if now - self._alone_since < ALONE_S:
             return None
-        return Over(describe_ended(self._peers.own.name))
+        return JobEnd(describe_ended(self._peers.own.name))
 
 
 def describe_ended(name: str) -> str:

@@ -30,20 +30,17 @@ from ...hosts import Host
 from ...interruption import collect_signals
 from ...job.connection import START, Connection
 from ...job.messages import (
-    AgentError,
-    AgentFailure,
-    AgentHello,
     Begin,
     FromAgent,
     HostDescription,
     HostFailure,
-    JobIsOver,
+    JobEnd,
     Listen,
     Listening,
+    Outcome,
     Output,
     Request,
     Say,
-    TakesPart,
     ToAgent,
 )
 from ...system.heartbeat import address_in_a_network
@@ -155,7 +152,7 @@ class _HostLauncher:
         """Let it end its workers and itself, which a launcher of an elastic job does not if this
         one is lost.
         """
-        self.send(Request("end"))
+        self.send(Request(0, "end"))
         with suppress(OSError):
             self.end.shutdown(socket.SHUT_WR)
 
@@ -307,22 +304,19 @@ class _RemoteRun:
             self._multiplexer.write(message.rank, message.stream, line)
             return
         match message:
-            case AgentHello(description):
-                launcher.ready = description
+            case HostDescription():
+                launcher.ready = message
                 launcher.last_lines.clear()  # from ssh or a login shell
                 launcher.connection.is_strange = False
-            case Listening(port):
+            case Listening(port, address):
                 launcher.port = port
-            case TakesPart(address, port):
                 launcher.address = address
-                launcher.port = port
             case Say(text):
                 self._multiplexer.write_message(text)
-            case AgentFailure(failure):
-                launcher.failure = failure
-            case AgentError(text):
-                launcher.error = text
-            case JobIsOver():
+            case Outcome(failure, error):
+                launcher.failure = failure or launcher.failure
+                launcher.error = error or launcher.error
+            case JobEnd():
                 launcher.is_over = True
         self._events.put(None)
 
@@ -421,7 +415,7 @@ class _RemoteRun:
                 self._listed.follow()
             while forwarded < len(self._signals):
                 for launcher in self._launchers:
-                    launcher.send(Request("signal", self._signals[forwarded]))
+                    launcher.send(Request(0, "signal", self._signals[forwarded]))
                 forwarded += 1
                 if forwarded > 1:
                     deadline = time.monotonic() + EXIT_GRACE
@@ -616,7 +610,7 @@ class _ListedHosts:
     def _set_slots(self, launcher: _HostLauncher, slots: int) -> None:
         if launcher.takes_part and slots != launcher.host.slots:
             launcher.host = replace(launcher.host, slots=slots)
-            launcher.send(Request("slots", slots))
+            launcher.send(Request(0, "slots", slots))
 
     def _let_leave(self, listed: Mapping[str, Host]) -> None:
         """Tell hosts to leave, if enough slots remain without them; repeatedly, as one may not take
@@ -636,4 +630,4 @@ class _ListedHosts:
         self._kept = "" if is_enough else names
         for launcher in unlisted if is_enough else ():
             self._leaving.add(launcher.host.name)
-            launcher.send(Request("leave"))
+            launcher.send(Request(0, "leave"))

@@ -16,14 +16,12 @@ import msgspec
 from ...errors import LockstepError
 from ...job.connection import Connection, connect_over_standard_streams
 from ...job.messages import (
-    AgentError,
-    AgentFailure,
-    AgentHello,
     Begin,
     HostDescription,
     HostFailure,
     Listen,
     Listening,
+    Outcome,
     Output,
     Request,
     Say,
@@ -64,7 +62,7 @@ class Starter:
             listen: called with an address if the others are to reach this host there; returns the
                 port.
         """
-        self.send(AgentHello(description))
+        self.send(description)
         while True:
             match self._receive():
                 case Listen(address):
@@ -93,7 +91,7 @@ class Starter:
         """Tell the starter the error of this host, which it shows, and end this process with its
         exit code.
         """
-        self.send(AgentError(str(error)) if failure is None else AgentFailure(failure))
+        self.send(Outcome(error=str(error)) if failure is None else Outcome(failure))
         raise SystemExit(error.exit_code if isinstance(error, LockstepError) else 130) from None
 
     def _receive(self) -> Any:
