@@ -440,10 +440,11 @@ class FixedHosts(OneHost):
             self._strangers.drop(link)
             return
         node = self._node_of(link)
-        if node is not None and self._coordinator is None:
+        coordinator = self._coordinator
+        if node is not None and coordinator is None:
             self._lose(node, f"the first host ({self.address}) no longer answers")
-        elif node is not None:
-            self._lose(node, reason.format(self._coordinator.names[node]))
+        elif node is not None and coordinator is not None:
+            self._lose(node, reason.format(coordinator.names[node]))
         self._close(link)
 
     def _lose(self, node: int, reason: str) -> None:

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from lockstep.elastic import mesh as mesh_module
 from lockstep.errors import LockstepError
 from lockstep.job.connection import Connection
+from lockstep.launcher.elastic_jobs import mesh as mesh_module
 from lockstep.launcher.elastic_jobs.mesh import (
     NEW,
     HostEntry,
