@@ -54,7 +54,7 @@ _SAYS = (
     "warn",
     "warning",
     "error",
-    "Refused",
+    "HostRefused",
     "Finding",
     "Difference",
 )

@@ -58,16 +58,9 @@ from lockstep.launcher.elastic_jobs import (
 from lockstep.launcher.elastic_jobs.elastic_host import ElasticHost
 from lockstep.launcher.elastic_jobs.elastic_job import Ended, JobState, Limits, Start
 from lockstep.launcher.elastic_jobs.election import Accepted, HostView
-from lockstep.launcher.elastic_jobs.mesh import (
-    NEW,
-    WAITS_TO_JOIN,
-    HostEntry,
-    Knock,
-    Link,
-    Refused,
-    Welcome,
-)
+from lockstep.launcher.elastic_jobs.mesh import NEW, WAITS_TO_JOIN, Link
 from lockstep.launcher.elastic_jobs.waiting import ALONE_S, OutsideError
+from lockstep.launcher.handshake import HostEntry, HostHello, HostRefused, HostWelcome
 from lockstep.launcher.pulse import Patience
 
 STEPS, FAULTS_UNTIL_S, PAUSE_S = 45, 25.0, 60.0
@@ -148,7 +141,7 @@ class SimulatedMesh:
     on_message: Callable[[int, Any], None]
     on_link: Callable[[int, Link], None]
     on_silence: object
-    on_knock: object
+    on_hello: object
     patience: object
     has_unsent = False
 
@@ -626,7 +619,7 @@ class World:
             self.launchers.append(Launcher(entry.address))
             self.add(self.launchers[-1], entry)
         for entry in entries[1:]:
-            self.parts[entry.number].host.join(None, Welcome("", entry.number, 0))
+            self.parts[entry.number].host.join(None, HostWelcome(number=entry.number, leader=0))
         self.parts[0].host.found(entries, self.most)
         for part in self.parts.values():
             self.turn(part)
@@ -659,7 +652,7 @@ class World:
         )
         mesh: Any = SimulatedMesh(self, entry)
         host: Any = ElasticHost(setup, entry, Path("/simulated"), None, mesh)  # type: ignore[arg-type]
-        host.admission.check = lambda knock: None
+        host.admission.check = lambda hello: None
         host._shared.world, host._shared.decided = self, Decided()
         part = launcher.part = self.parts[entry.number] = Part(entry.number, launcher, host)
         launcher.waits = False
@@ -774,10 +767,10 @@ class World:
         if other.dead or other.waits or other.part is None:
             return ""
         entry = HostEntry(NEW, f"h{launcher.address}", launcher.address, 1, self.slots_of(launcher))
-        answer = other.part.host.admission.answer(Knock("", entry))
-        if isinstance(answer, Welcome):
+        answer = other.part.host.admission.answer(HostHello(host=entry))
+        if isinstance(answer, HostWelcome):
             return answer, other.part
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, HostRefused)
         if answer.ask is not None and not redirected and answer.ask.number in self.parts:
             return self.ask(launcher, self.parts[answer.ask.number].launcher, True)
         return "" if answer.reason == WAITS_TO_JOIN else "other"
@@ -785,7 +778,7 @@ class World:
     def slots_of(self, launcher: Launcher) -> int:
         return self.slots[self.launchers.index(launcher)]
 
-    def join(self, launcher: Launcher, welcome: Welcome, leader: Part) -> None:
+    def join(self, launcher: Launcher, welcome: HostWelcome, leader: Part) -> None:
         entry = HostEntry(
             welcome.number, f"h{welcome.number}", launcher.address, 1, self.slots_of(launcher)
         )

@@ -10,8 +10,6 @@ pings show one that is stopped or hangs.
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import selectors
 import socket
 import time
@@ -25,7 +23,6 @@ from .. import environment
 from ..errors import ConfigError, LockstepError, counted
 from ..job.connection import AT_ONCE, Connection, take_turn, watch_unsent
 from ..job.messages import Finished, HostDescription, HostFailure, JobEnd, Outcome, Say
-from ..messages import Integer, Tagged
 from ..stores import LOOPBACK, listen, serve_store
 from ..system.heartbeat import keep_alive
 from ..system.strangers import Strangers
@@ -38,6 +35,15 @@ from .coordinator import (
     Round,
     ToCoordinator,
 )
+from .handshake import (
+    Challenge,
+    HostHello,
+    HostRefused,
+    HostWelcome,
+    is_proof,
+    new_nonce,
+    prove,
+)
 from .options import JobOptions, check_debug_rank
 from .pulse import Patience, SilenceWatch
 from .remote_hosts.host_description import check_compatible
@@ -48,51 +54,8 @@ FIRST = 0
 """The number of the host whose launcher coordinates."""
 
 
-class Challenge(Tagged, frozen=True):
-    """The first message, of who was dialled: a number that no other connection has."""
-
-    nonce: str
-
-
-class HostHello(Tagged, frozen=True):
-    """The answer of who dials.
-
-    Attributes:
-        proof: that it knows the job's key.
-        nonce: a number of its own.
-        node: the number of its host.
-        description: of its host.
-    """
-
-    proof: str
-    nonce: str
-    node: Integer
-    description: HostDescription
-
-
-class HostWelcome(Tagged, frozen=True):
-    """All hosts are there and can run the program together: the other half of the proof, and when
-    that was sent.
-    """
-
-    proof: str
-    sent_at_ns: Integer
-
-
-class HostRefused(Tagged, frozen=True):
-    """A host cannot take part, or the hosts cannot run the program together, and why."""
-
-    reason: str
-    is_number: bool = False
-
-
 Wire = Challenge | HostHello | HostWelcome | HostRefused | ToCoordinator | FromCoordinator
 """All messages between two launchers."""
-
-
-def _proof(key: str, side: str, first: str, second: str) -> str:
-    """Return what shows that `side` ("dials" or "answers") knows the key, for these two nonces."""
-    return hmac.new(key.encode(), f"{side} {first} {second}".encode(), "sha256").hexdigest()
 
 
 @dataclass(eq=False)
@@ -270,7 +233,7 @@ class FixedHosts(OneHost):
             self._stop_listening()
         for link in self._links.values():
             assert link.hello is not None
-            proof = _proof(self._key, "answers", link.hello.nonce, link.nonce)
+            proof = prove(self._key, "answers", link.nonce, link.hello.nonce)
             self._send(link, HostWelcome(proof, time.time_ns()))
         names = {node: each.host for node, each in enumerate(descriptions)}
         self._coordinator = Coordinator(names, self._tell, self._serve)
@@ -308,13 +271,13 @@ class FixedHosts(OneHost):
         try:
             challenge = connection.receive(deadline)
             if isinstance(challenge, Challenge):
-                proof = _proof(self._key, "dials", challenge.nonce, link.nonce)
+                proof = prove(self._key, "dials", challenge.nonce, link.nonce)
                 connection.send(HostHello(proof, link.nonce, self.node, own))
                 answer = connection.receive(deadline)
-                if isinstance(answer, HostWelcome):
-                    expected = _proof(self._key, "answers", link.nonce, challenge.nonce)
-                    if not hmac.compare_digest(answer.proof.encode(), expected.encode()):
-                        raise LockstepError(f"{address} has another key")
+                if isinstance(answer, HostWelcome) and not is_proof(
+                    answer.proof, self._key, "answers", challenge.nonce, link.nonce
+                ):
+                    raise LockstepError(f"{address} has another key")
         except TimeoutError:
             raise LockstepError(f"no answer from the first host within {seconds:g} s") from None
         except (OSError, msgspec.DecodeError):
@@ -340,7 +303,7 @@ class FixedHosts(OneHost):
     def _open(self, end: socket.socket) -> _Link:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(end, self._limit_s)
-        link = _Link(Connection(end, Wire), secrets.token_hex(16))
+        link = _Link(Connection(end, Wire), new_nonce())
         link.connection.is_strange = True
         return link
 
@@ -350,10 +313,9 @@ class FixedHosts(OneHost):
         Raises:
             OSError: it is none of the job's hosts.
         """
-        if not isinstance(hello, HostHello):
+        if not isinstance(hello, HostHello) or hello.description is None:
             raise OSError("a stranger")
-        expected = _proof(self._key, "dials", link.nonce, hello.nonce)
-        if not hmac.compare_digest(hello.proof.encode(), expected.encode()):
+        if not is_proof(hello.proof, self._key, "dials", link.nonce, hello.nonce):
             raise OSError("a stranger")
         self._strangers.identified(link)
         if hello.node in self._links or not FIRST < hello.node < self.nodes:

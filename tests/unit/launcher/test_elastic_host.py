@@ -24,14 +24,15 @@ from lockstep.launcher.elastic_jobs.elastic_job import Ended, FromWorker, HostMe
 from lockstep.launcher.elastic_jobs.elastic_node import Listener
 from lockstep.launcher.elastic_jobs.elastic_workers import HostSetup
 from lockstep.launcher.elastic_jobs.mesh import (
+    NEW,
     NOBODY_LEADS,
     WAITS_TO_JOIN,
-    HostEntry,
     NobodyLeadsError,
     WaitsToJoinError,
 )
 from lockstep.launcher.elastic_jobs.other_hosts import Inbox
 from lockstep.launcher.elastic_jobs.waiting import OutsideError
+from lockstep.launcher.handshake import HostEntry, HostHello
 
 
 def ended(number: int) -> Ended:
@@ -112,16 +113,20 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic_node, "_RETRY_S", 0.02)
 
 
-def knock_until(listener: Listener, *others: Listener) -> str:
+def hello(listener: Listener) -> HostHello:
+    return HostHello(host=listener.entry(NEW, 1))
+
+
+def ask_in_vain(listener: Listener, *others: Listener) -> str:
     """The error with which a host that has taken part gives up to join again."""
     addresses = [(other.address, other.port) for other in others]
     with pytest.raises(LockstepError) as caught:
-        elastic_node._knock_until(addresses, listener, 1, "about", math.inf)
+        elastic_node._ask_until_let_in(addresses, listener, hello(listener), math.inf)
     return str(caught.value)
 
 
 def test_hosts_that_all_wait_to_join_again_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each knocks at the others, of which none can let it in, and one is gone."""
+    """Each asks the others, of which none can let it in, and one is gone."""
     waiting(monkeypatch)
     listeners = [Listener("127.0.0.1", name=name) for name in "abc"]
     gone = Listener("127.0.0.1")
@@ -129,7 +134,7 @@ def test_hosts_that_all_wait_to_join_again_end(monkeypatch: pytest.MonkeyPatch) 
     with ThreadPoolExecutor(3) as pool:
         ends = [
             pool.submit(
-                knock_until, own, *(other for other in (*listeners, gone) if other is not own)
+                ask_in_vain, own, *(other for other in (*listeners, gone) if other is not own)
             )
             for own in listeners
         ]
@@ -148,16 +153,19 @@ def test_a_host_that_waits_joins_as_soon_as_somebody_leads(monkeypatch: pytest.M
         "welcome",
     ]
 
-    def knock(*_: object) -> object:
+    def ask(*_: object) -> object:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    monkeypatch.setattr(elastic_node, "knock", knock)
+    monkeypatch.setattr(elastic_node, "ask_to_join", ask)
     listener = Listener("127.0.0.1")
     with listener.socket:
-        assert elastic_node._knock_until([("127.0.0.1", 1)], listener, 1, "", math.inf) == "welcome"
+        assert (
+            elastic_node._ask_until_let_in([("127.0.0.1", 1)], listener, hello(listener), math.inf)
+            == "welcome"
+        )
     assert not answers
 
 
@@ -166,16 +174,16 @@ def test_a_host_that_waits_for_hosts_that_do_not_answer_ends_in_time(
 ) -> None:
     waiting(monkeypatch)
 
-    def knock(*_: object) -> object:
+    def ask(*_: object) -> object:
         raise TimeoutError("timed out")
 
-    monkeypatch.setattr(elastic_node, "knock", knock)
+    monkeypatch.setattr(elastic_node, "ask_to_join", ask)
     listener = Listener("127.0.0.1", name="a")
     with (
         listener.socket,
         pytest.raises(LockstepError, match=r"no host of the job has let a in again for 0\.2 s"),
     ):
-        elastic_node._knock_until([("127.0.0.1", 1)], listener, 1, "", math.inf, 0.2)
+        elastic_node._ask_until_let_in([("127.0.0.1", 1)], listener, hello(listener), math.inf, 0.2)
 
 
 def test_who_joins_for_the_first_time_is_told_why_it_cannot(
@@ -189,7 +197,7 @@ def test_who_joins_for_the_first_time_is_told_why_it_cannot(
         listener.socket,
         pytest.raises(ConfigError, match=r"a launcher of the job that answers within 0\.1 s"),
     ):
-        elastic_node._knock_until([("127.0.0.1", gone.port)], listener, 1, "", 0.1)
+        elastic_node._ask_until_let_in([("127.0.0.1", gone.port)], listener, hello(listener), 0.1)
 
 
 def test_a_host_does_not_join_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:

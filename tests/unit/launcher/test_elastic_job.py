@@ -33,7 +33,7 @@ from lockstep.launcher.elastic_jobs.elastic_job import (
     Start,
     ToWorker,
 )
-from lockstep.launcher.elastic_jobs.mesh import HostEntry
+from lockstep.launcher.handshake import HostEntry
 from support.worker_states import say
 
 M = TypeVar("M")

@@ -25,16 +25,13 @@ import pytest
 from lockstep.errors import LockstepError
 from lockstep.job.connection import Connection
 from lockstep.launcher.elastic_jobs import mesh as mesh_module
-from lockstep.launcher.elastic_jobs.mesh import (
-    NEW,
+from lockstep.launcher.elastic_jobs.mesh import NEW, Link, Mesh, Wire, ask_to_join
+from lockstep.launcher.handshake import (
     HostEntry,
-    Knock,
-    Link,
-    Mesh,
-    Refused,
-    Welcome,
-    Wire,
-    knock,
+    HostHello,
+    HostRefused,
+    HostWelcome,
+    prove,
 )
 from lockstep.launcher.pulse import Patience
 from lockstep.messages import Tagged
@@ -324,7 +321,7 @@ def test_who_listens_must_know_the_key_as_well() -> None:
         thread.join()
         with accepted[0] as end:
             end.setblocking(False)
-            Connection[Any, Any](end, KIND).send(Welcome("wrong"))
+            Connection[Any, Any](end, KIND).send(HostWelcome("wrong"))
             turn_until(lambda: _ends(end), host)
         assert not host.links
 
@@ -397,20 +394,29 @@ def packed(message: object) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        packed(Knock("\u00e9", HostEntry(-1, "", "", 0, 0))),
-        packed(Knock("", HostEntry(3, "", "", 0, 0), to=0)),
-        packed(Welcome("\u00e9")),
-        packed(Refused("")),
+        packed(HostHello("\u00e9", host=HostEntry(-1, "", "", 0, 0))),
+        packed(HostHello(host=HostEntry(3, "", "", 0, 0), to=0)),
+        packed(
+            HostHello(
+                prove("secret", "dials", "the challenge of another connection", "mine"),
+                "mine",
+                host=HostEntry(3, "", "", 0, 0),
+                to=0,
+            )
+        ),
+        packed(HostWelcome("\u00e9")),
+        packed(HostRefused("")),
         packed(Reject(1 << 40)),
         struct.pack("!I", 0) * 1000,
         struct.pack("!I", 60000) + b"\x91" * 60000,
-        struct.pack("!I", 60001) + b"\x82\xa4type\xa5Knock\xa3xyz".ljust(60001, b"\x81"),
+        struct.pack("!I", 60001) + b"\x82\xa4type\xa9HostHello\xa3xyz".ljust(60001, b"\x81"),
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x00" * 70000,
     ],
     ids=[
         "not ASCII",
         "no key",
+        "replayed",
         "welcome",
         "refused",
         "of a host",
@@ -433,9 +439,9 @@ def test_whatever_strangers_send_they_are_dropped(data: bytes, two: tuple[Host, 
 
 def test_a_flood_of_strangers_does_not_keep_a_host_out() -> None:
     with a_host(0) as host, ExitStack() as stack:
-        host.mesh.on_knock = lambda request: Welcome("", 3, 0)
+        host.mesh.on_hello = lambda request: HostWelcome(number=3)
         ends = [stack.enter_context(stranger(host)) for _ in range(100)]
-        assert knock_at(host).number == 3
+        assert ask_at(host).number == 3
         assert len(ends) == 100 and len(host.mesh._strangers) <= 64
 
 
@@ -453,15 +459,8 @@ def test_who_dribbles_an_answer_is_not_waited_for() -> None:
         thread.start()
         try:
             with pytest.raises(LockstepError, match="is no elastic job"):
-                knock(
-                    "127.0.0.1",
-                    listener.getsockname()[1],
-                    "secret",
-                    HostEntry(-1, "", "", 1, 2),
-                    "",
-                    KIND,
-                    0.2,
-                )
+                hello = HostHello(host=HostEntry(-1, "", "", 1, 2))
+                ask_to_join("127.0.0.1", listener.getsockname()[1], "secret", hello, KIND, 0.2)
         finally:
             over.set()
             thread.join()
@@ -525,15 +524,15 @@ def test_a_host_with_a_greater_number_that_has_joined_again_is_asked_who_it_is()
 # --------------------------------------------------------------------------------------------------
 
 
-def knock_at(host: Host, *others: Host, key: str = "secret") -> Any:
+def ask_at(host: Host, *others: Host, key: str = "secret") -> Any:
     """The answer to a new host, or the error."""
     answers: list[Any] = []
 
     def run() -> None:
         try:
-            entry = HostEntry(-1, "new", "127.0.0.1", 1, 2)
-            connection, welcome = knock(
-                "127.0.0.1", host.entry.port, key, entry, "about", KIND, DEADLINE
+            hello = HostHello(node=7, host=HostEntry(-1, "new", "127.0.0.1", 1, 2))
+            connection, welcome = ask_to_join(
+                "127.0.0.1", host.entry.port, key, hello, KIND, DEADLINE
             )
             connection.close()
             answers.append(welcome)
@@ -549,21 +548,21 @@ def knock_at(host: Host, *others: Host, key: str = "secret") -> Any:
 
 def test_a_new_host_is_let_in_with_a_number() -> None:
     with a_host(0) as host:
-        seen: list[Knock] = []
+        seen: list[HostHello] = []
 
-        def answer(request: Knock) -> Welcome:
+        def answer(request: HostHello) -> HostWelcome:
             seen.append(request)
-            return Welcome("", 3, 0, (host.entry,), "what to run")
+            return HostWelcome(number=3, leader=0, hosts=(host.entry,), spec="what to run")
 
-        host.mesh.on_knock = answer
-        welcome = knock_at(host)
-        assert (welcome.number, welcome.leader, welcome.hosts, welcome.about) == (
+        host.mesh.on_hello = answer
+        welcome = ask_at(host)
+        assert (welcome.number, welcome.leader, welcome.hosts, welcome.spec) == (
             3,
             0,
             (host.entry,),
             "what to run",
         )
-        assert seen[0].about == "about"
+        assert seen[0].node == 7
         turn_until(
             lambda: len(host.links) == 2, host
         )  # it has ended, and nobody listens at its address
@@ -572,18 +571,18 @@ def test_a_new_host_is_let_in_with_a_number() -> None:
 
 def test_a_new_host_is_refused_or_sent_to_the_host_that_leads() -> None:
     with a_host(0) as leader, a_host(1) as other:
-        leader.mesh.on_knock = lambda request: Refused("another version")
-        other.mesh.on_knock = lambda request: Refused("ask host 0", leader.entry)
-        assert "another version" in str(knock_at(other, leader))
-        leader.mesh.on_knock = lambda request: Welcome("", 2, 0)
-        assert knock_at(other, leader).number == 2
-        leader.mesh.on_knock = lambda request: Refused("ask host 1", other.entry)
-        assert "no launcher of the job leads" in str(knock_at(other, leader))
+        leader.mesh.on_hello = lambda request: HostRefused("another version")
+        other.mesh.on_hello = lambda request: HostRefused("ask host 0", leader.entry)
+        assert "another version" in str(ask_at(other, leader))
+        leader.mesh.on_hello = lambda request: HostWelcome(number=2)
+        assert ask_at(other, leader).number == 2
+        leader.mesh.on_hello = lambda request: HostRefused("ask host 1", other.entry)
+        assert "no launcher of the job leads" in str(ask_at(other, leader))
         assert not other.links
 
 
 def test_a_new_host_with_another_key_is_told_so() -> None:
     with a_host(0) as host:
-        host.mesh.on_knock = lambda request: pytest.fail("a stranger has been let in")
-        assert "is no elastic job, has another key" in str(knock_at(host, key="another"))
+        host.mesh.on_hello = lambda request: pytest.fail("a stranger has been let in")
+        assert "is no elastic job, has another key" in str(ask_at(host, key="another"))
         assert not host.links

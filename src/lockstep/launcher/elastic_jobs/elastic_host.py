@@ -22,6 +22,7 @@ from ...interruption import collect_signals
 from ...job.connection import take_turn
 from ...job.messages import JobEnd, Reply, Say
 from ...system.job_folders import temporary_job_folder
+from ..handshake import HostEntry, HostWelcome
 from ..pulse import Pulse
 from .admission import Admission
 from .claims import SharedFolder
@@ -31,7 +32,7 @@ from .election import Election, ElectionMessage, HostView
 from .host_knowledge import HostKnowledge
 from .leadership import Leadership
 from .local_members import LocalMembers
-from .mesh import HostEntry, Link, Mesh, Welcome
+from .mesh import Link, Mesh
 from .peers import Peers
 from .user_requests import UserRequests
 from .waiting import TICK_S, OutsideError, Waiting
@@ -158,18 +159,18 @@ class ElasticHost:
         self._knowledge.job = JobState(workers)
         self.admission.spec = spec
         if self._peers.mesh is not None:
-            self._peers.mesh.on_knock = self.admission.answer
+            self._peers.mesh.on_hello = self.admission.answer
         self._election.found(self._peers.hosts.keys() - {self._peers.me})
         self._follow_election()
 
-    def join(self, connection: Any, welcome: Welcome) -> None:
+    def join(self, connection: Any, welcome: HostWelcome) -> None:
         """Take part in a job that has let this host in, by a connection to the host that leads
         it.
         """
-        self.admission.spec = welcome.about
+        self.admission.spec = welcome.spec
         self._waiting.let_in_by = welcome.leader
         self._peers.add(welcome.hosts)
-        self.mesh.on_knock = self.admission.answer
+        self.mesh.on_hello = self.admission.answer
         self.mesh.adopt(connection, welcome.leader)
 
     def run(self) -> None:

@@ -30,7 +30,7 @@ from ...errors import LockstepError, counted
 from ...job.messages import Failure, JobEnd, Reply, Request, Say
 from ...messages import Integer, List, Tagged
 from ...system.processes import UNKNOWN_EXIT_CODE, signal_name
-from .mesh import HostEntry
+from ..handshake import HostEntry
 
 _MOST_FAILED_STARTS = 3  # workers, one after the other, that have ended before they became members
 _SAME_ERROR_S = 1.0  # in which all workers raise the same error, if the input is bad

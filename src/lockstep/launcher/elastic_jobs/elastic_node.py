@@ -34,6 +34,7 @@ from ...job.connection import Connection, take_turn
 from ...job.messages import HostFailure, Listening, Request
 from ...stores import listen
 from ...system.heartbeat import address_towards
+from ..handshake import HostEntry, HostHello, HostRefused, HostWelcome
 from ..links import interface_with_address
 from ..node import HostPart, failure_of
 from ..options import JobOptions
@@ -41,22 +42,9 @@ from ..output.log_multiplexer import LogMultiplexer
 from ..remote_hosts.host_description import describe_host
 from ..worker_process.fork_server import default_workers, prepare_workers, wait_until_loaded
 from ..worker_process.script import HOROVOD_SETUP, Script
-from .admission import About
 from .elastic_host import ElasticHost
 from .elastic_workers import HostSetup, elastic_setup
-from .mesh import (
-    ASKS,
-    NEW,
-    WAITS_TO_JOIN,
-    HostEntry,
-    Knock,
-    Mesh,
-    NobodyLeadsError,
-    Refused,
-    WaitsToJoinError,
-    Welcome,
-    knock,
-)
+from .mesh import ASKS, NEW, WAITS_TO_JOIN, Mesh, NobodyLeadsError, WaitsToJoinError, ask_to_join
 from .peers import WireMessage
 from .waiting import ALONE_S, OutsideError, describe_ended
 
@@ -71,7 +59,7 @@ __all__ = [
     "join_running_job",
 ]
 
-_KNOCK_S = 5.0
+_ASK_S = 5.0
 _RETRY_S = 0.5
 _ANSWER_S = 0.02
 # in which the kernel of another host must answer; a host that is dropped in vain joins again
@@ -264,7 +252,7 @@ def found_job(
         config: of the run.
         setup: how to run workers.
         slots: of this host.
-        listener: where the others knock.
+        listener: where the others ask.
         watch: called with this host.
 
     Raises:
@@ -275,7 +263,7 @@ def found_job(
     with _opened(setup, own, listener) as host:
         watch(host)
         porter = _Porter(host, config)
-        host.mesh.on_knock = porter.answer
+        host.mesh.on_hello = porter.answer
         others = porter.wait_for(config.nnodes - 1, config.start_timeout)
         total = config.elastic_start or slots + sum(other.slots for other in others)
         host.found([own, *others], min(total, setup.limits.maximum), porter.spec)
@@ -306,22 +294,25 @@ class _Porter:
         self._others: dict[int, HostEntry] = {}
         self.spec = messages.encode(JobSpec.of(config))
 
-    def answer(self, knock: Knock) -> Welcome | Refused:
+    def answer(self, hello: HostHello) -> HostWelcome | HostRefused:
         """Answer a host that wants to take part."""
-        if knock.host.number == ASKS:
-            return Refused("the job has not begun yet")
+        assert hello.host is not None  # which `Mesh` has seen
+        if hello.host.number == ASKS:
+            return HostRefused("the job has not begun yet")
         try:
-            about = self._host.admission.check(knock)
+            self._host.admission.check(hello)
         except ConfigError as error:
             self._problem = str(error)
-            return Refused(str(error))
+            return HostRefused(str(error))
         except ValueError as error:
-            return Refused(f"its description is damaged: {error}")
-        number = about.node if about.node > 0 else max([0, *self._others]) + 1
+            return HostRefused(str(error))
+        number = hello.node if hello.node > 0 else max([0, *self._others]) + 1
         if number in self._others:
-            return Refused(f"expected a number that no other host has, got --node-rank {number}")
-        self._others[number] = msgspec.structs.replace(knock.host, number=number)
-        return Welcome("", number, 0, about=self.spec)
+            return HostRefused(
+                f"expected a number that no other host has, got --node-rank {number}"
+            )
+        self._others[number] = msgspec.structs.replace(hello.host, number=number)
+        return HostWelcome(number=number, leader=0, spec=self.spec)
 
     def wait_for(self, count: int, seconds: float) -> list[HostEntry]:
         """Wait until so many hosts have joined."""
@@ -372,9 +363,10 @@ def join_job(
     node = config.node_rank if config.nnodes > 1 else -1
     listener = listener or Listener(_own_address(addresses[0][0]))
     while addresses:
-        about = messages.encode(About(describe_host(slots), node))
-        connection, welcome = _knock_until(
-            addresses, listener, slots, about, seconds, setup.limits.pause_s
+        own = listener.entry(NEW, slots)
+        hello = HostHello(node=node, description=describe_host(slots), host=own)
+        connection, welcome = _ask_until_let_in(
+            addresses, listener, hello, seconds, setup.limits.pause_s
         )
         with _opened(setup, listener.entry(welcome.number, slots), listener) as host:
             watch(host)
@@ -396,22 +388,22 @@ def _own_address(job: str) -> str:
         raise ConfigError("master_addr", expected, found=found, hint=hint) from None
 
 
-def _knock_until(
+def _ask_until_let_in(
     addresses: list[tuple[str, int]],
     listener: Listener,
-    slots: int,
-    about: str,
+    hello: HostHello,
     seconds: float,
     pause_s: float = math.inf,
-) -> tuple[Connection[Any, Any], Welcome]:
-    """Knock at one address after another until one lets this host in.
+) -> tuple[Connection[Any, Any], HostWelcome]:
+    """Ask at one address after another until one lets this host in.
 
-    Meanwhile this host says to those who knock here that it takes no part: of hosts that were all
-    cut off, and wait to join again, none would ever let another in. Who has taken part before
+    Meanwhile this host says to those who ask here that it takes no part: of hosts that were all cut
+    off, and wait to join again, none would ever let another in. Who has taken part before
     (`seconds` is infinite) gives up when nobody has been left for `ALONE_S` who takes part, or
     after `pause_s`.
     """
-    own = listener.entry(NEW, slots)
+    own = hello.host
+    assert own is not None
     key = environment.job_key()
     kind = WireMessage
     began = time.monotonic()
@@ -419,14 +411,14 @@ def _knock_until(
     deadline = began + seconds
     with selectors.DefaultSelector() as selector:
         mesh = Mesh(own, key, listener.socket.dup(), selector, kind, _LIMIT_S, listener.numbers)
-        mesh.on_knock = lambda knock: Refused(WAITS_TO_JOIN)
+        mesh.on_hello = lambda hello: HostRefused(WAITS_TO_JOIN)
         try:
             while True:
                 others = 0
                 problem = ""
                 for address, port in addresses:
                     try:
-                        answer = partial(knock, address, port, key, own, about, kind, _KNOCK_S)
+                        answer = partial(ask_to_join, address, port, key, hello, kind, _ASK_S)
                         return _answering(mesh, selector, answer)
                     except (OSError, LockstepError) as error:
                         may_change = isinstance(
@@ -456,7 +448,7 @@ def _knock_until(
 
 
 def _answering(mesh: Mesh, selector: selectors.BaseSelector, call: Callable[[], T]) -> T:
-    """Return what `call` returns, in a thread, and answer meanwhile who knocks at this host."""
+    """Return what `call` returns, in a thread, and answer meanwhile who asks this host."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -466,7 +458,7 @@ def _answering(mesh: Mesh, selector: selectors.BaseSelector, call: Callable[[], 
             future.set_exception(error)
 
     threading.Thread(
-        target=run, name="lockstep knock", daemon=True
+        target=run, name="lockstep join", daemon=True
     ).start()  # a signal does not wait for it
     while not future.done():
         take_turn(selector, _ANSWER_S)
@@ -487,7 +479,7 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
         as `ElasticHost.run`.
     """
     try:
-        spec = _read_spec(address, port, _KNOCK_S)
+        spec = _read_spec(address, port, _ASK_S)
     except OSError as error:
         found = f"{address}:{port}"
         raise ConfigError(
@@ -536,9 +528,8 @@ def _read_spec(address: str, port: int, seconds: float) -> JobSpec:
         OSError: no launcher answers there.
         LockstepError: it is no job, or has another key.
     """
-    asks = HostEntry(ASKS, socket.gethostname(), "", 0, 0)
-    connection, welcome = knock(
-        address, port, environment.job_key(), asks, "", WireMessage, seconds
-    )
+    asks = HostHello(host=HostEntry(ASKS, socket.gethostname(), "", 0, 0))
+    key = environment.job_key()
+    connection, welcome = ask_to_join(address, port, key, asks, WireMessage, seconds)
     connection.close()
-    return messages.decode(welcome.about, JobSpec)
+    return messages.decode(welcome.spec, JobSpec)

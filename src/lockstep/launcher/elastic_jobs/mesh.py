@@ -1,7 +1,7 @@
 """Connections between the launchers of an elastic job on several hosts: each one has a connection
 to each other.
 
-A new host *knocks* at any host that it knows. Both sides prove that they know the job's key. The
+A new host asks any host that it knows. Both sides prove that they know the key (`handshake`). The
 host with the greater number dials; when a connection ends, the other side looks whether the
 launcher still listens, so that an end that is certain can be told from a host that does not answer.
 All that a launcher has sent before its end is known only if its connection was read to the end:
@@ -10,7 +10,6 @@ when a connection is reset, the kernel throws away what it had not sent.
 
 from __future__ import annotations
 
-import hmac
 import math
 import selectors
 import socket
@@ -28,12 +27,22 @@ import msgspec
 
 from ...errors import LockstepError
 from ...job.connection import AT_ONCE, Connection, watch_unsent
-from ...messages import Integer, List, Tagged
 from ...system.heartbeat import keep_alive
 from ...system.strangers import LIMIT_S, Strangers
+from ..handshake import (
+    ANY_HOST,
+    Challenge,
+    HostEntry,
+    HostHello,
+    HostRefused,
+    HostWelcome,
+    is_proof,
+    new_nonce,
+    prove,
+)
 from ..pulse import Patience
 
-NEW = -1
+NEW = ANY_HOST
 """The number of a host that wants to join."""
 
 ASKS = -2
@@ -50,62 +59,7 @@ class Link(Enum):
     LOST = "lost"  # its launcher has ended, or takes part no more, and may have sent more
 
 
-class HostEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A host of the job.
-
-    Attributes:
-        number: of the host; no other host of the job has had it.
-        name: its name.
-        address, port: where its launcher listens.
-        slots: the most workers to run on it.
-    """
-
-    number: Integer
-    name: str
-    address: str
-    port: Integer
-    slots: Integer
-
-
-class Knock(Tagged, frozen=True):
-    """The first message of who dials.
-
-    Attributes:
-        key: its half of the key.
-        host: who it is; the number may be `NEW` or `ASKS`.
-        about: a new host's description, as JSON.
-        to: the number of the host that is dialled; `NEW` for any.
-    """
-
-    key: str
-    host: HostEntry
-    about: str = ""
-    to: Integer = NEW
-
-
-class Welcome(Tagged, frozen=True):
-    """The answer: the other half of the key; for a new host its number, who leads, all hosts, and
-    what to run.
-    """
-
-    key: str
-    number: Integer = -1
-    leader: Integer = -1
-    hosts: List[HostEntry] = ()
-    about: str = ""
-
-
-class Refused(Tagged, frozen=True):
-    """The answer to a host that is not let in, and why, or which other host to ask; with the other
-    half of the key, if the host that was dialled takes part no more.
-    """
-
-    reason: str
-    ask: HostEntry | None = None
-    key: str = ""
-
-
-Wire = Knock | Welcome | Refused
+Wire = Challenge | HostHello | HostWelcome | HostRefused
 """The messages of the mesh itself."""
 
 _PING_S = 0.5
@@ -131,12 +85,16 @@ class _Peer:
         heard: when something came last.
         is_broken: whether the connection has failed, so that its end does not say that all has
             come.
+        nonce: the number that this host has chosen for the connection.
+        challenge: that of the other side, if this one has dialled; "" until it has come.
     """
 
     connection: Connection[Any, Any]
     host: int = -1
     heard: float = field(default_factory=time.monotonic)
     is_broken: bool = False
+    nonce: str = field(default_factory=new_nonce)
+    challenge: str = ""
 
 
 def _seconds_unanswered(peer: _Peer) -> float:
@@ -153,13 +111,6 @@ def _seconds_unanswered(peer: _Peer) -> float:
     return int.from_bytes(info[_LAST_ACK : _LAST_ACK + 4], sys.byteorder) / 1000
 
 
-def _halves(key: str) -> tuple[str, str]:
-    """Return what who dials shows of the key, and what who answers shows."""
-    return tuple(
-        hmac.new(key.encode(), side, "sha256").hexdigest() for side in (b"dials", b"answers")
-    )  # type: ignore[return-value]
-
-
 def _wait_until_refused(address: str, port: int) -> None:
     """Return if a launcher still listens there after a moment.
 
@@ -173,9 +124,10 @@ def _wait_until_refused(address: str, port: int) -> None:
             socket.create_connection((address, port), _DIAL_S) as end,
             suppress(TimeoutError, ConnectionResetError),
         ):
-            end.settimeout(max(0.001, deadline - time.monotonic()))
-            # a launcher that runs says nothing to a stranger, and one that ends closes this
-            end.recv(1)
+            data = b"."
+            while data:  # a launcher that runs says its challenge, and one that ends closes this
+                end.settimeout(max(0.001, deadline - time.monotonic()))
+                data = end.recv(4096)
 
 
 class _Dialler:
@@ -255,7 +207,7 @@ class Mesh:
         hosts: the hosts that there are or have been, by number.
         on_message: called with the number of a host and each message from it.
         on_link: called when what is known of a host has changed.
-        on_knock: called for a new host; returns the answer, with which its connection becomes that
+        on_hello: called for a new host; returns the answer, with which its connection becomes that
             of a new number.
         on_silence: called when a launcher has not answered for that many seconds, though its host
             does: it is stopped, or hangs.
@@ -278,19 +230,19 @@ class Mesh:
         self.hosts: dict[int, HostEntry] = {}
         self.on_message: Callable[[int, Any], None] = lambda host, message: None
         self.on_link: Callable[[int, Link], None] = lambda host, link: None
-        self.on_knock: Callable[[Knock], Welcome | Refused] = lambda knock: Refused(
+        self.on_hello: Callable[[HostHello], HostWelcome | HostRefused] = lambda hello: HostRefused(
             "this host is no job's"
         )
         self.on_silence: Callable[[int, float], None] = lambda host, seconds: None
         self.patience = Patience(math.inf, math.inf)
         self._said_silent: set[int] = set()
-        self._dials, self._answers = _halves(key)
+        self._key = key
         self._listener = listener
         self._selector = selector
         self._kind = kind
         self._limit_s = limit_s
         self._peers: dict[int, _Peer] = {}
-        self._strangers: Strangers[_Peer] = Strangers(self._close)  # who have not knocked yet
+        self._strangers: Strangers[_Peer] = Strangers(self._close)  # who have not said who they are
         self._answering: dict[
             _Peer, float
         ] = {}  # who were dialled and have not answered yet, and since when
@@ -351,7 +303,7 @@ class Mesh:
         self._dialling.pop(host, None)
 
     def adopt(self, connection: Connection[Any, Any], host: int) -> None:
-        """Use a connection that `knock` has made."""
+        """Use a connection that `ask_to_join` has made."""
         connection.socket.setblocking(False)
         keep_alive(connection.socket, self._limit_s)
         peer = _Peer(connection)
@@ -437,7 +389,6 @@ class Mesh:
             peer.connection.is_strange = True
             self._answering[peer] = time.monotonic()
             self._listen(peer)
-            self._send(peer, Knock(self._dials, self.own, to=host))
         if end is None and refused:
             self._refused.add(host)
         if probes and host in self._probing:
@@ -473,6 +424,7 @@ class Mesh:
         peer = _Peer(self._connection(end))
         peer.connection.is_strange = True
         self._listen(peer)
+        self._send(peer, Challenge(peer.nonce))
         return peer
 
     def _listen(self, peer: _Peer) -> None:
@@ -516,49 +468,66 @@ class Mesh:
             self.on_message(peer.host, message)
 
     def _take_answer(self, peer: _Peer, message: object) -> None:
-        """Take the answer of a host that was dialled."""
-        if isinstance(message, Welcome) and hmac.compare_digest(
-            message.key.encode(), self._answers.encode()
-        ):
-            del self._answering[peer]
-            self._connect(peer, peer.host)
-        elif isinstance(message, Refused):
-            self._refused.add(peer.host)
-            self.forget(peer.host)
-            if hmac.compare_digest(message.key.encode(), self._answers.encode()):
-                self._probing.pop(peer.host, None)
-                self.on_link(peer.host, Link.LOST)
-        else:
-            raise OSError("another program listens there")
+        """Take what a host says that was dialled: its challenge, and its answer.
 
-    def _answer(self, peer: _Peer, knock: object) -> None:
-        """Answer who has dialled: another host of the job, one that joins, or one that asks."""
-        if not isinstance(knock, Knock) or not hmac.compare_digest(
-            knock.key.encode(), self._dials.encode()
-        ):
+        Raises:
+            OSError: it is none of the job's.
+        """
+        match message:
+            case Challenge(nonce) if not peer.challenge:
+                peer.challenge = nonce
+                proof = prove(self._key, "dials", nonce, peer.nonce)
+                self._send(peer, HostHello(proof, peer.nonce, host=self.own, to=peer.host))
+            case HostWelcome(proof) if self._has_proved(peer, proof):
+                del self._answering[peer]
+                self._connect(peer, peer.host)
+            case HostRefused():
+                self._refused.add(peer.host)
+                self.forget(peer.host)
+                if self._has_proved(peer, message.proof):
+                    self._probing.pop(peer.host, None)
+                    self.on_link(peer.host, Link.LOST)
+            case _:
+                raise OSError("another program listens there")
+
+    def _has_proved(self, peer: _Peer, proof: str) -> bool:
+        """Return whether a host that was dialled has shown that it knows the key."""
+        has_met = bool(peer.challenge)
+        return has_met and is_proof(proof, self._key, "answers", peer.challenge, peer.nonce)
+
+    def _answer(self, peer: _Peer, hello: object) -> None:
+        """Answer who has dialled: another host of the job, one that joins, or one that asks.
+
+        Raises:
+            OSError: it is none of the job's.
+        """
+        if not isinstance(hello, HostHello) or hello.host is None:
+            raise OSError("a stranger")
+        if not is_proof(hello.proof, self._key, "dials", peer.nonce, hello.nonce):
             raise OSError("a stranger")
         self._strangers.identified(peer)
-        if knock.host.number >= 0 and knock.to != self.own.number:
-            if knock.to in self._former or self.own.number >= 0:
-                reason = f"host {knock.to} has joined again, or wants to"
-                self._send(peer, Refused(reason, key=self._answers))
+        proof = prove(self._key, "answers", peer.nonce, hello.nonce)
+        if hello.host.number >= 0 and hello.to != self.own.number:
+            if hello.to in self._former or self.own.number >= 0:
+                reason = f"host {hello.to} has joined again, or wants to"
+                self._send(peer, HostRefused(reason, proof=proof))
             # a host that is let in just now, and does not know its number yet, is dialled again
             self._close(peer)
             return
-        if knock.host.number >= 0:
-            self._send(peer, Welcome(self._answers))
-            self.hosts.setdefault(knock.host.number, knock.host)
-            self._connect(peer, knock.host.number)
+        if hello.host.number >= 0:
+            self._send(peer, HostWelcome(proof))
+            self.hosts.setdefault(hello.host.number, hello.host)
+            self._connect(peer, hello.host.number)
             return
-        answer = self.on_knock(knock)
-        if isinstance(answer, Refused):
+        answer = self.on_hello(hello)
+        if isinstance(answer, HostRefused):
             self._send(peer, answer)
             self._close(peer)
             return
-        self._send(peer, msgspec.structs.replace(answer, key=self._answers))
+        self._send(peer, msgspec.structs.replace(answer, proof=proof))
         if answer.number >= 0:
             self.hosts.setdefault(
-                answer.number, msgspec.structs.replace(knock.host, number=answer.number)
+                answer.number, msgspec.structs.replace(hello.host, number=answer.number)
             )
             self._connect(peer, answer.number)
         else:
@@ -625,16 +594,15 @@ class WaitsToJoinError(LockstepError):
     """A host cannot be let in by this one, which takes no part in the job either."""
 
 
-def knock(
-    address: str, port: int, key: str, own: HostEntry, about: str, kind: object, seconds: float
-) -> tuple[Connection[Any, Any], Welcome]:
+def ask_to_join(
+    address: str, port: int, key: str, hello: HostHello, kind: object, seconds: float
+) -> tuple[Connection[Any, Any], HostWelcome]:
     """Ask the job at an address to let this host join; returns the connection, and the answer.
 
     Args:
         address, port: of any launcher of the job.
         key: the job's secret.
-        own: this host, without a number.
-        about: its description.
+        hello: this host, without a number; the proof is added here.
         kind: the type of all messages between launchers.
         seconds: how long to wait for each answer.
 
@@ -644,18 +612,23 @@ def knock(
         WaitsToJoinError: the launcher there takes no part in the job either.
         LockstepError: it refuses, or another program answers.
     """
-    dials, answers = _halves(key)
     for _ in range(8):  # launchers that lead to another one
         end = socket.create_connection((address, port), seconds)
         connection: Connection[Any, Any] = Connection(end, kind)
         connection.most = _MOST_OF_ANSWER
+        nonce = new_nonce()
+        challenge: Any = None
+        answer: Any = None
         try:
-            connection.send(Knock(dials, own, about))
-            answer = connection.receive(time.monotonic() + seconds)
+            challenge = connection.receive(time.monotonic() + seconds)
+            if isinstance(challenge, Challenge):
+                proof = prove(key, "dials", challenge.nonce, nonce)
+                connection.send(msgspec.structs.replace(hello, proof=proof, nonce=nonce))
+                answer = connection.receive(time.monotonic() + seconds)
         except (OSError, msgspec.DecodeError):
             answer = None
-        if isinstance(answer, Welcome) and hmac.compare_digest(
-            answer.key.encode(), answers.encode()
+        if isinstance(answer, HostWelcome) and is_proof(
+            answer.proof, key, "answers", challenge.nonce, nonce
         ):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection, answer
@@ -664,7 +637,7 @@ def knock(
             raise LockstepError(
                 f"{address}:{port} is no elastic job, has another key, or has just ended"
             )
-        if not isinstance(answer, Refused):
+        if not isinstance(answer, HostRefused):
             raise LockstepError(f"{address}:{port} has another key")
         if answer.ask is None:
             kinds = {NOBODY_LEADS: NobodyLeadsError, WAITS_TO_JOIN: WaitsToJoinError}

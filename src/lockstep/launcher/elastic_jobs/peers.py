@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any
 
+from ..handshake import HostEntry
 from .elastic_job import HostMessages
 from .election import Election, ElectionMessage
-from .mesh import HostEntry, Mesh, Wire
+from .mesh import Mesh, Wire
 
 WireMessage = Wire | ElectionMessage | HostMessages
 """All messages between the launchers of two hosts."""
