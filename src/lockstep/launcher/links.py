@@ -65,12 +65,14 @@ class _Link:
     Attributes:
         connection: to it.
         nonce: that was sent on it.
-        hello: what the other side has said of itself, once it has proved that it knows the key.
+        greeting: the nonce of the other side, once it has proved that it knows the key.
+        description: of its host, likewise.
     """
 
     connection: Connection[Any, Any]
     nonce: str
-    hello: HostHello | None = None
+    greeting: str = ""
+    description: HostDescription | None = None
 
 
 class OneHost:
@@ -216,13 +218,10 @@ class FixedHosts(OneHost):
             while len(self._links) < self.nodes - 1 and time.monotonic() < deadline:
                 self.turn(_TURN_S)
                 self._strangers.tick()
-            descriptions = [
-                own,
-                *(
-                    self._links[node].hello.description  # type: ignore[union-attr]
-                    for node in sorted(self._links)
-                ),
-            ]
+            descriptions = [own]
+            for _, link in sorted(self._links.items()):
+                assert link.description is not None
+                descriptions.append(link.description)
             self._check(descriptions, config)
         except LockstepError as error:
             verdict = str(error)  # the same on all hosts
@@ -232,8 +231,7 @@ class FixedHosts(OneHost):
         finally:
             self._stop_listening()
         for link in self._links.values():
-            assert link.hello is not None
-            proof = prove(self._key, "answers", link.nonce, link.hello.nonce)
+            proof = prove(self._key, "answers", link.nonce, link.greeting)
             self._send(link, HostWelcome(proof, time.time_ns()))
         names = {node: each.host for node, each in enumerate(descriptions)}
         self._coordinator = Coordinator(names, self._tell, self._serve)
@@ -322,7 +320,8 @@ class FixedHosts(OneHost):
             self._send(link, HostRefused("", is_number=True))
             self._close(link)
             return
-        link.hello = hello
+        link.greeting = hello.nonce
+        link.description = hello.description
         link.connection.is_strange = False
         self._links[hello.node] = link
 
