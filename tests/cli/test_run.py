@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 from lockstep.cli import main
-from lockstep.launcher import local
 from support import warm_python
 from support.command import Here
 
@@ -421,7 +420,7 @@ def test_what_ranks_leave_behind_may_clear_up_and_is_named(
     """Also when all has gone well. It may be a program that others use, which its user has
     forgotten.
     """
-    monkeypatch.setattr(local, "TERM_GRACE_S", 0.5)
+    monkeypatch.setattr("lockstep.launcher.supervisor.TERM_GRACE_S", 0.5)
     program = write(
         tmp_path,
         """

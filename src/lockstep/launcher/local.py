@@ -23,7 +23,6 @@ from ..extension_points import EXTENSION_POINTS
 from ..interruption import collect_signals
 from ..stores import loopback_variables
 from ..system.job_folders import temporary_job_folder
-from ..system.processes import TERM_GRACE_S, end_orphans
 from ..topology import World
 from .coordinator import Round
 from .links import OneHost
@@ -33,7 +32,7 @@ from .output.output_lines import RankLogFiles
 from .output.terminal import lend_terminal
 from .output.worker_output import FileOutput, OutputTarget, inherit_output, pipe_output
 from .pulse import Patience, Pulse
-from .supervisor import WatchdogFiles, WorkerSupervisor, program_name
+from .supervisor import WatchdogFiles, WorkerSupervisor, end_left_processes, program_name
 from .worker_options import EXIT_GRACE, WatchdogOptions, WorkerOptions
 from .worker_process import worker
 from .worker_process.fork_server import threads_per_worker
@@ -264,13 +263,7 @@ def run_workers(task: Callable[[], object], job: HostJob) -> None:
                 problem = attempts.run()
             results = job.results()
         finally:
-            left = end_orphans(
-                run_id,
-                keep_children=True,
-                term_grace_s=0.0 if len(job.signals) > 1 else TERM_GRACE_S,
-            )
-            if left:
-                job.log(f"lockstep: ended processes that the ranks left running: {left}")
+            end_left_processes(run_id, job.signals, job.log)
             job.watchdog.close()
             job.workers.close()
     try:

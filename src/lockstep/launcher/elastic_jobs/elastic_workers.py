@@ -18,14 +18,18 @@ from ...environment import ElasticWorker
 from ...environment.variable_table import EARLIER_RUN_DIR, RESUME
 from ...job.messages import FromAnyWorker
 from ...stores import loopback_variables
-from ...system.processes import TERM_GRACE_S, end_orphans
 from ..local import startup_message, watchdog_options
 from ..options import JobOptions
 from ..output.log_multiplexer import LogMultiplexer
 from ..output.output_lines import OutputLine
 from ..output.worker_output import PipedOutput, open_pipes
 from ..pulse import ELASTIC_LIMIT_S, Patience
-from ..supervisor import StoppedWorkers, WatchdogFiles, WorkerSupervisor
+from ..supervisor import (
+    StoppedWorkers,
+    WatchdogFiles,
+    WorkerSupervisor,
+    end_left_processes,
+)
 from ..worker_options import EXIT_GRACE, WorkerOptions
 from ..worker_process import worker
 from ..worker_process.fork_server import threads_per_worker
@@ -134,6 +138,7 @@ class HostWorkers:
         self._stack.close()
 
     def _start_attempt(self, attempt: int) -> None:
+        """Begin with the workers of another attempt."""
         self._attempt = attempt
         options = self._setup.options
         self._supervisor = WorkerSupervisor(
@@ -280,14 +285,13 @@ class HostWorkers:
         self._workers.join(_END_S)  # before their folder is removed
 
     def _end_orphans(self) -> None:
-        left = end_orphans(
-            self._run_id, True, term_grace_s=0.0 if len(self._signals) > 1 else TERM_GRACE_S
-        )
-        if left:
-            self._log(f"lockstep: ended processes that the workers left running: {left}")
+        """End the processes that workers have left running."""
+        end_left_processes(self._run_id, self._signals, self._log)
 
     def _write(self, number: int, stream: int, line: OutputLine) -> None:
+        """Print a line of a worker, as that of its rank."""
         self._setup.multiplexer.write(self._rank(number), stream, line)
 
     def _rank(self, number: int) -> int:
+        """Return the rank of a worker in the newest view; its number if it has none."""
         return self._view.index(number) if number in self._view else number
