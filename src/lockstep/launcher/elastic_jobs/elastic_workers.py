@@ -37,6 +37,8 @@ from ..worker_process.script import Script
 from ..workers import Workers
 from .elastic_job import Ended, JobState, Limits, Start
 
+__all__ = ["HostSetup", "HostWorkers", "elastic_setup"]
+
 
 @dataclass(frozen=True)
 class HostSetup:
