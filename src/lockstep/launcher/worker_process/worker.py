@@ -387,10 +387,9 @@ def _traceback(error: BaseException) -> str:
 def _is_launcher_frame(frames: TracebackType) -> bool:
     """Return whether this is a frame of the launcher or runpy and not of the program."""
     names = frames.tb_frame.f_globals
-    return (
-        names.get("__package__") in (__package__, f"{_PACKAGE}.ray")
-        or names.get("__name__") == "runpy"
-    )
+    parts = str(names.get("__package__", "")).split(".")
+    is_ours = parts[:2] in ([_PACKAGE, "launcher"], [_PACKAGE, "ray"])
+    return is_ours or names.get("__name__") == "runpy"
 
 
 def _exit_with_report(report: Failure, client: JobClient) -> None:
