@@ -30,7 +30,7 @@ _WORDS = StateWords()
 # worker of a launcher
 _ENDS = (
     (threading.__file__, "_shutdown"),
-    (str(Path(__file__).parent.parent / "launcher" / "script.py"), "_finish"),
+    (str(Path(__file__).parents[1] / "launcher" / "worker_process" / "script.py"), "_finish"),
 )
 
 
