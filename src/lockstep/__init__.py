@@ -24,6 +24,7 @@ from .errors import (
     TransportError,
     WorkerError,
 )
+from .other_names import PACKAGE_NAMES, hint_in
 from .transports.backend import register
 
 if TYPE_CHECKING:
@@ -163,7 +164,8 @@ register()  # the backends for init_process_group: "shm" and the others
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = hint_in(PACKAGE_NAMES, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     module_name, _, attribute = _LAZY[name].partition(":")
     module = importlib.import_module(f".{module_name}", __name__)
     globals()[name] = value = getattr(module, attribute) if attribute else module

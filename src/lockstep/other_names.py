@@ -1,5 +1,5 @@
-"""What arguments and options are called in other libraries and launchers, and what they are called
-here, for errors.
+"""What arguments, options and attributes are called in other libraries and launchers, and what they
+are called here, for errors.
 
 Each text is a clause that goes on after "got an unexpected keyword argument 'max_epochs': ". In
 those of a training `{step}` stands for the class or function with the options of a step: Trainer,
@@ -7,6 +7,8 @@ TrainStep or prepare.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 _EPOCHS = "the number of epochs is fit(..., epochs=) of a Trainer"
 _STEPS = "the number of steps is fit(..., max_steps=) of a Trainer"
@@ -683,6 +685,53 @@ RUN_FLAGS: dict[str, str] = {
     **_rows("the version is printed by `lockstep --version`", "--version -V"),
 }
 """Other options of `lockstep run`: those of torchrun, accelerate launch, deepspeed and mpirun."""
+
+_COMMUNICATOR = "it belongs to the communicator: comm = lockstep.init(), then comm.{name}"
+_PREPARED = "lockstep.prepare(model, optimizer, loader) does it: the loop keeps loss.backward()"
+_HOROVOD = (
+    "lockstep.prepare(model, optimizer, loader) does it; or keep Horovod's interface: import "
+    "lockstep.compat.horovod.torch as hvd"
+)
+_CHECKPOINT_RECIPE = (
+    'a Trainer has run_dir= and fit(..., resume="latest"); for a loop of your own there is the '
+    "recipe Checkpoints and resuming"
+)
+_EVALUATE = "lockstep.evaluate(model, loader, loss_fn, metrics) counts every sample once"
+_INIT = "the workers and the device are found by comm = lockstep.init()"
+
+PACKAGE_NAMES: dict[str, str] = {
+    **_rows(
+        _COMMUNICATOR,
+        "rank size local_rank local_size allreduce allgather broadcast_object allgather_object "
+        "alltoall barrier",
+    ),
+    **_rows(_PREPARED, "backward accumulate clip_grad_norm_ clip_grad_value_ no_sync"),
+    **_rows(_HOROVOD, "DistributedOptimizer broadcast_parameters broadcast_optimizer_state"),
+    **_rows(_CHECKPOINT_RECIPE, "save_state load_state"),
+    **_rows(_EVALUATE, "gather_for_metrics metric_average"),
+    **_rows(_INIT, "Accelerator Fabric is_initialized"),
+    **_rows("it is lockstep.launch(fn, workers=N)", "notebook_launcher"),
+    **_rows(
+        "it is torch.manual_seed(0) before the model is made; seed= of prepare and Trainer is that "
+        "of order and dropout",
+        "set_seed seed_everything",
+    ),
+    **_rows("on rank 0: if comm.rank == 0: print(...)", "print is_main_process"),
+    **_rows("it is comm.barrier(), with comm = lockstep.init()", "wait_for_everyone"),
+}
+"""Names that people look for in the package: those of Accelerate, Fabric and Horovod."""
+
+LOADER_NAMES: dict[str, str] = _rows(
+    "it is not needed: each epoch has an order of its own, by seed and epoch",
+    "sampler batch_sampler set_epoch",
+)
+"""Attributes that a prepared loader does not have, unlike a `DataLoader`."""
+
+
+def hint_in(names: Mapping[str, str], name: str) -> str:
+    """Return what follows "has no attribute 'name'" in an error: "" if the name is not known."""
+    return f": {names[name].format(name=name)}" if name in names else ""
+
 
 TRAIN_FLAGS: dict[str, str] = {
     **_rows(

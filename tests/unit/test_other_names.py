@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import arguments, other_names
 from lockstep.cli.main import _parser
+from lockstep.launcher import worker
 from lockstep.training.step.step_arguments import StepOptions
 
 DATA = TensorDataset(torch.randn(8, 4), torch.randint(0, 3, (8,)))
@@ -231,3 +232,30 @@ def test_values_of_other_libraries_are_told_what_they_are_here() -> None:
             lockstep.ConfigError, match=rf"strategy: expected .*Its name here is '{here}'\."
         ):
             trainer(strategy=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("rank", "comm = lockstep.init(), then comm.rank"),
+        ("broadcast_parameters", "lockstep.compat.horovod.torch as hvd"),
+        ("gather_for_metrics", "lockstep.evaluate("),
+        ("load_state", "Checkpoints and resuming"),
+    ],
+)
+def test_names_of_accelerate_and_horovod_in_the_package(name: str, here: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': ") as caught:
+        getattr(lockstep, name)
+    assert here in str(caught.value)
+    assert not hasattr(lockstep, name)
+
+
+def test_no_hint_is_about_a_name_that_the_package_has() -> None:
+    assert not set(other_names.PACKAGE_NAMES) & set(dir(lockstep))
+
+
+def test_a_program_for_horovod_is_told_how_it_is_started() -> None:
+    missing = ModuleNotFoundError("No module named 'horovod'", name="horovod")
+    assert "lockstep run --as-horovod" in worker._message(missing)
+    other = ModuleNotFoundError("No module named 'keras'", name="keras")
+    assert worker._message(other) == str(other)

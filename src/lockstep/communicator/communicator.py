@@ -58,6 +58,12 @@ _OTHER_NAMES = {
     "all_gather": "allgather",
     "all_to_all": "alltoall",
     "bcast": "broadcast",
+    "num_processes": "size",
+    "process_index": "rank",
+    "local_process_index": "local_rank",
+    "is_main_process": "rank == 0",
+    "wait_for_everyone": "barrier",
+    "main_process_first": "rank0_first",
 }
 
 

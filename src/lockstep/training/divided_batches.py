@@ -82,8 +82,8 @@ def describe_division(
         return ""
     return (
         f"{', '.join(divided)}: results may depend on how a global batch is divided, as this "
-        "model has what is "
-        'listed in docs/training.md, "What is the same at any number of workers": '
+        "model has what is listed in the documentation, on the page Training under "
+        '"What is the same at any number of workers": '
         f"{'; '.join(descriptions)}"
     )
 

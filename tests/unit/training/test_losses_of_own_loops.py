@@ -80,6 +80,19 @@ def test_a_mean_over_samples_needs_none() -> None:
     assert train(plain) == 4
 
 
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_outputs_and_targets_that_are_broadcast_are_refused(loss: Any) -> None:
+    column = rf"\[{SAMPLES}, 1\]"
+    with pytest.raises(ConfigError, match=rf"{column} and \[{SAMPLES}\], which torch broadcasts"):
+        train(lambda model, x, y: 0.5 * loss(model(x)[:, :1], y.float()))
+    with pytest.raises(ConfigError, match=rf"\[{SAMPLES}\] and {column}, which torch broadcasts"):
+        train(lambda model, x, y: loss(model(x)[:, 0], y.float()[:, None]))
+    assert train(lambda model, x, y: loss(model(x)[:, :1], y.float()[:, None])) == 4
+    assert train(lambda model, x, _: loss(model(x), torch.ones(4))) == 4
+    assert train(lambda model, x, y: loss(model(x)[:, :1], y.float()), virtual_workers=4) == 4
+
+
 def hardest(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """A triplet loss with the hardest samples of the batch."""
     output = model(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,28 @@ def test_objects_come_back_in_order_and_a_single_one_alone() -> None:
 def test_bad_arguments_are_named(objects: list[Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lockstep.prepare(*objects, **options)
+
+
+def test_a_model_that_ddp_wraps_is_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+        with pytest.raises(ConfigError, match="a DistributedDataParallel, which sums them as well"):
+            lockstep.prepare(model, optimizer_of(model))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["sampler", "set_epoch", "batch_sampler"])
+def test_a_loader_says_what_it_has_no_sampler_for(name: str) -> None:
+    loader = lockstep.prepare(nn.Linear(2, 1), DataLoader(DATA, 2))[1]
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': it is not needed: each ep"):
+        getattr(loader, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'samplr'$"):
+        loader.samplr  # noqa: B018
+    assert not hasattr(loader, "set_epoch")
 
 
 def test_an_optimizer_is_prepared_once() -> None:

@@ -363,6 +363,11 @@ def _message(error: BaseException) -> str:
             "breakpoint() has no terminal. Start the job with `lockstep run --debug-rank "
             f"{find_world().rank} ...`."
         )
+    if isinstance(error, ModuleNotFoundError) and error.name == "horovod":
+        return (
+            f"{error}. `lockstep run --as-horovod ...` lets Lockstep take its place, without a "
+            "change to the program; `lockstep horovodrun` does so too."
+        )
     try:
         return str(error)
     except Exception as second:

@@ -59,6 +59,8 @@ def refusal_of(
             return Refusal(_sum_error(sum_found), _parameters_reached(root), False)
         if same_on_all:
             return None
+        if calls is not None and (shapes := _broadcast_shapes(root, calls)) is not None:
+            return Refusal(_broadcast_error(*shapes), _parameters_reached(root), False)
         if calls is not None and _compares_samples(root, calls):
             return Refusal(_comparison_error(calls.samples), _parameters_reached(root), False)
         mean = _uncounted_mean(root)
@@ -432,6 +434,43 @@ def _entered(node: Node) -> Iterator[torch.Tensor]:
             yield values.detach()
 
 
+# torch's losses that broadcast their two arguments, with a warning; `l1_loss` is the absolute value
+# of a difference.
+_BROADCAST_LOSSES = {"MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "AbsBackward"}
+
+
+def _broadcast_shapes(root: torch.Tensor, calls: ModelCalls) -> tuple[list[int], list[int]] | None:
+    """Return the shapes of an output and of the targets that torch has broadcast to a table of each
+    sample with each; None if there are none.
+
+    The loss is then linear in what it compares, or has no second derivative with respect to two
+    outputs, so that `_compares_samples` does not see it. Of an output of shape (n,) and targets of
+    shape (n, 1), or the reverse, torch's losses leave an ExpandBackward in the graph; a difference
+    that the program writes itself leaves nothing.
+
+    Args:
+        root: a loss, before its backward pass.
+        calls: the calls of models that it was computed from.
+    """
+    samples = calls.samples
+    if samples < 2:
+        return None
+    outputs = {tensor.grad_fn for tensor in calls.outputs()}
+    column = [samples, 1]
+    for node in _walk([root.grad_fn], stop=lambda node: node in outputs):
+        if _kind(node) not in _BROADCAST_LOSSES:
+            continue
+        if list(node._saved_self.shape) != [samples, samples]:
+            continue
+        difference = [below for below in _next(node) if _kind(below) == "SubBackward"]
+        for below in _next(difference[0] if difference else node):
+            if _kind(below) == "ExpandBackward":
+                output = list(below._saved_self_sym_sizes)
+                if output in (column, [samples]):
+                    return output, [samples] if output == column else column
+    return None
+
+
 # Elements of outputs beyond which they are not compared: it needs their memory three times.
 _MOST_ELEMENTS = 1 << 23
 # Of the second derivatives within one sample. Without a comparison they are zero exactly.
@@ -600,6 +639,17 @@ def _number_error(problem: NotAMean) -> ConfigError:
         "and compute it from lockstep.whole_batch(rows). Or use virtual_workers=, whose "
         "shards are the same on any number of workers. If the number is a mean over something "
         "else, such as tokens: optimizer.step(count=tokens).",
+    )
+
+
+def _broadcast_error(output: list[int], targets: list[int]) -> ConfigError:
+    """Return the error for an output and targets that are broadcast."""
+    return ConfigError(
+        "loss",
+        "an output and targets of one shape",
+        found=f"{output} and {targets}, which torch broadcasts: each sample's output is compared "
+        "with the targets of all samples of this part of the batch",
+        hint="Give both the same shape: output.squeeze(1), or targets.unsqueeze(1).",
     )
 
 

@@ -5,7 +5,7 @@ passes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -14,7 +14,7 @@ from typing_extensions import Never, Self
 from ... import arguments
 from ...data.loader import Batch, Loader
 from ...errors import unexpected_argument
-from ...other_names import in_training
+from ...other_names import LOADER_NAMES, hint_in, in_training
 from ..model_state import UserState
 from .prepared_loop import PreparedLoop, watch_torch
 
@@ -205,6 +205,16 @@ class PreparedLoader:
     def __len__(self) -> int:
         """Global batches in an epoch; the number of optimizer steps."""
         return len(self.loader)
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+                f"{hint_in(LOADER_NAMES, name)}",
+                name=name,
+                obj=self,
+            )
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the next epoch: epoch 0, then 1, and so on, from the loaded position in the

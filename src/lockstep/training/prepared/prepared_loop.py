@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -102,6 +103,15 @@ class PreparedLoop:
             raise ConfigError(
                 "objects", "at least one module, whose parameters are trained", found="none"
             )
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                raise ConfigError(
+                    "objects",
+                    "the model itself, whose gradients are summed over the workers by prepare()",
+                    found="a DistributedDataParallel, which sums them as well",
+                    hint="Leave DistributedDataParallel out, or give the model that it wraps: "
+                    "model.module.",
+                )
         if max_grad_norm is not None:
             arguments.number("max_grad_norm", max_grad_norm, above=0)
         check_threads(threads, virtual_workers)
