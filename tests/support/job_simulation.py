@@ -1028,9 +1028,18 @@ class World:
                 )
 
     def check_number(self, node: Node) -> None:
-        """Check that no other worker of the same side of the job has the number of a new one."""
-        if any(other.number == node.number for other in self.in_reach(node)):
-            raise PropertyError(f"two workers have the number {node.number}")
+        """Check that no other worker of the same side of the job has the number of a new one: of a
+        host in the newest view that this one knows, and the other way round. Where the others have
+        gone on without this host, it may start a worker before it learns that.
+        """
+        here = self.part_of(node.workers)
+        for other in self.in_reach(node):
+            there = self.part_of(other.workers)
+            assert here is not None
+            assert there is not None
+            is_same_side = here.number in there.host._election.hosts
+            if other.number == node.number and is_same_side:
+                raise PropertyError(f"two workers have the number {node.number}")
 
     def in_reach(self, node: Node) -> Iterator[Node]:
         """Yield the living workers of the hosts with which that of a worker is in a view."""

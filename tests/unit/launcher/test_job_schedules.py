@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
+from lockstep.elastic.membership import Lease
 from lockstep.launcher.elastic_jobs import admission, elastic_job, local_members
 from lockstep.launcher.elastic_jobs.election import Election, _Attempt
 from lockstep.launcher.elastic_jobs.mesh import Link
@@ -23,6 +24,7 @@ from support.job_simulation import (
     FROZEN_LAUNCHER,
     FROZEN_LEADER,
     PropertyError,
+    SimulatedWorkers,
     try_schedules,
 )
 
@@ -61,6 +63,14 @@ def lost_is_ended(self: Election, host: int, link: Link) -> None:
     _set_link(self, host, Link.ENDED if link is Link.LOST else link)
 
 
+_send = SimulatedWorkers.send
+
+
+def no_lease_that_is_over(self: SimulatedWorkers, number: int, message: object) -> None:
+    if message != Lease(0.0):
+        _send(self, number, message)
+
+
 # the guard → what is seen without it, how it is taken out, and the schedules that show it: those
 # whose numbers end like the first one's begin with the faults against which it guards
 GUARDS: dict[str, tuple[str, AbstractContextManager[object], range]] = {
@@ -88,6 +98,11 @@ GUARDS: dict[str, tuple[str, AbstractContextManager[object], range]] = {
         "goes on with step",
         patch.object(local_members, "LEASE_S", math.inf),
         range(FROZEN_LAUNCHER, 3000, 10),
+    ),
+    "a worker has a lease before its first step, if one that is over": (
+        "goes on with step",
+        patch.object(SimulatedWorkers, "send", no_lease_that_is_over),
+        range(FROZEN_LEADER, 6000, 10),
     ),
     "who does not hear the leader renews no lease": (
         "goes on with step",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from ...elastic.membership import LEASE_S, Down, Keep, Lease, Regroup, Up, View, WorkerState
@@ -62,7 +61,9 @@ class LocalMembers:
         self._knowledge.memory.note_down(number, message)
         if number >= 0:
             if isinstance(message, View) and self._peers.mesh is not None:
-                self._renew_leases([number])
+                # Also one that is over: a worker that has never got a lease takes its job for one
+                # on a single host, and waits for none.
+                self.workers.send(number, Lease(self._lease()))
             self.workers.send(number, message)
 
     def keep(self, message: Keep) -> None:
@@ -94,11 +95,14 @@ class LocalMembers:
         """Renew the leases of all members if it is time."""
         if self._peers.mesh is not None and time.monotonic() >= self._next_lease:
             self._next_lease = time.monotonic() + _LEASE_EVERY_S
-            self._renew_leases(self._knowledge.memory.members)
+            until = self._lease()
+            if until > 0.0:
+                for number in self._knowledge.memory.members:
+                    self.workers.send(number, Lease(until))
 
-    def _renew_leases(self, members: Iterable[int]) -> None:
-        """Let members complete steps for some more seconds, if this host has just heard of the one
-        that leads.
+    def _lease(self) -> float:
+        """Return until when members may complete steps: for some more seconds, if this host has
+        just heard of the one that leads; else 0.
 
         A launcher that does not run holds nobody, and no more does one that follows it. One that
         runs again asks the others before it leads on: until they have answered, who follows it
@@ -107,9 +111,8 @@ class LocalMembers:
         election = self._election
         hears = self._peers.silent_s(election.leader) < _HEARD_S
         if election.is_settled and hears and not election.is_vote_open:
-            lease = Lease(time.monotonic() + LEASE_S)
-            for number in members:
-                self.workers.send(number, lease)
+            return time.monotonic() + LEASE_S
+        return 0.0
 
     def _receive(self, number: int, message: Up) -> None:
         """Pass on what a worker has sent."""
