@@ -299,8 +299,11 @@ class Recorder(RunGuard):
 def _checksums(trainer: Trainer, batch: Batch) -> HostCopy:
     """Return the checksums of the state, of the content of a batch, and of the learning rates."""
     device = trainer.comm.device
-    first = batch.data[0] if batch.virtual_workers else batch.data
     rates = [float(group["lr"]) for group in trainer.optimizer.param_groups]
     of_rates = checksum_of([torch.tensor(rates, dtype=torch.float64)])
-    sums = [*state_checksums(trainer), checksum_of(tensors_of(first)), of_rates]
+    of_batch = torch.zeros_like(of_rates)  # another worker than rank 0 has another part of it
+    if trainer.comm.rank == 0:
+        first = batch.data[0] if batch.virtual_workers else batch.data
+        of_batch = checksum_of(tensors_of(first))
+    sums = [*state_checksums(trainer), of_batch, of_rates]
     return HostCopy(torch.stack([each.to(device, non_blocking=True) for each in sums]))
