@@ -694,7 +694,7 @@ _HOROVOD = (
 )
 _CHECKPOINT_RECIPE = (
     'a Trainer has run_dir= and fit(..., resume="latest"); for a loop of your own there is the '
-    "recipe Checkpoints and resuming"
+    "recipe Resume from a checkpoint"
 )
 _EVALUATE = "lockstep.evaluate(model, loader, loss_fn, metrics) counts every sample once"
 _INIT = "the workers and the device are found by comm = lockstep.init()"

@@ -125,6 +125,7 @@ SYMPTOMS_OF_OTHERS = (
     "lockstep: command not found",
     "stack expects each tensor to be equal size",
     "runs/a-2",
+    "No module named 'horovod'",
 )
 
 

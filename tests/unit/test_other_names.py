@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import arguments, other_names
 from lockstep.cli.main import _parser
-from lockstep.launcher import worker
+from lockstep.launcher.worker_process import worker
 from lockstep.training.step.step_arguments import StepOptions
 
 DATA = TensorDataset(torch.randn(8, 4), torch.randint(0, 3, (8,)))
@@ -240,7 +240,7 @@ def test_values_of_other_libraries_are_told_what_they_are_here() -> None:
         ("rank", "comm = lockstep.init(), then comm.rank"),
         ("broadcast_parameters", "lockstep.compat.horovod.torch as hvd"),
         ("gather_for_metrics", "lockstep.evaluate("),
-        ("load_state", "Checkpoints and resuming"),
+        ("load_state", "Resume from a checkpoint"),
     ],
 )
 def test_names_of_accelerate_and_horovod_in_the_package(name: str, here: str) -> None:

@@ -76,6 +76,20 @@ def test_the_results_are_those_of_one_worker(
     assert alone and together == [pytest.approx(alone, rel=NEAR)] * 2
 
 
+def test_a_loop_resumes_on_another_number_of_workers(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = PROGRAMS["checkpoints 2"]
+    found = []
+    for folder, interrupted in (("whole", program), ("resumed", program.replace("EPOCHS)", "1)"))):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        pool.run(results, interrupted, workers=1)
+        found.append(pool.run(results, program, workers=2)[0])
+    whole, resumed = found
+    assert interrupted != program and resumed == pytest.approx(whole, rel=NEAR)
+
+
 def test_what_the_recipes_warn_of_is_refused(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
