@@ -79,7 +79,7 @@ class DelayedWork(OuterWork):
         ended.
         """
         limit = timeout.total_seconds() if timeout else self._limit
-        answer = bool(self._inner.wait(timeout) if timeout else self._inner.wait())
+        answer = bool(self.inner.wait(timeout) if timeout else self.inner.wait())
         while (done := self._done_at()) is None or done - time.monotonic() > _NEAR_S:
             if time.monotonic() > self._began + limit:
                 raise TransportError(
@@ -96,7 +96,7 @@ class DelayedWork(OuterWork):
     def is_completed(self) -> bool:
         """Return whether the operation has ended; sleeps if it is about to."""
         self._clock.virtual.poll()
-        if not self._inner.is_completed():
+        if not self.inner.is_completed():
             return False
         done = self._done_at()
         if done is None:
@@ -123,14 +123,14 @@ class DelayedWork(OuterWork):
         if time.monotonic() < self._began + _CHECK_S:
             return False
         try:
-            self._inner.wait()  # returns at once
+            self.inner.wait()  # returns at once
         except RuntimeError:
             return True
         return False
 
     def is_success(self) -> bool:
         """Return whether the operation has ended without an error."""
-        return bool(self.is_completed() and self._inner.is_success())
+        return bool(self.is_completed() and self.inner.is_success())
 
     def synchronize(self) -> None:
         """Wait."""
@@ -138,7 +138,7 @@ class DelayedWork(OuterWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future with the result, which a thread sets when the operation has ended."""
-        inner = self._inner.get_future()
+        inner = self.inner.get_future()
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def finish() -> None:

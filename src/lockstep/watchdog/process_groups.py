@@ -64,26 +64,29 @@ class OuterWork(dist.Work):
     """A `Work` around another one, whose result and error it has.
 
     Args:
-        inner: the backend's own work.
+        inner: the other work.
+
+    Attributes:
+        inner: the other work.
     """
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        self._inner = inner
+        self.inner = inner
 
     def exception(self) -> BaseException | None:
         """Return the error of the operation, if it failed."""
-        error: BaseException | None = self._inner.exception()
+        error: BaseException | None = self.inner.exception()
         return error
 
     def result(self) -> list[torch.Tensor]:
         """Return the output tensors."""
-        tensors: list[torch.Tensor] = self._inner.result()
+        tensors: list[torch.Tensor] = self.inner.result()
         return tensors
 
     def source_rank(self) -> int:
         """Return the source of the message of a receive from any rank."""
-        rank: int = self._inner._source_rank()
+        rank: int = self.inner._source_rank()
         return rank
 
     _source_rank = source_rank
@@ -134,8 +137,8 @@ class WatchedWork(OuterWork):
             ):
                 if self._check is not None:
                     self._check.wait()
-                answer = self._inner.wait(timeout) if timeout else self._wait_without_limit()
-        self._monitor.finish_wait(self._pending, self._inner, self._device)
+                answer = self.inner.wait(timeout) if timeout else self._wait_without_limit()
+        self._monitor.finish_wait(self._pending, self.inner, self._device)
         return answer
 
     def _wait_without_limit(self) -> bool:
@@ -144,13 +147,13 @@ class WatchedWork(OuterWork):
             if self._pending.sequence or not self._monitor.waits_in_slices
             else _wait_for_message
         )
-        return wait(self._inner, self._monitor)
+        return wait(self.inner, self._monitor)
 
     def _wait_for_completed(self) -> bool:
         try:
             if self._check is not None:
                 self._check.wait()
-            answer: bool = self._inner.wait()
+            answer: bool = self.inner.wait()
         except BaseException as error:
             self._monitor.state.raise_root_cause(error, self._monitor.ranks)
             raise
@@ -158,25 +161,25 @@ class WatchedWork(OuterWork):
 
     def block_current_stream(self) -> None:
         """Make the current stream wait for the operation; as `wait` on devices without streams."""
-        self._inner.block_current_stream()
+        self.inner.block_current_stream()
 
     def is_completed(self) -> bool:
         """Return whether the operation has completed or failed."""
-        ended: bool = self._inner.is_completed() and (self._check is None or self._check.is_done())
+        ended: bool = self.inner.is_completed() and (self._check is None or self._check.is_done())
         return ended
 
     def is_success(self) -> bool:
         """Return whether the operation has completed without an error."""
-        well: bool = self._inner.is_success()
+        well: bool = self.inner.is_success()
         return well
 
     def synchronize(self) -> None:
         """Wait as the backend does."""
-        self._inner.synchronize()
+        self.inner.synchronize()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future with the result, or with the error of the operation."""
-        future: torch.futures.Future[Any] = self._inner.get_future()
+        future: torch.futures.Future[Any] = self.inner.get_future()
         if self._check is not None:
             future = self._check.guard(future)
         state = self._monitor.state
