@@ -138,7 +138,9 @@ def test_where_a_rank_is_killed_the_others_get_its_number_and_keep_their_last_co
     said, steps = left.value
     assert said.startswith("allreduce 'gradients': RankLostError: ")
     assert "the process of rank 1 " in said
-    assert "The job cannot continue without all of its workers" in said
+    assert "The job cannot continue without all of its workers. Lost ones are replaced in" in said
+    assert said.count("the process of rank 1 ") == 1 and ".." not in said.replace("...", "")
+    assert "--elastic 2:4" in said
     assert steps == [0, 1]  # called once, and back at the commit after the first step
 
 

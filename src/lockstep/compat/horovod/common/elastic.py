@@ -240,8 +240,10 @@ def _reset_after(failure: HorovodInternalError, reset: Callable[[], None]) -> No
     try:
         reset()
     except Exception as error:
+        cause = "" if str(error) in str(failure) else f" (the reset failed: {error})"
         text = (
-            f"{failure}. The job cannot continue without all of its workers; lost ones are not "
-            f"replaced: {error}"
+            f"{str(failure).rstrip('.')}. The job cannot continue without all of its "
+            f"workers{cause}. Lost ones are replaced in an elastic job: `lockstep horovodrun -np 4 "
+            "--min-np 2 --max-np 4 ...`, or `lockstep run --as-horovod --elastic 2:4 -np 4 ...`."
         )
         raise HorovodInternalError(text) from failure
