@@ -32,6 +32,7 @@ from .output.output_lines import RankLogFiles
 from .output.terminal import lend_terminal
 from .output.worker_output import FileOutput, OutputTarget, inherit_output, pipe_output
 from .pulse import Patience, Pulse
+from .start_line import write_start_line
 from .supervisor import WatchdogFiles, WorkerSupervisor, end_left_processes, program_name
 from .worker_options import EXIT_GRACE, WatchdogOptions, WorkerOptions
 from .worker_process import worker
@@ -46,7 +47,6 @@ __all__ = [
     "run_host_share",
     "run_program",
     "run_workers",
-    "startup_message",
     "watchdog_options",
 ]
 
@@ -549,8 +549,7 @@ def run_host_share(
     """Run this host's workers of `config.program`."""
     threads = threads_per_worker(config, workers)
     watch = watchdog_options(config)
-    if not config.quiet:
-        multiplexer.write_message(startup_message(workers, threads, config))
+    write_start_line(multiplexer, config, workers, threads)
     method = config.start_method
     debug_rank = config.debug_rank
     network = (
@@ -589,17 +588,3 @@ def watchdog_options(config: JobOptions) -> WatchdogOptions:
     # the first host serves the metrics of the whole job
     metrics = config.metrics() if config.node_rank == 0 else None
     return WatchdogOptions(mode, config.stall_timeout, timeline, folder, metrics)
-
-
-def startup_message(workers: int, threads: int, config: JobOptions) -> str:
-    """Return what is said before so many workers of this host are started."""
-    of = f"{threads} thread{'s'[: threads != 1]}" + (" each" if workers > 1 else "")
-    text = (
-        f"lockstep run: {workers} worker{'s'[: workers != 1]}, {of} ({environment.usable_cores()} "
-        "cores)"
-    )
-    if config.output_dir is None:
-        return text
-    return f"{text}, output in {config.output_dir}/" + (
-        "rank.*/std*" if config.tee else "rank-*.log"
-    )

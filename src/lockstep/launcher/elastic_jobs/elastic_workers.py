@@ -18,12 +18,13 @@ from ...environment import ElasticWorker
 from ...environment.variable_table import EARLIER_RUN_DIR, RESUME
 from ...job.messages import FromAnyWorker
 from ...stores import loopback_variables
-from ..local import startup_message, watchdog_options
+from ..local import watchdog_options
 from ..options import JobOptions
 from ..output.log_multiplexer import LogMultiplexer
 from ..output.output_lines import OutputLine
 from ..output.worker_output import PipedOutput, open_pipes
 from ..pulse import ELASTIC_LIMIT_S, Patience
+from ..start_line import write_start_line
 from ..supervisor import (
     StoppedWorkers,
     WatchdogFiles,
@@ -74,8 +75,7 @@ def elastic_setup(
     """
     threads = threads_per_worker(config, workers)
     watch = watchdog_options(config)
-    if not config.quiet:
-        multiplexer.write_message(startup_message(workers, threads, config))
+    write_start_line(multiplexer, config, workers, threads)
     options = WorkerOptions(
         workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch
     )

@@ -47,6 +47,7 @@ from ...system.heartbeat import address_in_a_network
 from ..options import JobOptions, check_debug_rank
 from ..output.log_multiplexer import LogMultiplexer
 from ..output.output_lines import LineSplitter, OutputLine
+from ..start_line import write_start_line_of_hosts
 from ..worker_options import EXIT_GRACE, FAILURE_GRACE
 from .host_description import check_compatible
 from .remote_command import (
@@ -201,15 +202,6 @@ def _terminate(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _describe_workers(hosts: Sequence[Host]) -> str:
-    """Return ``4 workers: alpha 2, beta 2``, or ``2 workers on alpha``."""
-    total = sum(host.slots for host in hosts)
-    workers = f"{total} worker{'s'[: total != 1]}"
-    if len(hosts) == 1:
-        return f"{workers} on {hosts[0].name}"
-    return f"{workers}: {', '.join(f'{host.name} {host.slots}' for host in hosts)}"
-
-
 class _RemoteRun:
     """The launchers of all hosts, from start to end."""
 
@@ -354,8 +346,7 @@ class _RemoteRun:
         ]
         check_compatible(descriptions)
         address = self._address(descriptions)
-        if not self._config.quiet:
-            self._multiplexer.write_message(f"lockstep run: {_describe_workers(self._hosts)}")
+        write_start_line_of_hosts(self._multiplexer, self._config, self._hosts)
         first = self._launchers[0]
         first.send(Listen(address))
         self._wait_until([first], lambda launcher: launcher.port > 0)
