@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import time
@@ -13,10 +14,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Never
 
 from .. import arguments, bootstrap, devices, environment, messages, other_names, watchdog
 from ..errors import ConfigError, unexpected_argument
+from ..flight_recorder import recorded_exchanges
 from ..flight_recorder.jobs import write_message
 from ..messages import Integer
 from ..stores import read_message
@@ -35,6 +39,8 @@ __all__ = ["claim_gpu", "current", "init", "pick_device"]
 _default: Communicator | None = None
 _has_noted_torch = False
 
+
+_log = logging.getLogger(__name__)
 
 _TRANSPORTS = ("auto", "shm", "gloo", "mpi4py")
 
@@ -118,6 +124,8 @@ def init(
         return _default
     group = _join(world, where, backend, timeout) if environment.is_launched() else None
     _default = Communicator.at(world, where, group)
+    if _default.size > 1:
+        _watch_first_update(_default)
     return _default
 
 
@@ -157,6 +165,29 @@ def _note_untried_torch(world: World) -> None:
         line = about_untried_torch(str(torch.__version__))
         if line is not None:
             write_message(None, line)
+
+
+def _watch_first_update(comm: Communicator) -> None:
+    """Write a line if an optimizer makes its first update before the workers have exchanged
+    anything: each of them then trains a model of its own.
+    """
+    before = recorded_exchanges()
+    if before is None:  # nothing is recorded
+        return
+
+    def look(optimizer: Optimizer, *_: object) -> None:
+        hook.remove()
+        if comm.rank == 0 and recorded_exchanges() == before:
+            name = type(optimizer).__name__
+            _log.warning(
+                "an optimizer (%s) makes its first update, and the %d workers have exchanged "
+                "nothing: each trains a model of its own, from the batches that it has itself. To "
+                "train one model together use lockstep.Trainer, lockstep.prepare, "
+                "lockstep.TrainStep or DistributedDataParallel",
+                *(name, comm.size),
+            )
+
+    hook = register_optimizer_step_post_hook(look)
 
 
 def _pick_backend(transport: str | None) -> str:

@@ -17,6 +17,7 @@ from .writer import (
     note_samples,
     note_step,
     recorded_collectives,
+    recorded_exchanges,
     solo_section,
 )
 
@@ -44,5 +45,6 @@ __all__ = [
     "read_log",
     "read_log_header",
     "recorded_collectives",
+    "recorded_exchanges",
     "solo_section",
 ]

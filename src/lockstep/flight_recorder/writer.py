@@ -394,6 +394,12 @@ class FlightRecorder:
         if at := self._channels.get(channel):
             self.uints[at + 1] -= 1
 
+    @property
+    def messages(self) -> int:
+        """The number of messages that this rank has sent, or has posted a receive for."""
+        first = self.layout.sent >> 3
+        return int(sum(self.uints[first : first + 2 * self.layout.world_size]))
+
     def _open_channel(self, channel: int) -> int:
         slots = self.layout.channel_slots
         start = self.layout.channels >> 3
@@ -482,6 +488,14 @@ def note_step(step: int | None = None) -> None:
     """Count a step that this rank has completed; `step` is their number in the training so far."""
     if current.recorder is not None:
         current.recorder.note_step(step)
+
+
+def recorded_exchanges() -> int | None:
+    """Return how many collectives this process has called, and messages it has sent or received;
+    None if they are not recorded.
+    """
+    recorder = current.recorder
+    return None if recorder is None else recorder.count + recorder.messages
 
 
 def recorded_collectives() -> int | None:
