@@ -139,12 +139,8 @@ def watch_wait(group: Any, operation: str) -> AbstractContextManager[Callable[[]
         operation: its name in reports.
     """
     patches = _loaded_patches()
-    return nullcontext(_do_nothing) if patches is None else patches.watch_wait(group, operation)
+    return nullcontext(lambda: None) if patches is None else patches.watch_wait(group, operation)
 
 
 def _loaded_patches() -> ModuleType | None:
     return sys.modules.get(f"{__name__}.patches")
-
-
-def _do_nothing() -> None:
-    return

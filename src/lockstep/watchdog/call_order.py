@@ -57,8 +57,10 @@ class DeferredWork(dist.Work):
             if ended is None or not self._has_begun.is_set():
                 return
             if self._error is None:
-                own = self._inner.get_future()
-                self._guarded = own if self._check is None else self._check.guard(own)
+                operation_ended = self._inner.get_future()
+                self._guarded = (
+                    operation_ended if self._check is None else self._check.guard(operation_ended)
+                )
             else:
                 self._guarded = torch.futures.Future()
                 self._guarded.set_result(None)

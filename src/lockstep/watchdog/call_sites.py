@@ -79,7 +79,11 @@ def is_internal(file: str) -> bool:
     """Return whether `file` belongs to torch, Lockstep, or a part of the standard library that only
     passes calls on.
     """
-    return file.startswith((_torch_folder(), _OWN, "<frozen", *_PASS_THROUGH))
+    init_of_torch = getattr(sys.modules.get("torch"), "__file__", None)
+    folder = _OWN
+    if init_of_torch:
+        folder = os.path.dirname(init_of_torch) + os.sep  # noqa: PTH120 - called for every new call site
+    return file.startswith((folder, _OWN, "<frozen", *_PASS_THROUGH))
 
 
 def user_call_site(error: BaseException) -> str:
@@ -97,12 +101,6 @@ def user_call_site(error: BaseException) -> str:
     folder = current_folder()
     name = last.filename.removeprefix(folder + os.sep) if folder else last.filename
     return f"{name}:{last.lineno}" + ("" if last.name == "<module>" else f" in {last.name}")
-
-
-def _torch_folder() -> str:
-    torch = sys.modules.get("torch")
-    file = getattr(torch, "__file__", None)
-    return os.path.dirname(file) + os.sep if file else _OWN  # noqa: PTH120 - called for every new call site
 
 
 class CallSites:
@@ -136,8 +134,8 @@ class CallSites:
             frame = _first_user_frame(main_frame()) or _first_own_frame(start) or start
         if frame is None:
             return CallSite(0, 0)
-        found = self._known.get((id(frame.f_code), frame.f_lasti))
-        return found if found is not None else self._new(frame)
+        site = self._known.get((id(frame.f_code), frame.f_lasti))
+        return site if site is not None else self._new(frame)
 
     def clear(self) -> None:
         """Clear the cache, as the texts may be overwritten."""
@@ -156,11 +154,11 @@ class CallSites:
 
     def _new(self, frame: FrameType) -> CallSite:
         call_site, source = describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        made = CallSite(digest(f"{call_site}\n{source}"), self._intern(f"{call_site}\n{source}"))
+        site = CallSite(digest(f"{call_site}\n{source}"), self._intern(f"{call_site}\n{source}"))
         if id(frame.f_code) not in self._internal:
             self._classify(frame)
-        self._known[id(frame.f_code), frame.f_lasti] = made
-        return made
+        self._known[id(frame.f_code), frame.f_lasti] = site
+        return site
 
 
 def _first_user_frame(frame: FrameType | None) -> FrameType | None:
@@ -265,9 +263,14 @@ def stack_of(frames: list[tuple[str, int, str]], max_frames: int = 4) -> tuple[s
         for frame in frames
         if not is_internal(frame[0]) and not frame[0].startswith(_STANDARD_LIBRARY)
     ]
-    own = [frame for frame in outside if not is_library(frame[0])]
-    own = own or [frame for frame in frames if frame[0].startswith(_OWN)] or outside or frames[:1]
-    texts = [": ".join(filter(None, describe(*frame))) for frame in own[:max_frames]]
-    if texts and frames[0] != own[0]:
+    program_frames = [frame for frame in outside if not is_library(frame[0])]
+    program_frames = (
+        program_frames
+        or [frame for frame in frames if frame[0].startswith(_OWN)]
+        or outside
+        or frames[:1]
+    )
+    texts = [": ".join(filter(None, describe(*frame))) for frame in program_frames[:max_frames]]
+    if texts and frames[0] != program_frames[0]:
         texts[0] += f" (inside {describe(*frames[0])[0]})"
     return tuple(texts)

@@ -364,9 +364,9 @@ class CrossHost:
         if now < self._next_period or not self._represents_host():
             return
         self._next_period = now + PERIOD_S
-        own = self._own_state()
+        own_state = self._own_state()
         try:
-            exchange.publish(own)
+            exchange.publish(own_state)
             self._failing_since = 0.0
         except RuntimeError as error:
             self._failing_since = self._failing_since or now
@@ -379,15 +379,17 @@ class CrossHost:
             self._state.recorder.set_word(StateWords().solo_elsewhere, solo)
             if now >= self._next_progress:
                 self._next_progress = now + _PROGRESS_PERIOD_S
-                self._note_progress(own, now)
+                self._note_progress(own_state, now)
             if report:
-                self._adopt_report(report)
+                with suppress(OSError, ValueError):
+                    reports.write_once(self._state.folder, reports.from_json(report))
+                self._state.poll_report()
                 return
             lost = self._lost_hosts()
             finding = (
                 self._check_all_hosts(lost)
                 if self._host == 0
-                else self._check_first_host(lost.get(0), own)
+                else self._check_first_host(lost.get(0), own_state)
             )
             if finding is not None:
                 self._state.fail(finding)
@@ -401,25 +403,25 @@ class CrossHost:
         if (
             exchange is None
             or state.error is not None
-            or state.has_failed
+            or state.program.has_failed
             or not self._represents_host()
         ):
             return
         self._is_final = True
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
-        own = self._own_state()
+        own_state = self._own_state()
         with suppress(RuntimeError, OSError, ValueError):  # the store is gone, and its host
-            exchange.publish(own)
+            exchange.publish(own_state)
             report, states = exchange.poll()
             while (
-                not (report or all(each.final for each in states.values()))
+                not (report or all(host_state.final for host_state in states.values()))
                 and time.monotonic() < deadline
             ):
                 time.sleep(0.01)
                 report, states = exchange.poll()
             # no report is adopted: it may be about this very exit, for which others have waited in
             # vain
-            job = self._joined({**states, self._host: own})
+            job = self._joined({**states, self._host: own_state})
             finding = find_divergence(job, self._may_be_uneven())
             if finding is not None:
                 state.fail(finding)
@@ -488,28 +490,28 @@ class CrossHost:
                 if status is not None and status.state == "T":
                     stopped.append(rank)
         local = {monitor.key for monitor in self._monitors if not monitor.remote_ranks}
-        found = collect_state(state.readers, state.health.gone, stopped, local)
+        own_state = collect_state(state.readers, state.health.gone, stopped, local)
         if self._host == 0:  # the other hosts poll this one only
-            found.solo = found.solo or any(each.solo for each in self._states.values())
-            found.slowest = self._slowest_now
-        found.final = self._is_final
-        found.held_up = held_up
-        return found
+            own_state.solo = own_state.solo or any(other.solo for other in self._states.values())
+            own_state.slowest = self._slowest_now
+        own_state.final = self._is_final
+        own_state.held_up = held_up
+        return own_state
 
-    def _note_progress(self, own: HostState, now: float) -> None:
+    def _note_progress(self, own_state: HostState, now: float) -> None:
         """Write how far the ranks of other hosts are, for the launcher and `lockstep top`."""
         others = [state for host, state in self._states.items() if host != self._host]
         ranks = [progress for state in others for progress in state.progress]
         if self._host == 0:
-            self._slowest_now = self._slowest.find([*own.progress, *ranks], now)
-            first = own
+            self._slowest_now = self._slowest.find([*own_state.progress, *ranks], now)
+            first = own_state
         else:
             first = self._states[0]
             self._slowest_now = first.slowest
         name = first.progress[0].host if first.progress else ""
-        found = OtherHosts(time.time(), ranks, name, self._slowest_now)
+        other_hosts = OtherHosts(time.time(), ranks, name, self._slowest_now)
         with suppress(OSError):  # the disk is full, or the job has just ended
-            write_other_hosts(self._state.folder, found)
+            write_other_hosts(self._state.folder, other_hosts)
 
     def _has_long_wait(self) -> bool:
         """Return whether ranks of this host have long waited for others; if not, nobody need be
@@ -524,8 +526,8 @@ class CrossHost:
         }
         if any(first is not None and first.entered < before for first in firsts.values()):
             return True
-        waiting = [each for each in state.peers.values() if each.phase == "waits"]
-        raws = [each.raw(each.state_word(StateWords().since_record)) for each in waiting]
+        waiting = [reader for reader in state.peers.values() if reader.phase == "waits"]
+        raws = [reader.raw(reader.state_word(StateWords().since_record)) for reader in waiting]
         return any(raw is not None and raw.key in firsts and raw.entered < before for raw in raws)
 
     def _joined(
@@ -546,9 +548,11 @@ class CrossHost:
         counts = {host: state.count for host, state in self._states.items()}
         return find_deadlock(self._cycles, job, counts) or self._check_stragglers(job)
 
-    def _check_first_host(self, lost: tuple[str, str] | None, own: HostState) -> Finding | None:
+    def _check_first_host(
+        self, lost: tuple[str, str] | None, own_state: HostState
+    ) -> Finding | None:
         """Return what is wrong with the first host, on another one."""
-        job = self._joined({**self._states, self._host: own})
+        job = self._joined({**self._states, self._host: own_state})
         first = self._job.hosts[0]
         rows = [job.rows[rank] for rank in first if rank in job.rows]
         if rows and all(row.state in ("ended", "raised", "died") for row in rows):
@@ -568,11 +572,11 @@ class CrossHost:
         if self._host != 1 or state.limits.debugging:
             return
         reasons = self._why_held_up(job, range(1))
-        firsts = (each.first_pending() for each in self._monitors if each.remote_ranks)
-        first = next((each for each in firsts if each is not None), None)
+        firsts = (monitor.first_pending() for monitor in self._monitors if monitor.remote_ranks)
+        first = next((pending for pending in firsts if pending is not None), None)
         if reasons and first is not None and (0, first.number) not in self._warned_held_up:
             self._warned_held_up = {(0, first.number)}
-            where = describe_record(state.own, first.number)
+            where = describe_record(state.own_reader, first.number)
             waited = time.monotonic() - first.entered
             who = f"{ranks_in_words([state.rank])} has"
             state.write_message(held_up_warning(where, waited, who, reasons))
@@ -582,10 +586,10 @@ class CrossHost:
         publishes nothing.
         """
         exchange = self._exchange
-        found = dict[int, str]()
+        reasons = dict[int, str]()
         for host in hosts:
             if host in self._states:
-                found.update(self._states[host].held_up)
+                reasons.update(self._states[host].held_up)
             silent_s = 0.0
             if exchange is not None and host != self._host:
                 silent_s = exchange.silent_s(host)
@@ -596,11 +600,11 @@ class CrossHost:
                 if row is None or row.state not in ("ended", "raised", "died"):
                     # a host of which no rank waits has not said its name
                     name = host if row is None else row.host
-                    found[rank] = (
+                    reasons[rank] = (
                         f"silent: its host {name} has published nothing for "
                         f"{seconds(silent_s)}; its processes may be stopped"
                     )
-        return found
+        return reasons
 
     def _may_be_stopped(self) -> set[int]:
         """Return the ranks of which it is no fault that they are stopped: what was published before
@@ -628,7 +632,9 @@ class CrossHost:
         if state.uneven_batches or state.limits.strict:
             return
         unchecked = {
-            each.key for each in self._monitors if each.remote_ranks and each.preflight is None
+            monitor.key
+            for monitor in self._monitors
+            if monitor.remote_ranks and monitor.preflight is None
         }
         finding = find_divergence(job, keys=unchecked - self._warned_groups)
         if finding is not None and finding.kind == "batches":
@@ -654,12 +660,12 @@ class CrossHost:
         """Return the hosts whose ranks do not respond, of those that this rank polls; see
         `JobStates`.
         """
-        found = {}
+        lost = {}
         for host, ranks in enumerate(self._job.hosts):
             state = None if host == self._host else self._liveness(host, ranks)
             if state is not None:
-                found[host] = state
-        return found
+                lost[host] = state
+        return lost
 
     def _liveness(self, host: int, ranks: Sequence[int]) -> tuple[str, str] | None:
         heartbeat = self._heartbeat
@@ -718,17 +724,12 @@ class CrossHost:
             # ranks of one host warn of each other themselves
             if is_due and len(hosts) > 1 and warning not in self._warned_held_up:
                 self._warned_held_up = {warning}
-                own = sorted(set(waiting.ranks) - reasons.keys())
-                who = f"{ranks_in_words(own)} {'has' if len(own) == 1 else 'have'}"
+                others = sorted(set(waiting.ranks) - reasons.keys())
+                who = f"{ranks_in_words(others)} {'has' if len(others) == 1 else 'have'}"
                 shown = {rank: reasons[rank] for rank in held_up[:3]}
                 call = waiting.last_call()
                 text = held_up_warning(call, waiting.seconds, who, shown)
                 self._state.write_message(text)
-
-    def _adopt_report(self, text: str) -> None:
-        with suppress(OSError, ValueError):
-            reports.write_once(self._state.folder, reports.from_json(text))
-        self._state.poll_report()
 
 
 def _clone_store(store: Any, limit_s: float) -> Any:
@@ -742,9 +743,9 @@ def _clone_store(store: Any, limit_s: float) -> Any:
         return store
     sockets = SocketTracker()
     with sockets.tracking():
-        found = store.clone()
+        clone = store.clone()
     sockets.keep_alive(limit_s)
-    return found
+    return clone
 
 
 def _store_lost(error: RuntimeError) -> Finding:

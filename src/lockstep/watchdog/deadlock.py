@@ -152,30 +152,31 @@ def explained(finding: Finding, rank: int, wait: Wait, tag: int | None) -> Findi
 
 
 def find_other_tag(
-    own: RecorderReader, wait: Wait, readers: Mapping[int, RecorderReader]
+    reader: RecorderReader, wait: Wait, readers: Mapping[int, RecorderReader]
 ) -> int | None:
-    """Return the tag of a message that would fit that in which the rank of `own` waits, but for its
-    tag.
+    """Return the tag of a message that would fit that in which the rank of `reader` waits, but for
+    its tag.
 
     Returns:
         None if the other rank, of this host, has no such message without a counterpart.
     """
-    raw = own.raw(wait.record)
+    raw = reader.raw(wait.record)
     peer = readers.get(wait.peer)
     if raw is None or peer is None:
         return None
     sent = not wait.is_send  # by the peer
-    source, target = (peer.rank, own.rank) if sent else (own.rank, peer.rank)
-    for each in reversed(list(peer.raws())):
+    source, target = (peer.rank, reader.rank) if sent else (reader.rank, peer.rank)
+    for candidate in reversed(list(peer.raws())):
         if (
-            each.peer == own.rank
-            and each.key == raw.key
-            and is_recv(peer, each) != sent
-            and each.tag != raw.tag
+            candidate.peer == reader.rank
+            and candidate.key == raw.key
+            and is_recv(peer, candidate) != sent
+            and candidate.tag != raw.tag
         ):
             theirs, ours = (
-                channel_key(side, raw.key, source, target, each.tag) for side in (sent, not sent)
+                channel_key(side, raw.key, source, target, candidate.tag)
+                for side in (sent, not sent)
             )
-            if peer.channel_messages(theirs) > own.channel_messages(ours):
-                return each.tag
+            if peer.channel_messages(theirs) > reader.channel_messages(ours):
+                return candidate.tag
     return None

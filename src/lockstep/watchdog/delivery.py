@@ -78,8 +78,8 @@ class StackFile:
 def own_stack() -> tuple[str, ...]:
     """Return the stack of this process's main thread, innermost frame first."""
     frame = main_frame()
-    found = reversed(traceback.extract_stack(frame)) if frame is not None else ()
-    return stack_of([(each.filename, each.lineno or 0, each.name) for each in found])
+    frames = reversed(traceback.extract_stack(frame)) if frame is not None else ()
+    return stack_of([(entry.filename, entry.lineno or 0, entry.name) for entry in frames])
 
 
 def collect_stacks(
@@ -101,18 +101,18 @@ def collect_stacks(
         with suppress(OSError):
             before[reader.rank] = path.stat().st_size
             os.kill(reader.pid, number)
-    found: dict[int, tuple[str, ...]] = {}
+    stacks: dict[int, tuple[str, ...]] = {}
     deadline = time.monotonic() + timeout_s
-    while len(found) < len(before) and time.monotonic() < deadline:
+    while len(stacks) < len(before) and time.monotonic() < deadline:
         time.sleep(0.01)
-        for rank in before.keys() - found.keys():
+        for rank in before.keys() - stacks.keys():
             text = _new_text(_path(folder, rank), before[rank])
             if text.endswith("\n"):
                 frames = [(file, int(line), name) for file, line, name in _FRAME.findall(text)]
-                found[rank] = stack_of(frames)
+                stacks[rank] = stack_of(frames)
     if any(reader.pid == os.getpid() for reader in readers):
-        found |= {r.rank: own_stack() for r in readers if r.pid == os.getpid()}
-    return found
+        stacks |= {r.rank: own_stack() for r in readers if r.pid == os.getpid()}
+    return stacks
 
 
 def _new_text(path: Path, start: int) -> str:
@@ -153,7 +153,7 @@ class ErrorDelivery:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         state = self._state
-        if state.error is not None and not state.delivered.is_set():
+        if state.error is not None and not state.program.has_error:
             state.check()
 
 
@@ -168,13 +168,11 @@ def deliver_error(state: WatchdogState, delivery: ErrorDelivery, stop: threading
         delivery: its signal handler.
         stop: ends the delivery.
     """
-    thread = state.program_thread
+    program = state.program
+    thread = program.thread
     begin = time.monotonic()
     while (
-        not state.delivered.is_set()
-        and thread.is_alive()
-        and not state.is_exiting
-        and not stop.is_set()
+        not program.has_error and thread.is_alive() and not program.is_exiting and not stop.is_set()
     ):
         waited = time.monotonic() - begin
         if waited > _GRACE_S:
@@ -192,14 +190,14 @@ def deliver_error(state: WatchdogState, delivery: ErrorDelivery, stop: threading
     over = 0.0
     while not stop.wait(0.2):
         state.recorder.record_heartbeat()
-        if threading.main_thread().is_alive() and not state.is_exiting:
+        if threading.main_thread().is_alive() and not program.is_exiting:
             continue
         over = over or time.monotonic()
         if time.monotonic() - over > _GRACE_S:
             names = [
-                each.name
-                for each in threading.enumerate()
-                if not each.daemon and each is not thread
+                other.name
+                for other in threading.enumerate()
+                if not other.daemon and other is not thread
             ]
             _exit_process(state, f"threads keep the process alive ({', '.join(names)})")
 
@@ -256,7 +254,7 @@ def await_root_cause(
         with _waiting_in_last(state, monitors):
             _await_report(state, monitors, ranks)
     if state.error is not None and error is not state.error and isinstance(error, Exception):
-        state.mark_delivered()
+        state.program.note_error()
         raise state.error from None
 
 
@@ -273,7 +271,7 @@ def _waiting_in_last(state: WatchdogState, monitors: Sequence[GroupMonitor]) -> 
     monitor, raw = last
     with state.lock:
         known = any(
-            each.number == raw.number and each.work is None for each in list(monitor.pending)
+            call.number == raw.number and call.work is None for call in list(monitor.pending)
         )
         pending = PendingCall.of(raw)
         if not known:
@@ -332,15 +330,15 @@ def _in_last_call(
     """
     raw = state.current_wait()
     if raw is not None and raw.peer == rank:
-        wait = wait_in(state.own, raw)
-        finding = local_finding(state, rank, describe_record(state.own, raw.number))
-        tag = find_other_tag(state.own, wait, state.peers)
+        wait = wait_in(state.own_reader, raw)
+        finding = local_finding(state, rank, describe_record(state.own_reader, raw.number))
+        tag = find_other_tag(state.own_reader, wait, state.peers)
         return None if finding is None else explained(finding, state.rank, wait, tag)
-    found = last_collective(state, monitors)
-    if found is None or rank not in found[0].missing_ranks(found[1].sequence):
+    last_call = last_collective(state, monitors)
+    if last_call is None or rank not in last_call[0].peers.missing(last_call[1].sequence):
         return local_finding(state, rank, "a collective")
-    monitor, last = found
-    finding = local_finding(state, rank, describe_record(state.own, last.number))
+    monitor, last = last_call
+    finding = local_finding(state, rank, describe_record(state.own_reader, last.number))
     return None if finding is None else finding.at(monitor.key, last.sequence)
 
 
@@ -348,8 +346,12 @@ def last_collective(
     state: WatchdogState, monitors: Iterable[GroupMonitor]
 ) -> tuple[GroupMonitor, RawRecord] | None:
     """Return this rank's last collective, and its group, if the rank is still in that group."""
-    last = next((raw for raw in reversed(list(state.own.raws(_RECENT))) if raw.sequence), None)
-    monitor = next((each for each in monitors if last is not None and each.key == last.key), None)
+    last = next(
+        (raw for raw in reversed(list(state.own_reader.raws(_RECENT))) if raw.sequence), None
+    )
+    monitor = next(
+        (watched for watched in monitors if last is not None and watched.key == last.key), None
+    )
     return None if last is None or monitor is None else (monitor, last)
 
 

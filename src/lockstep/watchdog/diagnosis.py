@@ -60,7 +60,9 @@ class ObservationClock:
         self._last = now
         self._now += min(passed, _LONGEST_TICK_S)
         self._ticks += 1
-        for condition in [each for each, (_, last) in self._seen.items() if last < self._ticks - 1]:
+        for condition in [
+            condition for condition, (_, last) in self._seen.items() if last < self._ticks - 1
+        ]:
             del self._seen[condition]
         return passed
 
@@ -99,8 +101,8 @@ def exception_finding(rows: Iterable[RankStatus]) -> Finding | None:
 
 
 def _unused_parameters(row: RankStatus) -> Finding:
-    found = _INDICES.search(row.traceback)
-    which = f" (indices {', '.join(found[1].split())} of model.parameters())" if found else ""
+    indices = _INDICES.search(row.traceback)
+    which = f" (indices {', '.join(indices[1].split())} of model.parameters())" if indices else ""
     return Finding(
         "parameters",
         f"Rank {row.rank} has parameters without gradients{which}, for which the other ranks wait "
@@ -302,13 +304,13 @@ def local_finding(
     is_gone = rank in state.health.gone
     if not (is_gone or is_frozen or reader.phase in ("ended", "left")):
         return None
-    own = state.own.state()
+    own_state = state.own_reader.state()
     other = reader.state()
-    in_same_loop = reader.state_word(_WORDS.loop) == state.own.state_word(_WORDS.loop)
+    in_same_loop = reader.state_word(_WORDS.loop) == state.own_reader.state_word(_WORDS.loop)
     ran_out = (
         other.finished
         and in_same_loop
-        and (own.finished, own.batch) != (other.finished, other.batch)
+        and (own_state.finished, own_state.batch) != (other.finished, other.batch)
     )
     status = rank_status(other, False, is_gone, is_frozen)
     process = f"process {reader.pid} on {reader.host}"

@@ -91,7 +91,7 @@ def _watched_creation(
         with state.blocking(pending.number, ranks):
             deadline = time.monotonic() + own_limit_s
             while (
-                connects and monitor.missing_ranks(pending.sequence) and time.monotonic() < deadline
+                connects and monitor.peers.missing(pending.sequence) and time.monotonic() < deadline
             ):
                 state.check()
                 time.sleep(_CREATION_POLL_S)

@@ -154,11 +154,13 @@ def describe_activity() -> str:
     """
     main = threading.main_thread()
     frame = main_frame()
-    threads = [each for each in threading.enumerate() if not each.daemon and each is not main]
+    threads = [
+        thread for thread in threading.enumerate() if not thread.daemon and thread is not main
+    ]
     if threads and _joins_threads(frame):
         frames = sys._current_frames()
-        places = [_place(frames.get(each.ident or 0)) for each in threads]
-        names = [f"the thread {each.name} keeps it running" for each in threads]
+        places = [_place(frames.get(thread.ident or 0)) for thread in threads]
+        names = [f"the thread {thread.name} keeps it running" for thread in threads]
         lines = [
             f"{name}, at {place}" if place else name
             for name, place in zip(names, places, strict=True)
@@ -182,8 +184,8 @@ def _place(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     frames = [
-        (each.filename, each.lineno or 0, each.name)
-        for each in reversed(traceback.extract_stack(frame))
+        (entry.filename, entry.lineno or 0, entry.name)
+        for entry in reversed(traceback.extract_stack(frame))
     ]
     stack = stack_of(frames)
     return " < ".join(stack[:_SHOWN])
@@ -192,15 +194,15 @@ def _place(frame: FrameType | None) -> str:
 _current: LastRankWatch | None = None  # that of the last default process group
 
 
-def watch(made: LastRankWatch | None) -> None:
-    """Start `made` in the place of the one before."""
+def watch(last_rank_watch: LastRankWatch | None) -> None:
+    """Start `last_rank_watch` in the place of the one before."""
     global _current
     before = _current
-    _current = made
+    _current = last_rank_watch
     if before is not None:
         before.stop()
-    if made is not None:
-        made.start()
+    if last_rank_watch is not None:
+        last_rank_watch.start()
 
 
 def note_end() -> None:

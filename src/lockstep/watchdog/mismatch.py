@@ -61,10 +61,12 @@ def describe_difference(kind: str, ranks: tuple[int, int], calls: tuple[Record, 
     """
     where = describe_collective(calls[0].sequence, calls[0].group)
     if kind in ("batches", "ended"):
-        found = [f"rank {rank} {_batch(call)}" for rank, call in zip(ranks, calls, strict=True)]
-        return Finding(
-            "batches", f"Batch mismatch at {where}: {', '.join(found)}.", (), *_BATCH_ADVICE
-        )
+        progress = []
+        for rank, call in zip(ranks, calls, strict=True):
+            how = "ran out of batches after" if call.finished else "is on batch"
+            progress.append(f"rank {rank} {how} {call.batch}")
+        sentence = f"Batch mismatch at {where}: {', '.join(progress)}."
+        return Finding("batches", sentence, (), *_BATCH_ADVICE)
     if kind in ("lines", "swap"):
         sites = [
             f"rank {rank} at {call.call_site}: {call.source}"
@@ -149,12 +151,6 @@ _MODEL_ADVICE = (
     "Build the same model on every rank: the class, its options and its layers must not depend on "
     "the rank.",
 )
-
-
-def _batch(call: Record) -> str:
-    if call.finished:
-        return f"ran out of batches after {call.batch}"
-    return f"is on batch {call.batch}"
 
 
 _SAME_ORDER = "Call the same collectives in the same order on every rank of the group."

@@ -31,13 +31,14 @@ from ..gloo import SocketTracker
 from ..system.patching import Replaced
 from . import last_rank
 from .batch_loops import batch_replacements
+from .gloo_waits import EndableWaits
 from .group_creation import limit_of_user, watch_creation
 from .last_rank import LastRankWatch
 from .preflight import PreflightCheck
 from .process_groups import replace_group, watch_group
 from .rendezvous import NoSpaceError, rendezvous
 from .rounds import Rounds
-from .session import Session, record_exception, record_exit
+from .session import Session
 from .shared_state import Limits, WatchdogState
 
 
@@ -248,7 +249,8 @@ class _Watchdog:
         monitor.completes_on_host = backends <= _HOST_BACKENDS
         monitor.sizes_must_fit = "gloo" in backends
         monitor.moved = getattr(watched, "count_moved", None)
-        monitor.waits_in_slices = session.state.limits.expects_losses and "gloo" in backends
+        if session.state.limits.expects_losses and "gloo" in backends:
+            monitor.endable_waits = EndableWaits(session.state.check)
         watched.watchdog_monitor = monitor
         if monitor.remote_ranks and backends <= _GLOO_BACKENDS:
             monitor.preflight = PreflightCheck(
@@ -340,7 +342,7 @@ def _last_rank_watch(state: WatchdogState) -> LastRankWatch | None:
 
 def _is_reported(state: WatchdogState) -> bool:
     """Return whether something is wrong, or other checks see to this rank's wait."""
-    failed = state.has_failed and environment.under_launcher()  # the worker itself says so
+    failed = state.program.has_failed and environment.under_launcher()  # the worker itself says so
     return state.error is not None or failed or state.recorder.phase == "waits"
 
 
@@ -350,7 +352,7 @@ def _open_log(state: WatchdogState) -> RecordLog | None:
     """
     folder = environment.timeline_dir()
     try:
-        return RecordLog(folder, state.own) if folder is not None else None
+        return RecordLog(folder, state.own_reader) if folder is not None else None
     except OSError as error:
         state.write_message(f"rank {state.rank} does not record its timeline: {error}")
         return None
@@ -378,13 +380,14 @@ def uninstall() -> None:
 def report_exception(error: BaseException) -> None:
     """Report to the other ranks that this rank ends with `error`."""
     if _watchdog is not None and _watchdog.session is not None:
-        record_exception(_watchdog.session.state, error)
+        state = _watchdog.session.state
+        state.program.record_exception(error, state.error is not None)
 
 
 def report_exit() -> None:
     """Report to the other ranks that this rank has reached the end of its program."""
     if _watchdog is not None and _watchdog.session is not None:
-        record_exit(_watchdog.session.state)
+        _watchdog.session.state.program.record_exit()
     last_rank.note_end()
 
 

@@ -203,11 +203,11 @@ class ExpectedCalls:
             if len(self._next) == _MOST_EXPECTED:
                 self._next.clear()
             self._next[self._last_two] = [fingerprint, 1]
-            found = False
+            was_expected = False
         else:
-            found = _update(expected, fingerprint)
+            was_expected = _update(expected, fingerprint)
         self._last_two = (self._last_two[1], fingerprint)
-        return found
+        return was_expected
 
 
 def _update(expected: list[int], fingerprint: int) -> bool:
@@ -343,10 +343,10 @@ class PreflightCheck:
         return self._order.add(partial(self._begin, pending, mine), lambda: (call(), None)), None
 
     def _call_of(self, pending: PendingCall) -> CallInfo:
-        own = self._state.own.raw(pending.number)
+        record = self._state.own_reader.raw(pending.number)
         uneven = bool(self._state.uneven_batches)
-        may_be_swapped = self._swaps.has_announced(self._state.own, pending.sequence)
-        numbers = (getattr(own, name, 0) for name in _RECORD_FIELDS)
+        may_be_swapped = self._swaps.has_announced(self._state.own_reader, pending.sequence)
+        numbers = (getattr(record, name, 0) for name in _RECORD_FIELDS)
         return CallInfo(pending.sequence, uneven, may_be_swapped, *numbers)
 
     def _compare(self, pending: PendingCall, mine: CallInfo) -> Any:
@@ -399,8 +399,8 @@ class PreflightCheck:
             the work of the check, None if that has failed with it.
         """
         words = torch.tensor(encode(mine))
-        found = partial(self._look, pending, mine, words)
-        return words, self._group.allreduce_beside(words, _options(blocking=False), found)
+        look = partial(self._look, pending, mine, words)
+        return words, self._group.allreduce_beside(words, _options(blocking=False), look)
 
     def _evaluate(self, pending: PendingCall, mine: CallInfo, words: torch.Tensor) -> bool:
         """Exchange the calls if the digest calls for it; all ranks have the same digest, and so
@@ -439,17 +439,17 @@ class PreflightCheck:
         hosts = getattr(self._group, "hosts", None)
         if hosts is None or not digest.same_sequence or digest.same_fingerprint:
             return False
-        own = next(
+        own_host = next(
             number
             for number, ranks in enumerate(hosts)
             if self._ranks.index(self._state.rank) in ranks
         )
-        if self._ranks[hosts[own][0]] != self._state.rank:
+        if self._ranks[hosts[own_host][0]] != self._state.rank:
             self._await_report()
             return True
         calls = [mine] * len(self._ranks)
         for call, ranks in zip(
-            self._exchange(pending, mine, "hosts", own, len(hosts)), hosts, strict=True
+            self._exchange(pending, mine, "hosts", own_host, len(hosts)), hosts, strict=True
         ):
             for rank in ranks:
                 calls[rank] = call
@@ -482,8 +482,8 @@ class PreflightCheck:
         """
         # by way of the store: the collective itself may have begun already, and not complete
         state = self._state
-        own = state.own.raw(pending.number)
-        rejected = own.rejected if own is not None else 0
+        record = state.own_reader.raw(pending.number)
+        rejected = record.rejected if record is not None else 0
         name = f"preflight/{self._key}/{pending.sequence}.{rejected}/{topic}"
         text = messages.encode(mine)
         combined = exchange_available(
@@ -493,8 +493,8 @@ class PreflightCheck:
         for group in read_message(
             combined, list[_CallRanks], "the pre-flight check, the calls of all ranks"
         ):
-            for each in from_ranges(group.ranks, size):
-                calls[each] = group.call
+            for rank in from_ranges(group.ranks, size):
+                calls[rank] = group.call
         return calls
 
     def compare_calls(self, pending: PendingCall, calls: Sequence[CallInfo]) -> None:
@@ -510,20 +510,21 @@ class PreflightCheck:
         """
         if len({call.sequence for call in calls}) > 1:
             return  # calls were rejected on some ranks, and do not count there
-        own = self._state.own.raw(pending.number)
-        if own is None:
+        record = self._state.own_reader.raw(pending.number)
+        if record is None:
             return
         uneven = any(call.uneven for call in calls)
         raws = [
-            replace(own, **{name: getattr(call, name) for name in _RECORD_FIELDS}) for call in calls
+            replace(record, **{name: getattr(call, name) for name in _RECORD_FIELDS})
+            for call in calls
         ]
-        found = [list(mismatch.compare_records(raws[0], raw, uneven)) for raw in raws]
+        differences = [list(mismatch.compare_records(raws[0], raw, uneven)) for raw in raws]
         if any(call.may_be_swapped for call in calls):
-            self._add_swaps(own.sequence, raws, found)
-        self._before = own.sequence, raws
-        self._swaps.note_lines(own, {raw.line for raw in raws})
+            self._add_swaps(record.sequence, raws, differences)
+        self._before = record.sequence, raws
+        self._swaps.note_lines(record, {raw.line for raw in raws})
         for kind in mismatch.KINDS:
-            at = next((at for at, kinds in enumerate(found) if kind in kinds), -1)
+            at = next((at for at, kinds in enumerate(differences) if kind in kinds), -1)
             if at >= 0 and (
                 mismatch.is_error(kind, self._state.limits.strict)
                 or not self._has_warned(kind, raws)
@@ -531,14 +532,14 @@ class PreflightCheck:
                 self._report(pending, kind, (self._ranks[0], self._ranks[at]))
 
     def _add_swaps(
-        self, sequence: int, raws: Sequence[RawRecord], found: Sequence[list[str]]
+        self, sequence: int, raws: Sequence[RawRecord], differences: Sequence[list[str]]
     ) -> None:
         """Add "swap" to the differences of the ranks that have swapped this collective and the last
         one.
         """
         number, before = self._before
         if number + 1 == sequence:
-            for raw, last, kinds in zip(raws, before, found, strict=True):
+            for raw, last, kinds in zip(raws, before, differences, strict=True):
                 if are_swapped((before[0], last), (raws[0], raw)):
                     kinds.append("swap")
 
@@ -566,9 +567,9 @@ class PreflightCheck:
         state = self._state
         store = self._state.rendezvous.store
         topic = f"preflight/{self._key}/{pending.sequence}"
-        own = state.own.raw(pending.number)
-        if state.rank in pair and own is not None:
-            store.set(f"{topic}/{state.rank}", messages.encode(state.own.record(own)))
+        record = state.own_reader.raw(pending.number)
+        if state.rank in pair and record is not None:
+            store.set(f"{topic}/{state.rank}", messages.encode(state.own_reader.record(record)))
         first, second = (_read_record(store, f"{topic}/{rank}") for rank in pair)
         return first, second
 
@@ -607,7 +608,7 @@ class PendingCheck:
     def guard(self, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
         """Return a future with the value of `future` that fails if ranks differ."""
         both = torch.futures.collect_all([self.ended, future])
-        return both.then(lambda ended: [each.value() for each in ended.value()][1])
+        return both.then(lambda ended: [future_ended.value() for future_ended in ended.value()][1])
 
 
 def _options(blocking: bool) -> Any:
@@ -621,11 +622,13 @@ def _group_by_call(published: Mapping[int, str]) -> str:
     """Return the distinct calls with their ranks: of a thousand ranks' calls there are most often
     two.
     """
-    found: dict[CallInfo, list[int]] = {}
+    ranks_of_call: dict[CallInfo, list[int]] = {}
     for rank, text in published.items():
         call = read_message(text, CallInfo, f"the pre-flight check, the call of rank {rank}")
-        found.setdefault(call, []).append(rank)
-    return messages.encode([_CallRanks(call, to_ranges(ranks)) for call, ranks in found.items()])
+        ranks_of_call.setdefault(call, []).append(rank)
+    return messages.encode(
+        [_CallRanks(call, to_ranges(ranks)) for call, ranks in ranks_of_call.items()]
+    )
 
 
 def _read_record(store: Any, key: str) -> Record:

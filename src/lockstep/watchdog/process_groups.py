@@ -2,6 +2,9 @@
 ranks'.
 """
 
+# torch's stubs lack some of the names of torch.distributed
+# mypy: disable-error-code="attr-defined,misc"
+
 from __future__ import annotations
 
 import functools
@@ -23,41 +26,6 @@ from .shared_state import PendingCall
 from .signatures import OPERATIONS
 
 __all__ = ["GroupProxy", "OuterWork", "WatchedWork", "replace_group", "watch_group"]
-
-
-_SLICE = timedelta(milliseconds=50)
-
-
-def _wait(work: Any, monitor: GroupMonitor) -> bool:
-    """Wait for a collective. One over Gloo may never end after the loss of a rank: an elastic job
-    looks by itself.
-    """
-    while monitor.waits_in_slices:
-        try:
-            return bool(work.wait(_SLICE))
-        except RuntimeError:
-            if work.is_completed():  # with an error of its own, or in this moment
-                break
-            try:
-                monitor.state.check()
-            except BaseException:
-                monitor.abandoned.append(work)
-                raise
-    return bool(work.wait())
-
-
-def _wait_for_message(work: Any, monitor: GroupMonitor) -> bool:
-    """Wait for a message, without a limit: Gloo closes all connections of a group when one is
-    over.
-    """
-    monitor.awaited_messages.append(work)
-    try:
-        monitor.state.check()
-        answer = bool(work.wait())
-        monitor.state.check()  # the wait may have been aborted
-        return answer
-    finally:
-        monitor.awaited_messages.remove(work)
 
 
 class OuterWork(dist.Work):
@@ -142,12 +110,12 @@ class WatchedWork(OuterWork):
         return answer
 
     def _wait_without_limit(self) -> bool:
-        wait = (
-            _wait
-            if self._pending.sequence or not self._monitor.waits_in_slices
-            else _wait_for_message
-        )
-        return wait(self.inner, self._monitor)
+        waits = self._monitor.endable_waits
+        if waits is None:
+            return bool(self.inner.wait())
+        if self._pending.sequence:
+            return waits.wait(self.inner)
+        return waits.wait_for_message(self.inner)
 
     def _wait_for_completed(self) -> bool:
         try:
@@ -188,10 +156,6 @@ class WatchedWork(OuterWork):
             number = self._pending.number
             future.add_done_callback(lambda _: recorder.leave(number, time.monotonic()))
         return future
-
-
-# torch's stubs lack some of the names of torch.distributed
-# mypy: disable-error-code="attr-defined,misc"
 
 
 _MESSAGES = ("send", "recv", "recv_anysource")
@@ -239,20 +203,22 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
         thread = threading.get_ident()
         if monitor is None or thread in monitor.threads_inside:
             return method(self, *args, **kwargs)
-        given = (*args, *kwargs.values()) if kwargs else args  # `barrier` gets its options by name
+        arguments = (
+            (*args, *kwargs.values()) if kwargs else args
+        )  # `barrier` gets its options by name
         try:
-            key = key_of(*given)
+            key = key_of(*arguments)
         except (AttributeError, IndexError, TypeError, RuntimeError):  # the backend will reject it
             key = ()
         pending = monitor.enter(operation, key)
-        device = None if monitor.completes_on_host else _device(given)
+        device = None if monitor.completes_on_host else _device(arguments)
         try:
-            is_async = given[-1].asyncOp
+            is_async = arguments[-1].asyncOp
         except (AttributeError, IndexError):
             is_async = True
         if is_async:
-            made = functools.partial(method, self, *args, **kwargs)
-            return _start(monitor, pending, thread, made, device, given)
+            start = functools.partial(method, self, *args, **kwargs)
+            return _start(monitor, pending, thread, start, device, arguments)
         # from here on what `_start` and `WatchdogState.blocking` do, inlined: this path has to be
         # short
         state = monitor.state
@@ -264,14 +230,14 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
             if monitor.preflight is None:
                 work = method(self, *args, **kwargs)
             else:
-                made = functools.partial(method, self, *args, **kwargs)
-                work = monitor.preflight.run(pending, made, operation)
+                start = functools.partial(method, self, *args, **kwargs)
+                work = monitor.preflight.run(pending, start, operation)
             if work is not None:
                 # also if it has failed by now, so that its root cause is raised
-                if monitor.waits_in_slices:
-                    _wait(work, monitor)
-                else:
+                if monitor.endable_waits is None:
                     work.wait()
+                else:
+                    monitor.endable_waits.wait(work)
         except BaseException as error:
             _failed(monitor, pending, error)
             raise
@@ -290,12 +256,12 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
 
 def _device(args: Any) -> torch.device | None:
     """Return the device of the first tensor."""
-    for each in args:
-        if isinstance(each, torch.Tensor):
-            return each.device
-        found = _device(each) if isinstance(each, list | tuple) else None
-        if found is not None:
-            return found
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            return argument.device
+        device = _device(argument) if isinstance(argument, list | tuple) else None
+        if device is not None:
+            return device
     return None
 
 
@@ -305,14 +271,14 @@ def _start(
     thread: int,
     method: Callable[[], Any],
     device: torch.device | None = None,
-    given: Any = (),
+    arguments: Any = (),
 ) -> Any:
-    """Make a call that returns a work at once; `given` are the arguments of a collective."""
+    """Make a call that returns a work at once; `arguments` are those of a collective."""
     monitor.threads_inside.add(thread)
     check = None
     try:
         if monitor.preflight is not None and pending.sequence:
-            own_device = _device(given)
+            own_device = _device(arguments)
             can_wait = thread not in monitor.coalesced and (
                 own_device is None or own_device.type == "cpu"
             )
@@ -523,15 +489,15 @@ class GroupProxy(dist.ProcessGroup):
         return self._group.allreduce(tensors, opts)
 
     def allreduce_beside(
-        self, tensor: torch.Tensor, opts: Any, found: Callable[[], object]
+        self, tensor: torch.Tensor, opts: Any, on_completion: Callable[[], object]
     ) -> Callable[[Any], Any]:
         """Start such an all-reduce right before a call that goes on at the same time.
 
         Args:
             tensor: this rank's words.
             opts: of the all-reduce.
-            found: called when the words of all are there, where the call may have to be ended
-                before it is over.
+            on_completion: called when the words of all are there, where the call may have to be
+                ended before it is over.
 
         Returns:
             A function that is called with the work of the call, None if the call has failed, and
@@ -546,8 +512,8 @@ class GroupProxy(dist.ProcessGroup):
         return getattr(self._group, name)
 
 
-def replace_group(group: Any, made: Any) -> None:
-    """Put `made` in the place of `group` in torch's tables."""
+def replace_group(group: Any, replacement: Any) -> None:
+    """Put `replacement` in the place of `group` in torch's tables."""
     world = c10d._world
     # pg_flight_recorder_hooks is new in torch 2.15
     names = (
@@ -560,12 +526,12 @@ def replace_group(group: Any, made: Any) -> None:
     )
     for table in (getattr(world, name, {}) for name in names):
         if group in table:
-            table[made] = table.pop(group)
+            table[replacement] = table.pop(group)
     for groups in world.tags_to_pg.values():
-        groups[:] = [made if each is group else each for each in groups]
-    name = world.pg_names[made]
+        groups[:] = [replacement if member is group else member for member in groups]
+    name = world.pg_names[replacement]
     c10d._unregister_process_group(name)
-    c10d._register_process_group(name, made)
+    c10d._register_process_group(name, replacement)
 
 
 def _backend_type(group: Any) -> Any:

@@ -141,29 +141,31 @@ def rendezvous(
     joined = exchange_available(
         store, f"{turn}/hosts", rank, mine, world_size, _join_hosts, _TIMEOUT
     )
-    found = read_message(joined, list[HostInfo], "the ranks of each host")
-    hosts = tuple(tuple(from_ranges(each.ranks, world_size)) for each in found)
+    host_infos = read_message(joined, list[HostInfo], "the ranks of each host")
+    hosts = tuple(tuple(from_ranges(info.ranks, world_size)) for info in host_infos)
     here = next((number for number, ranks in enumerate(hosts) if rank in ranks), None)
     if here is None:
         raise TransportError(
             f"the ranks of each host: expected rank {rank} among them, got {hosts}"
         )
     local = hosts[here]
-    folder, owns_folder = _make_folder(found[here].token, found[here].base, local, rank)
+    folder, owns_folder = _make_folder(host_infos[here].token, host_infos[here].base, local, rank)
     lock = JobFolderLock(folder.parent)
     recorder = _make_recorder(folder, rank, world_size)
     alone = [(rank, rank + 1)]
-    own = Readiness(without=alone) if recorder is None else Readiness(alone)
+    readiness = Readiness(without=alone) if recorder is None else Readiness(alone)
     hub = HeartbeatServer(limit_s) if len(hosts) > 1 and rank == hosts[0][0] else None
     if hub is not None:
-        own = msgspec.structs.replace(own, hub_token=hub.token, hub=_open_hub(hub, found[1:]))
-    text = messages.encode(own)
+        readiness = msgspec.structs.replace(
+            readiness, hub_token=hub.token, hub=_open_hub(hub, host_infos[1:])
+        )
+    text = messages.encode(readiness)
     joined = exchange_available(
         store, f"{turn}/ready", rank, text, world_size, _join_readiness, _TIMEOUT
     )
     ready = read_message(joined, Readiness, "the flight recorders of all ranks")
     recording, without = (
-        from_ranges(each, world_size) for each in (ready.recording, ready.without)
+        from_ranges(ranges, world_size) for ranges in (ready.recording, ready.without)
     )
     if recorder is None or without:  # all ranks are watched or none
         if hub is not None:
@@ -174,11 +176,13 @@ def rendezvous(
         _remove_recorder(folder, rank, owns_folder)
         raise NoSpaceError(without, folder)
     peers = {}
-    for each in local:
-        if each != rank and each in recording:
+    for peer in local:
+        if peer != rank and peer in recording:
             with suppress(OSError, ValueError):  # of another version, or removed already
-                peers[each] = RecorderReader(layout.rank_file(folder, each))
-    heartbeat = hub or _connect_to_hub(ready, rank, address, hosts, limit_s)
+                peers[peer] = RecorderReader(layout.rank_file(folder, peer))
+    heartbeat: HeartbeatServer | HeartbeatClient | None = hub
+    if rank not in hosts[0] and address in ready.hub:  # else there is no route
+        heartbeat = HeartbeatClient(ready.hub[address], ready.hub_token, rank, limit_s, hosts[0][0])
     return Rendezvous(
         folder, owns_folder, lock, recorder, peers, PrefixStore(turn, store), hosts, heartbeat
     )
@@ -207,13 +211,13 @@ def _join_hosts(published: Mapping[int, str]) -> str:
 
 def _join_readiness(published: Mapping[int, str]) -> str:
     """Return the `Readiness` of all ranks, from those of each."""
-    found = {
+    by_rank = {
         rank: read_message(text, Readiness, f"the flight recorder of rank {rank}")
         for rank, text in published.items()
     }
-    recording = to_ranges(rank for rank, each in found.items() if each.recording)
-    without = to_ranges(rank for rank, each in found.items() if not each.recording)
-    hub = next((each for each in found.values() if each.hub_token), Readiness())
+    recording = to_ranges(rank for rank, readiness in by_rank.items() if readiness.recording)
+    without = to_ranges(rank for rank, readiness in by_rank.items() if not readiness.recording)
+    hub = next((readiness for readiness in by_rank.values() if readiness.hub_token), Readiness())
     return messages.encode(Readiness(recording, without, hub.hub_token, hub.hub))
 
 
@@ -222,43 +226,34 @@ def _own_address(store: Any) -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = getattr(store, "host", "")
-    found = ""
+    address = ""
     # the second: the default route
     for name in (host,) if host else (socket.gethostname(), "192.0.2.1", "localhost"):
         with suppress(OSError):
-            found = address_towards(name)
-            if not found.startswith("127."):  # as many hosts resolve their own name
+            address = address_towards(name)
+            if not address.startswith("127."):  # as many hosts resolve their own name
                 break
-    return found
+    return address
 
 
 def _open_hub(hub: HeartbeatServer, others: Sequence[HostInfo]) -> dict[str, str]:
     """Open the hub of heartbeats towards the other hosts; return its address for each of their
     addresses.
     """
-    found = {}
+    addresses = {}
     for address in {address for host in others for address in host.addresses}:
         with suppress(OSError):  # there is no route
             if address:
-                found[address] = hub.listen_for(address)
-    return found
-
-
-def _connect_to_hub(
-    ready: Readiness, rank: int, address: str, hosts: Hosts, limit_s: float
-) -> HeartbeatClient | None:
-    """Connect to the hub of the first rank, from another host; None if there is no route."""
-    if rank in hosts[0] or address not in ready.hub:
-        return None
-    return HeartbeatClient(ready.hub[address], ready.hub_token, rank, limit_s, hosts[0][0])
+                addresses[address] = hub.listen_for(address)
+    return addresses
 
 
 def _make_folder(token: str, base: str, local: Sequence[int], rank: int) -> tuple[Path, bool]:
-    given = environment.records_dir()
-    if given is not None:
+    chosen = environment.records_dir()
+    if chosen is not None:
         if rank == local[0]:
-            (given / "report.json").unlink(missing_ok=True)  # of groups that were destroyed since
-        return given, False
+            (chosen / "report.json").unlink(missing_ok=True)  # of groups that were destroyed since
+        return chosen, False
     if not re.fullmatch(r"[0-9a-f]{12}", token):  # it becomes part of a path
         raise LockstepError(
             f"rank {local[0]} published the token {token!r}: expected twelve hexadecimal digits"

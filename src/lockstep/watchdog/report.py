@@ -59,8 +59,8 @@ def method_in(text: str) -> str:
     """Return the method of Lockstep with which the name of a collective begins, see `in_method`; ""
     for none.
     """
-    found = _METHODS.match(text)
-    return "" if found is None else found[0]
+    match = _METHODS.match(text)
+    return "" if match is None else match[0]
 
 
 def advice_on_method(method: str) -> str:

@@ -51,12 +51,15 @@ def as_text(
         written: path of the file to which it was written; "" to leave that out.
         lead: columns of the first line that are taken already.
     """
-    lines = [*_body(report, width, lead), *_written(written, width), *_tracebacks(report)]
-    return "\n".join(_painted(line) if colours else line.text for line in lines)
-
-
-def _painted(line: _Line) -> str:
-    return f"\x1b[{_ANSI[line.style]}m{line.text}\x1b[0m" if line.style and line.text else line.text
+    lines = [*_body(report, width, lead)]
+    if written:
+        lines += [_Line(""), *_wrapped(f"Written to {written}", width)]
+    lines += _tracebacks(report)
+    texts = []
+    for line in lines:
+        painted = colours and line.style and line.text
+        texts.append(f"\x1b[{_ANSI[line.style]}m{line.text}\x1b[0m" if painted else line.text)
+    return "\n".join(texts)
 
 
 def _body(report: Report, width: int, lead: int) -> Iterator[_Line]:
@@ -65,8 +68,10 @@ def _body(report: Report, width: int, lead: int) -> Iterator[_Line]:
     yield _Line("")
     yield from _table(report, width)
     if report.last_collectives:
+        last = report.last_collectives[-1]
+        diverges = f", diverging at #{last.number}" if len(last.calls) > 1 else ""
         yield _Line("")
-        yield _Line(_title_of_last(report.last_collectives[-1]), "title")
+        yield _Line(f"Last collectives{diverges}:", "title")
         for numbers, collective in _runs(report.last_collectives[-5:]):
             yield from _collective_lines(numbers, collective, report, width)
     for title, text in (("Likely cause", report.cause), ("What to do", report.advice)):
@@ -74,11 +79,6 @@ def _body(report: Report, width: int, lead: int) -> Iterator[_Line]:
             yield _Line("")
             yield _Line(f"{title}:", "title")
             yield from _wrapped(text, width, "  ")
-
-
-def _title_of_last(last: CollectiveCalls) -> str:
-    diverges = len(last.calls) > 1
-    return "Last collectives" + (f", diverging at #{last.number}:" if diverges else ":")
 
 
 def _wrapped(text: str, width: int, indent: str = "", style: str = "") -> list[_Line]:
@@ -110,32 +110,32 @@ _Row = tuple[list[str], list[str], str]
 
 def _columns(rows: Sequence[tuple[list[int], RankStatus]]) -> list[_Row]:
     """Return (cells, lines of the last column, style) of each row, the titles first."""
-    found: list[_Row] = [(["rank", "host", "batch", "waiting"], ["where"], "")]
+    columns: list[_Row] = [(["rank", "host", "batch", "waiting"], ["where"], "")]
     for ranks, row in rows:
         waiting = "" if row.waiting_s is None else seconds(row.waiting_s)
         host = _cut(plain(row.host), _HOST)
         batch = "" if row.batch is None else str(row.batch)
         text = [*_state(row), *(f"  {line}" for line in _call_lines(row))]
-        found.append(
+        columns.append(
             ([rank_list(ranks), host, batch, waiting], text, "bad" if row.state in _FAILED else "")
         )
-    return found
+    return columns
 
 
 def _alike(rows: Iterable[RankStatus]) -> list[tuple[list[int], RankStatus]]:
     """Return one row for all rows that differ in rank, process and time only, with the longest
     time.
     """
-    found: dict[RankStatus, tuple[list[int], list[float]]] = {}
+    alike: dict[RankStatus, tuple[list[int], list[float]]] = {}
     for row in rows:
-        ranks, waits = found.setdefault(
+        ranks, waits = alike.setdefault(
             structs.replace(row, rank=0, pid=0, waiting_s=None, traceback=""), ([], [])
         )
         ranks.append(row.rank)
         waits += [] if row.waiting_s is None else [row.waiting_s]
     return [
         (ranks, structs.replace(row, waiting_s=max(waits, default=None)))
-        for row, (ranks, waits) in found.items()
+        for row, (ranks, waits) in alike.items()
     ]
 
 
@@ -225,8 +225,11 @@ def _runs(collectives: Sequence[CollectiveCalls]) -> list[tuple[str, CollectiveC
 
 def _unnumbered(collective: CollectiveCalls) -> CollectiveCalls:
     calls = [
-        structs.replace(each, call=each.call and structs.replace(each.call, number=0, batch=None))
-        for each in collective.calls
+        structs.replace(
+            calls_of_ranks,
+            call=calls_of_ranks.call and structs.replace(calls_of_ranks.call, number=0, batch=None),
+        )
+        for calls_of_ranks in collective.calls
     ]
     return structs.replace(collective, number=0, calls=tuple(calls))
 
@@ -235,36 +238,24 @@ def _collective_lines(
     numbers: str, collective: CollectiveCalls, report: Report, width: int
 ) -> Iterator[_Line]:
     number = f"  #{numbers} " + (f"of {plain(collective.group)} " if collective.group else "")
-    for each in collective.calls:
+    batches = {alike.call.batch for alike in collective.calls if alike.call is not None}
+    for alike in collective.calls:
         who = (
             "all ranks"
-            if len(each.ranks) == len(report.ranks)
-            else f"rank{'s'[: len(each.ranks) != 1]} " + rank_list(each.ranks)
+            if len(alike.ranks) == len(report.ranks)
+            else f"rank{'s'[: len(alike.ranks) != 1]} " + rank_list(alike.ranks)
         )
         lines = ["not reached"]
-        if each.call is not None:
-            batch = (
-                f" (batch {each.call.batch})"
-                if _differs(collective) and each.call.batch is not None
-                else ""
-            )
-            what = plain(describe(each.call.name, None, each.call.what))
-            lines = [what + batch, *(f"  {line}" for line in call_lines(each.call))]
+        if alike.call is not None:
+            shows_batch = len(batches) > 1 and alike.call.batch is not None
+            batch = f" (batch {alike.call.batch})" if shows_batch else ""
+            what = plain(describe(alike.call.name, None, alike.call.what))
+            lines = [what + batch, *(f"  {line}" for line in call_lines(alike.call))]
         head = f"{number}{who}: ".ljust(18)
         first, *others = [piece for line in lines for piece in _fitted(line, width - len(head))]
         yield _Line(head + first, "bad" if len(collective.calls) > 1 else "")
         yield from (_Line(" " * len(head) + other, "dim") for other in others)
         number = " " * len(number)
-
-
-def _differs(collective: CollectiveCalls) -> bool:
-    return len({each.call.batch for each in collective.calls if each.call is not None}) > 1
-
-
-def _written(written: str, width: int) -> Iterator[_Line]:
-    if written:
-        yield _Line("")
-        yield from _wrapped(f"Written to {written}", width)
 
 
 def _tracebacks(report: Report) -> Iterator[_Line]:

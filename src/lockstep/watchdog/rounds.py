@@ -175,7 +175,7 @@ class Rounds:
         is one, so that it need not be interrupted.
         """
         if self._state.error is not None:
-            self._state.mark_delivered()
+            self._state.program.note_error()
 
 
 def shown_limit(limit_s: float) -> float:

@@ -19,11 +19,12 @@ import torch
 
 from .. import environment
 from ..errors import TransportError
-from ..flight_recorder import RawRecord, RecorderReader, current, jobs, layout
+from ..flight_recorder import RawRecord, RecorderReader, jobs, layout
 from ..flight_recorder.layout import StateWords
 from ..system.patching import Replaced
 from ..system.processes import ProcessLiveness
 from .call_sites import CallSites
+from .program import Program
 from .rendezvous import Rendezvous
 from .report import Finding
 from .signatures import Signatures
@@ -101,13 +102,13 @@ class GraphCaptures:
             getattr(torch.xpu, "XPUGraph", None),
             getattr(torch.accelerator, "Graph", None),
         )
-        made = []
+        replaced = []
         for kind in filter(None, kinds):
-            made += [
+            replaced += [
                 Replaced(kind, "capture_begin", self._begin),
                 Replaced(kind, "capture_end", self._end),
             ]
-        return made
+        return replaced
 
     def _begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,17 +171,14 @@ class WatchdogState:
 
     Attributes:
         rank, folder, recorder, peers, limits: as in `rendezvous` and `limits`.
-        own: reader of this rank's own flight recorder.
+        own_reader: reader of this rank's flight recorder.
         readers: readers of all flight recorders of this host, by rank.
         lock: protects the lists of pending calls and the error.
         error: the report of what went wrong, as the exception that every rank raises; None while
             all is well.
-        delivered: set when the program has got that error.
+        program: of this process, and whether it has got that error.
         uneven_batches: above 0 while ranks have different numbers of batches on purpose.
         waiting_threads: identities of the threads that are in a blocking call.
-        program_thread: the thread of the program, usually the main one.
-        is_exiting: whether the program is over, or has raised an exception.
-        has_failed: whether it ends with an error.
         keeps_log: whether all records are written to a log.
         last_poll: when the monitor thread last looked for a report.
         fail: makes a report of a finding, unless there is one, and distributes it.
@@ -195,13 +193,12 @@ class WatchdogState:
     def __init__(self, rendezvous: Rendezvous, limits: Limits) -> None:
         self.rendezvous = rendezvous
         self.limits = limits
-        self.current = current
         self.folder = rendezvous.folder
         self.recorder = rendezvous.recorder
         self.peers = rendezvous.peers
         self.rank = self.recorder.rank
-        self.own = RecorderReader(layout.rank_file(self.folder, self.rank))
-        self.readers = dict(sorted({**self.peers, self.rank: self.own}.items()))
+        self.own_reader = RecorderReader(layout.rank_file(self.folder, self.rank))
+        self.readers = dict(sorted({**self.peers, self.rank: self.own_reader}.items()))
         self.health = ProcessLiveness({rank: reader.pid for rank, reader in self.peers.items()})
         texts = self.recorder.texts
         self.signatures = Signatures(texts.intern)
@@ -210,11 +207,10 @@ class WatchdogState:
         self.captures = GraphCaptures()
         self.lock = threading.RLock()
         self.error: TransportError | None = None
-        self.delivered = threading.Event()
+        self.program = Program(self.recorder)
         self.uneven_batches = 0
         self.waiting_threads: set[int] = set()
-        self.program_thread = threading.current_thread()
-        self.is_exiting = self.has_failed = self.keeps_log = False
+        self.keeps_log = False
         self.last_poll = time.monotonic()
         self._last_solo = -math.inf  # when a rank was last seen in a `solo_section`
         self._known_threads: set[int] = set()  # that have ever waited
@@ -225,8 +221,8 @@ class WatchdogState:
 
     def current_wait(self) -> RawRecord | None:
         """Return the record of the blocking call that this rank is in, if any."""
-        number = self.own.state_word(StateWords().since_record)
-        return self.own.raw(number) if self.recorder.phase == "waits" else None
+        number = self.own_reader.state_word(StateWords().since_record)
+        return self.own_reader.raw(number) if self.recorder.phase == "waits" else None
 
     def enter_wait(self, thread: int) -> None:
         """Record that a thread is in a blocking call."""
@@ -274,13 +270,8 @@ class WatchdogState:
     def check(self) -> None:
         """Raise the error, if there is one."""
         if self.error is not None:
-            self.mark_delivered()
+            self.program.note_error()
             raise self.error
-
-    def mark_delivered(self) -> None:
-        """Note that the calling thread gets the error."""
-        if threading.current_thread() is self.program_thread:
-            self.delivered.set()
 
     def write_message(self, text: str) -> None:
         """Show `text` to the user, through the launcher if there is one."""

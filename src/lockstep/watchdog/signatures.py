@@ -136,8 +136,8 @@ class Signatures:
     def lookup(self, operation: str, key: Key, name: str) -> CallSignature:
         """Return the signature of a call with that `key`; see `OPERATIONS`."""
         full_key = (operation, key, name)
-        found = self._known.get(full_key)
-        return found if found is not None else self._new(operation, key, name, full_key)
+        signature = self._known.get(full_key)
+        return signature if signature is not None else self._new(operation, key, name, full_key)
 
     def clear(self) -> None:
         """Clear the cache, as the texts may be overwritten."""
@@ -145,9 +145,9 @@ class Signatures:
 
     def _new(self, operation: str, key: Key, name: str, full_key: Hashable) -> CallSignature:
         text = describe_call(operation, key)
-        made = CallSignature(digest(f"{operation} {key} {name}"), text, self._intern(text))
-        self._known[full_key] = made
-        return made
+        signature = CallSignature(digest(f"{operation} {key} {name}"), text, self._intern(text))
+        self._known[full_key] = signature
+        return signature
 
 
 def describe_call(operation: str, key: Key) -> str:

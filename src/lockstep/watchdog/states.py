@@ -161,11 +161,13 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
             return self.is_send or sent >= self.messages
         return sum(counts.get(channel, 0) for channel in self.channels) >= self.messages
 
-    def is_matched_by(self, own: int, peer: RecorderReader) -> bool:
-        """As `is_matched`, for the wait of the rank `own` and a peer on this host."""
+    def is_matched_by(self, rank: int, peer: RecorderReader) -> bool:
+        """Return whether a peer on this host has sent the message for which `rank` waits,
+        or has, or may have, posted a receive for it.
+        """
         known = {channel: peer.channel_messages(channel) for channel in self.channels}
         return self.is_matched(
-            peer.messages(own, sent=True), known if peer.knows_channels else None
+            peer.messages(rank, sent=True), known if peer.knows_channels else None
         )
 
 
@@ -194,19 +196,23 @@ def wait_in(reader: RecorderReader, raw: RawRecord) -> Wait:
         for number in range(raw.number + 1, reader.state_word(_WORDS.records) + 1)
     )
     after = [
-        each for each in later if each and each.peer == peer and is_recv(reader, each) != is_send
+        record
+        for record in later
+        if record and record.peer == peer and is_recv(reader, record) != is_send
     ]
     number = reader.messages(peer, sent=is_send) - len(after)
     channels = []
     if reader.knows_channels:
         source, target = (rank, peer) if is_send else (peer, rank)
-        own = channel_key(is_send, raw.key, source, target, raw.tag)
-        number = reader.channel_messages(own) - sum(
-            (each.key, each.tag) == (raw.key, raw.tag) for each in after
+        channel = channel_key(is_send, raw.key, source, target, raw.tag)
+        number = reader.channel_messages(channel) - sum(
+            (record.key, record.tag) == (raw.key, raw.tag) for record in after
         )
         # a receive from any rank may have been posted for it
         sources = (source, -1) if is_send else (source,)
-        channels = [channel_key(not is_send, raw.key, each, target, raw.tag) for each in sources]
+        channels = [
+            channel_key(not is_send, raw.key, sender, target, raw.tag) for sender in sources
+        ]
     moved = reader.state_word(_WORDS.moved)
     return Wait(
         raw.number, peer, number, channels=channels, is_send=is_send, tag=raw.tag, moved=moved
@@ -341,13 +347,13 @@ def from_rows(rows: Iterable[Sequence[Any]]) -> list[RankStatus]:
     Raises:
         ValueError: another host has published something else.
     """
-    found: list[dict[str, Any]] = [
+    fields: list[dict[str, Any]] = [
         dict(zip(RankStatus.__struct_fields__, row, strict=False)) for row in rows
     ]
-    for values in found:
+    for values in fields:
         if isinstance(values.get("call"), list):
             values["call"] = dict(zip(Call.__struct_fields__, values["call"], strict=False))
-    return messages.convert(found, list[RankStatus])  # at once, as there may be a thousand
+    return messages.convert(fields, list[RankStatus])  # at once, as there may be a thousand
 
 
 def collect_state(
@@ -364,18 +370,20 @@ def collect_state(
         stopped: ranks whose processes are stopped.
         skip: keys of groups that have no ranks on other hosts.
     """
-    found = collect_waits(readers, HISTORY, skip)
-    found.ranks = [
+    host_state = collect_waits(readers, HISTORY, skip)
+    host_state.ranks = [
         to_row(rank_status(reader.state(), True, rank in gone, rank in stopped))
         for rank, reader in readers.items()
     ]
-    found.solo = any(reader.in_solo_section for rank, reader in readers.items() if rank not in gone)
-    found.activities = {
+    host_state.solo = any(
+        reader.in_solo_section for rank, reader in readers.items() if rank not in gone
+    )
+    host_state.activities = {
         rank: reader.activity for rank, reader in readers.items() if reader.activity
     }
-    found.own_work = [rank for rank, reader in readers.items() if reader.activity_is_own]
-    found.progress = [RankProgress.of(reader) for reader in readers.values()]
-    return found
+    host_state.own_work = [rank for rank, reader in readers.items() if reader.activity_is_own]
+    host_state.progress = [RankProgress.of(reader) for reader in readers.values()]
+    return host_state
 
 
 def collect_waits(
@@ -393,59 +401,57 @@ def collect_waits(
         rank: wait for rank, reader in readers.items() if (wait := current_wait(reader)) is not None
     }
     peers = {wait.peer for wait in waits.values()} & waits.keys()
-    found = HostState(waits=waits)
+    host_state = HostState(waits=waits)
     for rank in waits if history else peers:
         most = _MAX_CHANNELS if history else readers[rank].layout.channel_slots
         counts = readers[rank].channels(most)
         if counts is not None:
-            found.channels[rank] = counts
+            host_state.channels[rank] = counts
     for rank in readers if history else peers:
-        if sent := _sent_messages(readers[rank]):
-            found.sent[rank] = sent
+        reader = readers[rank]
+        sent = {peer: reader.messages(peer, sent=True) for peer in range(reader.world_size)}
+        if any(sent.values()):
+            host_state.sent[rank] = {peer: count for peer, count in sent.items() if count}
     for reader in readers.values():
         for slot in range(GROUP_SLOTS):
             key = reader.state_word((reader.layout.group_keys >> 3) + slot)
             if key and key not in skip:
-                _add(found.groups.setdefault(key, []), _group_state(reader, slot, key, history))
-    return found
-
-
-def _sent_messages(reader: RecorderReader) -> dict[int, int]:
-    """Return how many messages the rank has sent, by destination."""
-    counts = ((peer, reader.messages(peer, sent=True)) for peer in range(reader.world_size))
-    return {peer: count for peer, count in counts if count}
+                _add(
+                    host_state.groups.setdefault(key, []), _group_state(reader, slot, key, history)
+                )
+    return host_state
 
 
 def _group_state(reader: RecorderReader, slot: int, key: int, history: int) -> GroupState:
     """Return the state of one rank in one group."""
-    found = GroupState(
+    group_state = GroupState(
         [reader.rank], reader.last_sequence(slot), limit_s=reader.limit_s(slot), records=[]
     )
-    for sequence in range(max(1, found.last + 1 - history), found.last + 1):
+    for sequence in range(max(1, group_state.last + 1 - history), group_state.last + 1):
         raw = reader.raw(reader.record_number(slot, sequence))
         if raw is None or raw.key != key or raw.sequence != sequence:
             continue
-        if not raw.left and not found.pending:
-            found.pending = sequence
-            found.seconds = round(time.monotonic() - raw.entered, 1)
-        found.records.append(
+        if not raw.left and not group_state.pending:
+            group_state.pending = sequence
+            group_state.seconds = round(time.monotonic() - raw.entered, 1)
+        group_state.records.append(
             RecordRow(sequence, raw.fingerprint, raw.line, raw.batch, raw.loop, int(raw.name > 0))
         )
-    raw = reader.raw(reader.record_number(slot, found.last))
+    raw = reader.raw(reader.record_number(slot, group_state.last))
     if raw is not None:
-        found.what, found.call_site, found.title = map(
+        group_state.what, group_state.call_site, group_state.title = map(
             reader.text, (raw.what, raw.call_site, raw.group)
         )
-    if not history or found.what.startswith("new_group("):
-        found.members = list(reader.members(slot))
-    return found
+    if not history or group_state.what.startswith("new_group("):
+        group_state.members = list(reader.members(slot))
+    return group_state
 
 
 def _add(states: list[GroupState], state: GroupState) -> None:
     """Add a rank's state to those of its host, joined with an equal one, as all are while all is
     well.
     """
-    equal = next((each for each in states if each.is_equal(state)), None)
+    equal = next((other for other in states if other.is_equal(state)), None)
     if equal is None:
         states.append(state)
     else:
@@ -570,7 +576,9 @@ def _last_collectives(
     first = max(1, finding.sequence + 1 - _SHOWN)
     return tuple(
         CollectiveCalls(
-            number, group, _joined_calls({rank: found.get(number) for rank, found in calls.items()})
+            number,
+            group,
+            _joined_calls({rank: records.get(number) for rank, records in calls.items()}),
         )
         for number in range(first, finding.sequence + 1)
     )

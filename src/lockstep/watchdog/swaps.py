@@ -71,15 +71,15 @@ class SwapDetector:
         self._key = key
         self.last_mismatch: LineMismatch | None = None
 
-    def note_lines(self, own: RawRecord, lines: set[int]) -> None:
-        """Remember the stack of the collective `own` if other ranks called it from other
+    def note_lines(self, record: RawRecord, lines: set[int]) -> None:
+        """Remember the stack of the collective of `record` if other ranks called it from other
         `lines`.
         """
-        theirs = frozenset(lines - {own.line})
+        theirs = frozenset(lines - {record.line})
         if theirs:
             stack = capture_stack(sys._getframe(1))
             self.last_mismatch = LineMismatch(
-                own.sequence, own.line, theirs, own.batch, own.loop, stack
+                record.sequence, record.line, theirs, record.batch, record.loop, stack
             )
 
     def announce(self, last: LineMismatch, sequence: int, line: int, frame: FrameType) -> None:
@@ -121,7 +121,8 @@ def are_swapped(before: tuple[RawRecord, RawRecord], now: tuple[RawRecord, RawRe
 def capture_stack(frame: FrameType | None) -> tuple[StackEntry, ...]:
     """Return the stack that ends at `frame`, outermost frame first."""
     return tuple(
-        StackEntry(each.f_code, each.f_lasti, id(each)) for each in reversed(list(_outwards(frame)))
+        StackEntry(caller.f_code, caller.f_lasti, id(caller))
+        for caller in reversed(list(_outwards(frame)))
     )
 
 
@@ -138,8 +139,13 @@ def is_next_iteration(before: tuple[StackEntry, ...], frame: FrameType | None) -
         frame: of the second call.
     """
     now = list(_outwards(frame))[::-1]
-    pairs = zip(before, now, strict=False)
-    common = next((i for i, (entry, each) in enumerate(pairs) if not _is_at(entry, each)), 0)
+    common = 0  # how many frames of both stacks are the same, outermost first
+    for entry, current in zip(before, now, strict=False):
+        if entry.code is not current.f_code or entry.at != current.f_lasti:
+            break
+        common += 1
+    else:
+        return False
     if not common or before[common].code is now[common].f_code:
         return False
     for i in reversed(range(common)):
@@ -154,10 +160,6 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _is_at(entry: StackEntry, frame: FrameType) -> bool:
-    return entry.code is frame.f_code and entry.at == frame.f_lasti
 
 
 def _iterates_over(frame: FrameType, callee: FrameType) -> bool:
@@ -175,12 +177,16 @@ def _loop_variables(code: CodeType, at: int) -> list[str]:
     """Return the names that the for loops around the instruction `at` assign in each turn."""
     names = list[str]()
     inside = False
-    for each in dis.get_instructions(code):
-        if each.opname == "FOR_ITER":
-            inside = each.offset < at < each.argval
-        elif inside and each.opname.startswith("STORE_"):
-            names += each.argval if isinstance(each.argval, tuple) else [each.argval]
-        elif not each.opname.startswith("UNPACK_"):
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "FOR_ITER":
+            inside = instruction.offset < at < instruction.argval
+        elif inside and instruction.opname.startswith("STORE_"):
+            names += (
+                instruction.argval
+                if isinstance(instruction.argval, tuple)
+                else [instruction.argval]
+            )
+        elif not instruction.opname.startswith("UNPACK_"):
             inside = False
     return names
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import ConfigError, DesyncError, TransportError
-from lockstep.flight_recorder import FlightRecorder, RecorderReader, current
+from lockstep.flight_recorder import FlightRecorder, RecorderReader
 from lockstep.flight_recorder.layout import DEPTH, rank_file
 from lockstep.watchdog import delivery
 from lockstep.watchdog.call_sites import CallSites
@@ -30,6 +30,7 @@ from lockstep.watchdog.delivery import find_gone_rank, is_rejection, is_transpor
 from lockstep.watchdog.mismatch import describe_difference
 from lockstep.watchdog.monitor import GroupMonitor
 from lockstep.watchdog.process_groups import WatchedWork, watch_group
+from lockstep.watchdog.program import Program
 from lockstep.watchdog.report import Finding
 from lockstep.watchdog.shared_state import GraphCaptures, Limits
 from lockstep.watchdog.signatures import Signatures
@@ -82,7 +83,6 @@ class Rank:
             error=None,
             recorder=self.recorder,
             rank=rank,
-            current=current,
             uneven_batches=0,
             signatures=Signatures(texts.intern),
             call_sites=CallSites(texts.intern),
@@ -94,7 +94,7 @@ class Rank:
             captures=GraphCaptures(),
             blocking=lambda *args: nullcontext(),
             current_wait=lambda: None,
-            own=RecorderReader(rank_file(folder, rank)),
+            own_reader=RecorderReader(rank_file(folder, rank)),
             fail=self.found.append,
             folder=folder,
             limits=Limits(False, 5.0, 600.0, False),
@@ -115,7 +115,7 @@ class Rank:
         self.monitors = [self.monitor]
 
     def close(self) -> None:
-        self.session.own.close()
+        self.session.own_reader.close()
         for each in self.session.peers.values():
             each.close()
         self.recorder.close()
@@ -203,11 +203,9 @@ def test_a_call_that_only_one_rank_refuses_parts_them(ranks: list[Rank]) -> None
     one.barrier()
     other.all_reduce()
     assert not other.found
-    own = other.session.own.raw(1)
+    own = other.session.own_reader.raw(1)
     assert own is not None
-    other.monitor.compare_with(
-        other.monitor.peers[0], replace(own, entered=time.monotonic() - 6)
-    )  # still in it
+    other.monitor.peers.compare_all(replace(own, entered=time.monotonic() - 6))  # still in it
     assert len(other.found) == 1
 
 
@@ -268,10 +266,10 @@ def test_the_end_of_an_operation_that_nobody_waits_for_is_recorded(ranks: list[R
     assert isinstance(work, WatchedWork)
     work.get_future()
     future.set_result(None)
-    (record,) = rank.session.own.records()
+    (record,) = rank.session.own_reader.records()
     assert record.left is not None
     rank.recorder.leave(1, 0.5)
-    assert rank.session.own.records() == [record]  # not when it was noticed
+    assert rank.session.own_reader.records() == [record]  # not when it was noticed
 
 
 class Queued(Work):
@@ -306,15 +304,15 @@ def test_what_a_stream_waits_for_is_in_the_record_until_it_has_ended(
     assert [work.asked for work in works] == [0, 0], "a step asks no device"
     first = rank.monitor.first_pending()
     assert first is not None
-    assert (first.sequence, rank.monitor.missing_ranks(first.sequence)) == (1, [1])
-    assert [record.left for record in rank.session.own.records()] == [None, None]
+    assert (first.sequence, rank.monitor.peers.missing(first.sequence)) == (1, [1])
+    assert [record.left for record in rank.session.own_reader.records()] == [None, None]
     works[0].done = True
     first = rank.monitor.first_pending()
     assert first is not None
     assert first.sequence == 2
     works[1].done = True
     assert rank.monitor.first_pending() is None
-    assert all(record.left is not None for record in rank.session.own.records())
+    assert all(record.left is not None for record in rank.session.own_reader.records())
 
 
 def test_on_the_cpu_what_has_been_waited_for_has_ended(ranks: list[Rank]) -> None:
@@ -431,15 +429,15 @@ def receive(rank: Rank, count: int) -> None:
 def test_the_first_of_several_receives_waits_for_one_message_only(ranks: list[Rank]) -> None:
     one, other = ranks
     receive(one, 3)
-    raws = list(one.session.own.raws())
+    raws = list(one.session.own_reader.raws())
     sender = one.session.peers[1]
-    assert [wait_in(one.session.own, raw).is_matched_by(0, sender) for raw in raws] == [
+    assert [wait_in(one.session.own_reader, raw).is_matched_by(0, sender) for raw in raws] == [
         False,
         False,
         False,
     ]
     other.group.send([torch.ones(1)], 0, 0)
-    assert [wait_in(one.session.own, raw).is_matched_by(0, sender) for raw in raws] == [
+    assert [wait_in(one.session.own_reader, raw).is_matched_by(0, sender) for raw in raws] == [
         True,
         False,
         False,
@@ -473,12 +471,12 @@ def test_a_rank_waits_in_what_has_failed_until_that_is_explained(ranks: list[Ran
     assert one.monitor.first_pending() is None
 
     def look() -> bool:
-        (record,) = one.session.own.records()
-        seen.append((one.monitor.first_pending(), record.left, one.session.own.phase))
+        (record,) = one.session.own_reader.records()
+        seen.append((one.monitor.first_pending(), record.left, one.session.own_reader.phase))
         one.session.error = DesyncError("found")
         return True
 
-    one.session.poll_report, one.session.mark_delivered = look, lambda: None
+    one.session.poll_report, one.session.program = look, Program(one.recorder)
     one.session.rendezvous = SimpleNamespace(hosts=((0, 1),))
     with pytest.raises(DesyncError, match="found"):
         delivery.await_root_cause(
@@ -490,7 +488,7 @@ def test_a_rank_waits_in_what_has_failed_until_that_is_explained(ranks: list[Ran
     assert first is not None
     assert (first.sequence, left, phase) == (1, None, "waits")
     assert one.monitor.first_pending() is None
-    assert one.session.own.phase == "runs"
+    assert one.session.own_reader.phase == "runs"
 
 
 @pytest.mark.parametrize(
@@ -520,9 +518,9 @@ def test_errors_of_arguments_are_distinguished_from_those_of_the_transport(
 
 def record(rank: Rank, what: str, place: str, name: str = "") -> Any:
     rank.all_reduce()
-    raw = rank.session.own.raw(rank.recorder.count)
+    raw = rank.session.own_reader.raw(rank.recorder.count)
     assert raw is not None
-    return replace(rank.session.own.record(raw), what=what, call_site=place, name=name)
+    return replace(rank.session.own_reader.record(raw), what=what, call_site=place, name=name)
 
 
 def test_the_likely_cause_depends_on_the_lines_and_names(ranks: list[Rank]) -> None:
@@ -602,11 +600,11 @@ def test_messages_that_belong_together_are_begun_as_one(
             [dist.P2POp(dist.irecv, torch.zeros(2), 1), dist.P2POp(dist.isend, torch.ones(2), 1)]
         )
         assert together.calls == ["start on cpu", "receive from 1", "send to 1", "end on cpu"]
-        raws = [ranks[0].session.own.raw(number + each) for each in (1, 2)]
+        raws = [ranks[0].session.own_reader.raw(number + each) for each in (1, 2)]
         assert [raw.left for raw in raws] == [0.0, 0.0]  # type: ignore[union-attr]
         for work in works:
             work.wait()
-        raws = [ranks[0].session.own.raw(number + each) for each in (1, 2)]
+        raws = [ranks[0].session.own_reader.raw(number + each) for each in (1, 2)]
         assert all(raw.left > 0 for raw in raws)  # type: ignore[union-attr]
         assert not ranks[0].monitor.coalesced
     finally:

@@ -131,7 +131,7 @@ class Rank:
             error=None,
             uneven_batches=0,
             limits=SimpleNamespace(strict=False),
-            own=SimpleNamespace(raw=self.raw),
+            own_reader=SimpleNamespace(raw=self.raw),
             check=self.check_error,
         )
         swaps: Any = SimpleNamespace(has_announced=lambda own, sequence: False)

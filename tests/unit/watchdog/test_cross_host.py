@@ -17,6 +17,7 @@ from lockstep.flight_recorder import FlightRecorder, RecorderReader, activity, c
 from lockstep.flight_recorder.layout import StateWords, rank_file
 from lockstep.messages import convert
 from lockstep.watchdog.cross_host import CrossHost, StateExchange
+from lockstep.watchdog.program import Program
 from lockstep.watchdog.report import Finding
 from lockstep.watchdog.states import GroupState, HostState, JobStates, collect_state
 from support.clock import Clock
@@ -211,7 +212,7 @@ def test_what_was_called_last_is_compared_at_the_end(fingerprint: int, kinds: li
     store = Store()
     places = [Host(0, store), Host(1, store)]
     for place, rank, last in zip(places, (0, 1), (7, fingerprint), strict=True):
-        place.state.error, place.state.has_failed = None, False
+        place.state.error, place.state.program = None, Program(place.state.recorder)
         place.wait_since(0.0)
         vars(place.cross_host)["_own_state"] = functools.partial(last_of, rank, last)
     with ThreadPoolExecutor(2) as pool:
@@ -287,7 +288,7 @@ def test_a_host_that_is_silent_within_a_collective_is_named_once(clock: Clock) -
     for place, texts in zip(places, said, strict=True):
         place.state.write_message, place.state.seconds_since_solo = texts.append, lambda wait: 0.0
         place.state.limits.debugging, place.state.limits.expects_losses = False, False
-        place.state.own = SimpleNamespace(raw=lambda number: None)
+        place.state.own_reader = SimpleNamespace(raw=lambda number: None)
         place.cross_host._exchange.initialize()  # type: ignore[union-attr]
     within = GroupState([0], 3, 3, 6.0, what="barrier()", call_site="t.py:3 in f")
     waits = {0: within, 1: structs.replace(within, ranks=[1, 2])}

@@ -10,11 +10,13 @@ from support import layers
 # The lowest first. What is on one floor knows nothing of its neighbours, but for the names of
 # types.
 FLOORS = (
-    ("call_sites", "report"),
+    ("call_sites", "report", "program", "gloo_waits"),
     ("report_text", "signatures", "swaps", "states", "rendezvous", "last_rank", "call_order"),
     ("mismatch", "deadlock", "diagnosis", "shared_state"),
+    ("peers",),
     ("preflight", "monitor", "cross_host", "delivery", "rounds", "batch_loops"),
-    ("session", "process_groups"),
+    ("monitor_thread", "process_groups"),
+    ("session",),
     ("group_creation",),
     ("patches",),
 )

@@ -13,10 +13,10 @@ import pytest
 
 from lockstep.flight_recorder import CallSignature, FlightRecorder, RecorderReader, RecordLog
 from lockstep.system.processes import ProcessStatus
-from lockstep.watchdog import session
+from lockstep.watchdog import monitor_thread
 from lockstep.watchdog.diagnosis import ObservationClock, why_held_up
+from lockstep.watchdog.monitor_thread import MonitorThread
 from lockstep.watchdog.report import Finding
-from lockstep.watchdog.session import MonitorThread
 from lockstep.watchdog.shared_state import Limits, PendingCall
 from support.clock import Clock
 
@@ -126,8 +126,8 @@ def straggler(
 ) -> str:
     """The warning of rank 1, which waits for rank 0; "" for none."""
     reader = SimpleNamespace(rank=0, phase="runs", activity=activity, activity_is_own=is_own)
-    patch.setattr(session, "why_held_up", lambda *_: "")
-    patch.setattr(session, "collect_stacks", lambda *_: {0: stack} if stack else {})
+    patch.setattr(monitor_thread, "why_held_up", lambda *_: "")
+    patch.setattr(monitor_thread, "collect_stacks", lambda *_: {0: stack} if stack else {})
     limits = Limits(False, warning_s=5, stall_s=600, debugging=False)
     made, said = bare_thread(
         peers={0: reader},
@@ -137,8 +137,8 @@ def straggler(
         health=SimpleNamespace(status=lambda rank: None),
     )
     made._state.rank, made._warned = 1, {}
-    made._state.own = None
-    patch.setattr(session, "describe_record", lambda *_: "all_gather(x) at a.py:3 in f")
+    made._state.own_reader = None
+    patch.setattr(monitor_thread, "describe_record", lambda *_: "all_gather(x) at a.py:3 in f")
     made._clock = SimpleNamespace(observed_s=lambda _: waited)
     monitor = SimpleNamespace(key=7, limits=limits, limit_s=0.0)
     assert made._check_stragglers(PendingCall(1, 1, 0.0), [0], (0, 1), monitor) is None
@@ -184,11 +184,11 @@ class Held:
             peers=readers,
             limits=Limits(False, warning_s=5, stall_s=600, **{"debugging": False, **limits}),
             health=health,
-            own=None,
+            own_reader=None,
         )
         self.thread._warned = {}
-        patch.setattr(session, "describe_record", lambda *_: "all_gather(x) at a.py:3 in f")
-        patch.setattr(session, "why_held_up", self.why)
+        patch.setattr(monitor_thread, "describe_record", lambda *_: "all_gather(x) at a.py:3 in f")
+        patch.setattr(monitor_thread, "why_held_up", self.why)
         self.silent = set[int]()
 
     def why(self, reader: Any, status: ProcessStatus) -> str:

@@ -13,9 +13,11 @@ from typing import Any, cast
 import pytest
 
 from lockstep.errors import MembershipChangedError, TransportError
-from lockstep.watchdog import patches, process_groups
+from lockstep.watchdog import patches
 from lockstep.watchdog import report as reports
-from lockstep.watchdog.monitor import GroupMonitor
+from lockstep.watchdog.gloo_waits import EndableWaits
+from lockstep.watchdog.peers import GroupPeers
+from lockstep.watchdog.program import Program
 from lockstep.watchdog.report import Finding, Report
 from lockstep.watchdog.session import Session
 from lockstep.watchdog.shared_state import WatchdogState
@@ -40,7 +42,9 @@ def test_a_log_that_cannot_be_created_is_reported(
     monkeypatch.setenv("LOCKSTEP_TIMELINE", str(tmp_path / "file"))
     said: list[str] = []
     assert (
-        patches._open_log(cast("Any", SimpleNamespace(rank=1, own=None, write_message=said.append)))
+        patches._open_log(
+            cast("Any", SimpleNamespace(rank=1, own_reader=None, write_message=said.append))
+        )
         is None
     )
     assert "rank 1 does not record its timeline" in said[0]
@@ -57,7 +61,7 @@ def bare_session(folder: Path, **more: Any) -> Any:
     state.fail, state.poll_report = session.fail, session.poll_report
     state.recorder = cast("Any", SimpleNamespace(world_size=2))
     session.cross_host = cast("Any", SimpleNamespace(publish_report=lambda made: made))
-    state.delivered, state.program_thread = threading.Event(), threading.current_thread()
+    state.program = Program(cast("Any", None))
     changes = {
         "make_report": lambda finding: report(finding.sentence),
         "_end_waits": lambda: None,
@@ -90,14 +94,14 @@ def test_waits_are_ended_before_the_store_is_queried(tmp_path: Path) -> None:
     assert order == ["waits", "store"]
 
 
-def test_a_thread_that_is_the_program_gets_the_error(tmp_path: Path) -> None:
-    state = bare_session(tmp_path).state
-    state.program_thread = threading.Thread(target=lambda: state.mark_delivered())
-    state.mark_delivered()
-    assert not state.delivered.is_set()
-    state.program_thread.start()
-    state.program_thread.join()
-    assert state.delivered.is_set()
+def test_a_thread_that_is_the_program_gets_the_error() -> None:
+    program = Program(cast("Any", None))
+    program.thread = threading.Thread(target=program.note_error)
+    program.note_error()
+    assert not program.has_error
+    program.thread.start()
+    program.thread.join()
+    assert program.has_error
 
 
 def test_two_threads_that_find_something_write_one_whole_report(
@@ -135,21 +139,26 @@ def test_what_differs_is_printed_where_nothing_can_be_written(
         finished=False,
     )
     own = SimpleNamespace(record=lambda raw: record)
-    monitor: Any = GroupMonitor.__new__(GroupMonitor)
-    limits = SimpleNamespace(strict=False)
     state = SimpleNamespace(
-        folder=tmp_path / "gone", write_message=said.append, own=own, rank=0, limits=limits
+        folder=tmp_path / "gone",
+        write_message=said.append,
+        own_reader=own,
+        rank=0,
+        limits=SimpleNamespace(strict=False),
+        peers={1: own},
+        uneven_batches=0,
     )
-    monitor.state, monitor._warned = state, set()
-    raws = [cast("Any", SimpleNamespace(line=line, loop=7)) for line in (1, 2)]
-    monitor._warn(kind, raws[0], SimpleNamespace(reader=own, rank=1), raws[1])
+    swaps = SimpleNamespace(has_announced=lambda *_: False)
+    peers: Any = GroupPeers(cast("Any", state), 3, 0, [1], cast("Any", swaps))
+    (peer,) = peers._peers
+    mine = SimpleNamespace(fingerprint=5, name=0, loop=7, batch=1, line=1, sequence=1)
+    theirs = SimpleNamespace(**vars(mine) | ({"line": 2} if kind == "lines" else {"batch": 2}))
+    assert peers._difference(mine, peer, theirs) == kind
+    peers._report(kind, mine, peer, theirs, raises=True)
     assert words in said[0]
-    assert monitor._has_warned(kind, raws[0], raws[1])
-    assert not monitor._has_warned("swap", raws[0], raws[1])
-
-
-# --- elastic jobs
-# -------------------------------------------------------------------------------------------
+    assert peers._difference(mine, peer, theirs) == ""  # as it was warned about
+    theirs.fingerprint = 6
+    assert peers._difference(mine, peer, theirs) == "desync"
 
 
 class HangingWork:
@@ -174,20 +183,17 @@ def test_a_wait_in_slices_ends_when_it_is_interrupted() -> None:
         if work.waits == 3:
             raise MembershipChangedError(1)
 
-    monitor: Any = SimpleNamespace(
-        waits_in_slices=True, state=SimpleNamespace(check=check), abandoned=[]
-    )
+    waits = EndableWaits(check)
     with pytest.raises(MembershipChangedError):
-        process_groups._wait(work, monitor)
+        waits.wait(work)
     assert work.waits == 3
-    assert monitor.abandoned == [work]  # whose group has to be kept
+    assert waits.abandoned == [work]  # whose group has to be kept
 
 
 def test_a_work_that_fails_raises_its_own_error() -> None:
     work = SimpleNamespace(is_completed=lambda: True, wait=raising("connection closed"))
-    monitor: Any = SimpleNamespace(waits_in_slices=True, state=SimpleNamespace(check=lambda: None))
     with pytest.raises(RuntimeError, match="connection closed"):
-        process_groups._wait(work, monitor)
+        EndableWaits(lambda: None).wait(work)
 
 
 def raising(text: str) -> Callable[..., bool]:
