@@ -265,17 +265,16 @@ def load_tensors(targets: Mapping[str, tuple[Tensor, StoredTensor]], comm: Commu
         CheckpointError: on every worker, if one cannot read its part; some tensors may have been
             filled by then.
     """
-    real = {name: _real_view(target, stored) for name, (target, stored) in targets.items()}
+    real = {
+        name: torch.view_as_real(target) if stored.is_complex else target
+        for name, (target, stored) in targets.items()
+    }
     reader = _PartReader({name: stored for name, (_, stored) in targets.items()})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         load(cast(Any, real), storage_reader=reader, planner=planner, process_group=comm.group)
     except CheckpointException as error:
         raise _first_error(error) from None
-
-
-def _real_view(target: Tensor, stored: StoredTensor) -> Tensor:
-    return torch.view_as_real(target) if stored.is_complex else target
 
 
 def _first_error(error: CheckpointException) -> BaseException:

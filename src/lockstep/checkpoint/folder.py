@@ -213,7 +213,7 @@ class CheckpointStore:
         """
         atomic_files.restore(self.folder)
         try:
-            found = [
+            numbered = [
                 entry for entry in self.folder.iterdir() if _step(entry) >= 0 and entry.is_dir()
             ]
         except (FileNotFoundError, NotADirectoryError):
@@ -222,7 +222,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{self.folder}: cannot list its checkpoints: {error.strerror}"
             ) from error
-        return sorted(found, key=_step)
+        return sorted(numbered, key=_step)
 
     def mark_best(self, step: int) -> None:
         """Make the checkpoint of `step` the best one: the link ``best`` leads to it, and it is not

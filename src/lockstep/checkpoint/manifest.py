@@ -202,9 +202,12 @@ def _check_fields(folder: Path, content: dict[str, Json]) -> None:
         raise _mismatch(
             folder, MANIFEST, "numerics of at least 0, if any", str(content["numerics"])[:80]
         )
-    if not isinstance(files, dict) or not (
-        _is_single_writer(set(files)) or _is_distributed(set(files))
-    ):
+    names = set[Any](files) if isinstance(files, dict) else set[Any]()
+    of_one_writer = {TREE, TENSORS} <= names <= {MODEL, TREE, TENSORS}
+    of_all_workers = {TREE, PARTS} <= names and all(
+        _PART.fullmatch(str(name)) for name in names - {TREE, PARTS}
+    )
+    if not isinstance(files, dict) or not (of_one_writer or of_all_workers):
         expected = (
             f"the files {TREE}, {TENSORS} and optionally {MODEL}, or {TREE}, {PARTS} and one file "
             "per worker"
@@ -217,16 +220,6 @@ def _check_fields(folder: Path, content: dict[str, Json]) -> None:
             or not isinstance(entry.get("sha256"), str)
         ):
             raise _mismatch(folder, MANIFEST, "a size and a sha256 for each file", str(entry)[:200])
-
-
-def _is_single_writer(names: set[Any]) -> bool:
-    return {TREE, TENSORS} <= names <= {MODEL, TREE, TENSORS}
-
-
-def _is_distributed(names: set[Any]) -> bool:
-    return {TREE, PARTS} <= names and all(
-        _PART.fullmatch(str(name)) for name in names - {TREE, PARTS}
-    )
 
 
 def _mismatch(folder: Path, name: str, expected: str, got: str) -> CheckpointError:

@@ -74,9 +74,15 @@ def changes_since(saved: int, changes: Mapping[int, Change] = CHANGES) -> str:
             f"{_named(ours, changes)}: the order of samples, random draws and bits may differ "
             "from here on. Use the Lockstep that saved it, or read in its changelog what differs"
         )
-    made = {kind: _of_kind(kind, saved, changes) for kind in _SAID}
-    differ = [f"{_SAID[kind]} ({'; '.join(how)})" for kind, how in made.items() if how]
-    same = [_UNCHANGED[kind] for kind, how in made.items() if not how]
+    since = [change for number, change in sorted(changes.items()) if number > saved]
+    differ = []
+    same = []
+    for kind, subject in _SAID.items():
+        reasons = [f"{change.release}: {how}" for change in since if (how := getattr(change, kind))]
+        if reasons:
+            differ.append(f"{subject} ({'; '.join(reasons)})")
+        else:
+            same.append(_UNCHANGED[kind])
     unchanged = f". Unchanged: {', '.join(same)}" if same else ""
     return (
         f"this run was saved by Lockstep {before}, and goes on with {_named(ours, changes)}. From "
@@ -86,9 +92,3 @@ def changes_since(saved: int, changes: Mapping[int, Change] = CHANGES) -> str:
 
 def _named(number: int, changes: Mapping[int, Change]) -> str:
     return f"{changes[number].release} (numerics {number})"
-
-
-def _of_kind(kind: str, saved: int, changes: Mapping[int, Change]) -> list[str]:
-    """Return how each version after `saved` has changed one of `_SAID`."""
-    since = [change for number, change in sorted(changes.items()) if number > saved]
-    return [f"{change.release}: {how}" for change in since if (how := getattr(change, kind))]

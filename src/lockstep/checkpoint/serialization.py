@@ -360,11 +360,11 @@ class TensorFile:
             OSError: it cannot be read.
         """
         self._open()
-        return {name: self._stored(name, entry) for name, entry in sorted(self._header.items())}
-
-    def _stored(self, name: str, entry: _HeaderEntry) -> StoredTensor:
-        piece = Piece(self, name, (0,) * len(entry.shape), entry.shape, entry.dtype)
-        return StoredTensor(entry.dtype, entry.shape, (piece,))
+        tensors = {}
+        for name, entry in sorted(self._header.items()):
+            whole = Piece(self, name, (0,) * len(entry.shape), entry.shape, entry.dtype)
+            tensors[name] = StoredTensor(entry.dtype, entry.shape, (whole,))
+        return tensors
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor into CPU memory.

@@ -124,13 +124,13 @@ class Reduction:
         if self.keeps_lowest_bit:
             packed.bitwise_and_(1)
         if packed.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(self._values(packed, tensor.dtype).view(tensor.shape))
+            values = packed
+            if tensor.is_complex():
+                values = torch.view_as_complex(packed.view(-1, 2))
+            elif tensor.dtype is torch.bool:
+                values = packed.view(torch.bool)
+            tensor.detach().copy_(values.view(tensor.shape))
         return tensor
-
-    def _values(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if dtype.is_complex:
-            return torch.view_as_complex(packed.view(-1, 2))
-        return packed.view(torch.bool) if dtype is torch.bool else packed
 
 
 @functools.cache
@@ -277,8 +277,10 @@ def gather_specs(
     specs = [[TensorSpec.decode(row) for row in table.tolist()] for table in tables]
     kinds = [str(spec[0]) for spec in specs]
     if len(set(kinds)) > 1:
-        found = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
-        raise MismatchError(f"ranks pass tensors of different kinds to one collective ({found})")
+        kinds_of_ranks = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise MismatchError(
+            f"ranks pass tensors of different kinds to one collective ({kinds_of_ranks})"
+        )
     return specs
 
 

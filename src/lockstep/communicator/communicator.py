@@ -306,7 +306,13 @@ class Communicator:
             self._arguments.check_tensor("out", out)
         if held and out is not None:
             self._arguments.check_out(out, held[root])
-        result = self._own_spec(root, held).empty(self.device) if out is None else out
+        if out is not None:
+            result = out
+        elif self.size == 1:
+            result = TensorSpec.of(held[0]).empty(self.device)
+        else:
+            spec = collectives.broadcast_spec(self._connected(), self._arguments, root, held)
+            result = spec.empty(self.device)
         received = [result if rank == root else None for rank in range(self.size)]
         return self._exchange(
             held or [None] * self.size, received, result.device, lambda: result, async_op
@@ -426,12 +432,6 @@ class Communicator:
         if sent[0] is not None and received[0] is not None:
             received[0].detach().copy_(sent[0].detach())
         return Request.completed(get_result())
-
-    def _own_spec(self, root: int, parts: Tensors) -> TensorSpec:
-        """Return the spec of this rank's part of rank `root`'s `parts`."""
-        if self.size == 1:
-            return TensorSpec.of(parts[0])
-        return collectives.broadcast_spec(self._connected(), self._arguments, root, parts)
 
     def _all_specs(self, parts: Tensors) -> list[list[TensorSpec]]:
         """Return the specs of all ranks' `parts`."""

@@ -171,12 +171,12 @@ def write_description(folder: Path, job: JobDescription) -> None:
 
 def find_jobs() -> dict[Path, JobDescription]:
     """Return the running jobs of this user by folder, the oldest first."""
-    found = {folder: notes.read(folder / _NAME, JobDescription) for folder in _folders()}
-    running = [
-        (folder, job)
-        for folder, job in found.items()
-        if job is not None and _is_running(folder, job)
-    ]
+    running = []
+    for job_folder in _jobs():
+        for folder in _inside(job_folder):
+            job = notes.read(folder / _NAME, JobDescription)
+            if job is not None and _is_running(folder, job):
+                running.append((folder, job))
     return dict(sorted(running, key=lambda each: each[1].started))
 
 
@@ -190,10 +190,6 @@ def remove_dead() -> None:
 def _jobs() -> list[Path]:
     bases = private_folders.find_folders(layout.parent(), environment.runtime_dir())
     return [job for base in bases for job in _inside(base)]
-
-
-def _folders() -> list[Path]:
-    return [folder for job in _jobs() for folder in _inside(job)]
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -243,8 +243,8 @@ def read_text(memory: memoryview, start: int, number: int) -> str:
     if not number:
         return ""
     at = start + number % TEXT_SLOTS * TEXT_SLOT_BYTES
-    found, length = _HEAD.unpack_from(memory, at)
-    if found != number or length > _ROOM:
+    stored, length = _HEAD.unpack_from(memory, at)
+    if stored != number or length > _ROOM:
         return "?"
     return bytes(memory[at + _HEAD.size : at + _HEAD.size + length]).decode(errors="replace")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -225,7 +225,11 @@ def _newest_group(readers: Mapping[int, RecorderReader]) -> dict[int, RecorderRe
     """Return the ranks of an elastic job's newest group, in which each worker has made a new
     record.
     """
-    living = [reader for reader in readers.values() if _is_running(reader.pid)]
+    living = []
+    for reader in readers.values():
+        process = read_status(reader.pid)
+        if process is not None and process.state not in ("Z", "X"):
+            living.append(reader)
     living.sort(key=lambda reader: reader.started)
     newest_of_process = {reader.pid: reader for reader in living}
     if not newest_of_process:
@@ -234,11 +238,6 @@ def _newest_group(readers: Mapping[int, RecorderReader]) -> dict[int, RecorderRe
     return {
         reader.rank: reader for reader in newest_of_process.values() if reader.rank < world_size
     }
-
-
-def _is_running(pid: int) -> bool:
-    process = read_status(pid)
-    return process is not None and process.state not in ("Z", "X")
 
 
 def _name_of_state(state: RankState, now: float) -> str:
@@ -290,8 +289,13 @@ def _find_waits(
             if raw.sequence:
                 collective = (raw.key, raw.sequence)
                 last_entry[collective] = max(last_entry.get(collective, raw.entered), raw.entered)
-    groups = {key for key, _ in last_entry}
-    entered_by_all = {key: _entered_by_all(readers.values(), key) for key in groups}
+    # by group key, the sequence number of the last collective that all its ranks on this host have
+    # entered
+    entered_by_all: dict[int, int] = {}
+    for key in {key for key, _ in last_entry}:
+        slots = ((reader, reader.group_slot(key)) for reader in readers.values())
+        numbers = (reader.last_sequence(slot) for reader, slot in slots if slot >= 0)
+        entered_by_all[key] = min(numbers, default=0)
     seconds: dict[int, float] = {}
     pending: dict[int, RawRecord] = {}
     for rank, raws in calls.items():
@@ -308,14 +312,6 @@ def _find_waits(
             seconds[rank] += max(0.0, until - max(raw.entered, covered))
             covered = max(covered, until)
     return _CollectiveWaits(begin, end, seconds, pending)
-
-
-def _entered_by_all(readers: Iterable[RecorderReader], key: int) -> int:
-    """Return the sequence number of the last collective of a group that all its ranks on this host
-    have entered.
-    """
-    slots = ((reader, reader.group_slot(key)) for reader in readers)
-    return min((reader.last_sequence(slot) for reader, slot in slots if slot >= 0), default=0)
 
 
 def _seconds_in_messages(state: RankState, now: float) -> float:

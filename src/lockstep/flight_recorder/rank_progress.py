@@ -102,7 +102,7 @@ def slowest(shares: Collection[tuple[int, str, float]]) -> SlowRank | None:
     if len(shares) < 2:
         return None
     most = max(share for *_, share in shares)
-    rank, host, least = min(shares, key=lambda each: each[2])
+    rank, host, least = min(shares, key=lambda share: share[2])
     return SlowRank(rank, host, least, most) if most - least >= _LEAST_DIFFERENCE else None
 
 
@@ -119,14 +119,17 @@ class SlowestRank:
             ranks: of the job.
             now: the time, in seconds of any monotonic clock.
         """
-        waited = {(each.rank, each.pid, each.started): each.rank_wait_s for each in ranks}
+        waited = {
+            (progress.rank, progress.pid, progress.started): progress.rank_wait_s
+            for progress in ranks
+        }
         self._history.append((now, waited))
         while len(self._history) > 2 and now - self._history[1][0] >= WINDOW_S:
             self._history.popleft()
         since, earlier = self._history[0]
         if now <= since:
             return None
-        names = {each.rank: each.host for each in ranks}
+        names = {progress.rank: progress.host for progress in ranks}
         shares = [
             (rank, names[rank], (waited[rank, pid, started] - before) / (now - since))
             for (rank, pid, started), before in earlier.items()
@@ -151,16 +154,16 @@ class OtherHosts(msgspec.Struct, frozen=True):
     slowest: SlowRank | None = None
 
 
-def write_other_hosts(folder: Path, found: OtherHosts) -> None:
+def write_other_hosts(folder: Path, hosts: OtherHosts) -> None:
     """Write what is known of other hosts into the folder of a job's records.
 
     Raises:
         OSError: the folder is gone, or there is no space.
     """
-    notes.write(folder / _NAME, found)
+    notes.write(folder / _NAME, hosts)
 
 
 def read_other_hosts(folder: Path) -> OtherHosts | None:
     """Return what is known of the other hosts of a job; None if there is none, or it is old."""
-    found = notes.read(folder / _NAME, OtherHosts)
-    return None if found is None or time.time() - found.time >= _STALE_S else found
+    hosts = notes.read(folder / _NAME, OtherHosts)
+    return None if hosts is None or time.time() - hosts.time >= _STALE_S else hosts

@@ -208,7 +208,8 @@ class RecorderReader:
             raise ValueError(
                 f"{path} is damaged: {len(self.memory)} bytes instead of {self.layout.total}"
             )
-        self.host, self.program = (_padded(text) for text in (host, program))
+        self.host = host.rstrip(b"\0").decode(errors="replace")
+        self.program = program.rstrip(b"\0").decode(errors="replace")
         self.uints = self.memory.cast("Q")
         self.floats = self.memory.cast("d")
         self._signed = self.memory.cast("q")
@@ -392,10 +393,10 @@ class RecorderReader:
         start = self.layout.channels >> 3
         at = key % slots
         for _ in range(slots):
-            found = self.uints[start + at * CHANNEL_WORDS]
-            if found == key:
+            stored = self.uints[start + at * CHANNEL_WORDS]
+            if stored == key:
                 return start + at * CHANNEL_WORDS
-            if not found:
+            if not stored:
                 return 0
             at = (at + 1) % slots
         return 0
@@ -408,8 +409,8 @@ class RecorderReader:
             return None
         words = self.uints[self.layout.channels >> 3 :]
         keys = words[::CHANNEL_WORDS].tolist()
-        found = {key: int(words[at * CHANNEL_WORDS + 1]) for at, key in enumerate(keys) if key}
-        return found if len(found) <= most else None
+        counts = {key: int(words[at * CHANNEL_WORDS + 1]) for at, key in enumerate(keys) if key}
+        return counts if len(counts) <= most else None
 
     def channel_messages(self, key: int) -> int:
         """Return how many messages of the channel `key` the rank has sent, or posted receives
@@ -473,15 +474,11 @@ def open_job(folder: Path) -> dict[int, RecorderReader]:
 
     Experimental: may change in any release.
     """
-    found = {}
+    readers = {}
     with suppress(OSError):  # the folder is being removed
         for path in folder.glob("rank-*"):
             if re.fullmatch(r"rank-\d+", path.name):
                 with suppress(OSError, ValueError):
                     reader = RecorderReader(path)
-                    found[reader.rank] = reader
-    return dict(sorted(found.items()))
-
-
-def _padded(text: bytes) -> str:
-    return text.rstrip(b"\0").decode(errors="replace")
+                    readers[reader.rank] = reader
+    return dict(sorted(readers.items()))

@@ -419,14 +419,14 @@ def _make(path: Path, size: int) -> mmap.mmap:
     try:
         # allocate all blocks, so that a full file system is an error now and not a bus error later
         os.posix_fallocate(descriptor, 0, size)
-        made = mmap.mmap(descriptor, size)
+        memory = mmap.mmap(descriptor, size)
         draft.rename(path)
     except BaseException:
         draft.unlink()
         raise
     finally:
         os.close(descriptor)
-    return made
+    return memory
 
 
 class _Thread(threading.local):

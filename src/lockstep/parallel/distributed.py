@@ -88,7 +88,14 @@ class Distributed(Strategy):
             MismatchError: if the workers train different parameters.
         """
         self._unwrap()
-        self._sums_late = _is_in_shared_memory(self.comm)
+        comm = self.comm
+        # sums in the memory of one host are started late
+        self._sums_late = (
+            comm.group is not None
+            and comm.device.type == "cpu"
+            and comm.world.nodes == 1
+            and dist.get_backend(comm.group) == "shm"
+        )
         trained = [p for p in module.parameters() if p.requires_grad]
         if self.comm.size == 1 or self.comm.is_joining or not trained:
             return module
@@ -155,7 +162,11 @@ class Distributed(Strategy):
 
         def finish() -> Sums:
             summed = wait()
-            whole = 1 if add_up or numbers is not None else _rounded(summed[end])
+            whole: Any = 1
+            if not add_up and numbers is None:
+                # the sum of the workers' shares, which may differ from 1 by rounding alone
+                is_one = (summed[end] - 1).abs() < _ROUNDING
+                whole = torch.where(is_one, 1.0, summed[end])
             sums: Sums = summed.tolist() if numbers is not None and summed.is_cpu else summed
             buffers.set(sums[end + 1 :], whole)
             return sums[:end]
@@ -204,20 +215,8 @@ class Distributed(Strategy):
             self._buffers.broadcast()
 
 
-def _rounded(whole: torch.Tensor) -> torch.Tensor:
-    """Return a sum of the workers' shares, which is 1 where it differs from 1 by rounding alone."""
-    return torch.where((whole - 1).abs() < _ROUNDING, 1.0, whole)
-
-
 def _call_named(
     name: str, collective: Callable[[torch.Tensor], torch.Tensor], vector: torch.Tensor
 ) -> torch.Tensor:
     with named(name):
         return collective(vector)
-
-
-def _is_in_shared_memory(comm: Communicator) -> bool:
-    """Return whether the collectives of the workers run in the memory of one host."""
-    if comm.group is None or comm.device.type != "cpu" or comm.world.nodes > 1:
-        return False
-    return bool(dist.get_backend(comm.group) == "shm")

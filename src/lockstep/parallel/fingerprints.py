@@ -116,7 +116,9 @@ def checksum(tensor: Tensor) -> Tensor:
     for number, chunk in enumerate(torch.split(bits, _CHUNK)):
         factors = _factors(len(chunk), chunk.device)
         if number:
-            factors = factors + _wrapped(number * _CHUNK * _ODD)
+            # the lowest 64 bits, as a signed number
+            offset = (number * _CHUNK * _ODD + (1 << 63)) % (1 << 64) - (1 << 63)
+            factors = factors + offset
         # As `mix_bits`, with half of the operations.
         wide = chunk.to(torch.int64)
         mixed = wide >> 32
@@ -140,11 +142,6 @@ def _factors(count: int, device: torch.device) -> Tensor:
         if type(kept) is Tensor:  # and not a fake one of a mode
             _FACTORS[device] = kept
     return kept[:count]
-
-
-def _wrapped(number: int) -> int:
-    """Return a whole number as its lowest 64 bits, with a sign."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def mix_bits(bits: Tensor, positions: Tensor) -> Tensor:

@@ -400,9 +400,9 @@ class GradientHooks:
         """
         for p in parameters:
             if p.grad is not None:
-                own = in_own_memory(p.grad)
-                if own is not p.grad:
-                    p.grad = own
+                gradient = in_own_memory(p.grad)
+                if gradient is not p.grad:
+                    p.grad = gradient
         self._versions = [-1 if p.grad is None else p.grad._version for p in parameters]
 
     def check_one_pass(self, parameters: Sequence[nn.Parameter]) -> None:

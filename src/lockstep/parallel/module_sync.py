@@ -98,7 +98,11 @@ def check_same_tensors(named: Iterable[tuple[str, torch.Tensor]], comm: Communic
     Raises:
         MismatchError: on every worker, naming the first tensor that differs and its rank.
     """
-    digests = comm.allgather_object([(name, _digest(tensor)) for name, tensor in named])
+    digests_here = []
+    for name, tensor in named:
+        raw = _bytes(tensor.detach().cpu())
+        digests_here.append((name, hashlib.sha256(raw.numpy().data).digest()))
+    digests = comm.allgather_object(digests_here)
     for rank, theirs in enumerate(digests):
         for (name, expected), (_, got) in zip(digests[0], theirs, strict=True):
             if expected != got:
@@ -107,11 +111,6 @@ def check_same_tensors(named: Iterable[tuple[str, torch.Tensor]], comm: Communic
                     "on rank 0. Something changed it after rank 0's values were broadcast; change "
                     "parameters on every rank or on none."
                 )
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    raw = _bytes(tensor.detach().cpu())
-    return hashlib.sha256(raw.numpy().data).digest()
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:

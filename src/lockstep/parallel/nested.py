@@ -84,10 +84,10 @@ def named_tensors(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
     """Return every tensor in `tree` by its place in it, such as ``[0]`` or ``['mask']``."""
     if isinstance(tree, torch.Tensor):
         return {path: tree}
-    found: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
     for name, child in _children(tree) or ():
-        found |= named_tensors(child, path + name)
-    return found
+        named |= named_tensors(child, path + name)
+    return named
 
 
 def sample_count(batch: Any) -> int:
@@ -201,9 +201,16 @@ def per_sample(value: Any, samples: int) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and len(value) == samples
     is_list = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
-    if not is_list or len(value) != samples or not samples or not _are_alike(value):
+    if not is_list or len(value) != samples or not samples:
         return False
-    if not _is_batch(value, samples):
+    # items of one sample each are of one kind, or missing
+    present = [item for item in value if item is not None]
+    kinds = {_kind(item) for item in present if not isinstance(item, (list, tuple)) or item}
+    if len(kinds) > 1:
+        return False
+    # of a batch all items have all samples each, as tensors or lists
+    have_samples = [_has_samples(item, samples) for _, item in _children(value) or ()]
+    if True not in have_samples or False in have_samples:
         return True
     if not any(tensor.dim() and tensor.shape[0] == samples for tensor in tensors_of(value)):
         expected = (
@@ -237,12 +244,6 @@ def cut_lists(tree: Any, samples: int | None, start: int, stop: int) -> Any:
     )
 
 
-def _is_batch(tree: Any, samples: int) -> bool:
-    """Return whether the items of a container have all samples each, as tensors or lists."""
-    found = [_has_samples(item, samples) for _, item in _children(tree) or ()]
-    return True in found and False not in found
-
-
 def _has_samples(item: Any, samples: int) -> bool | None:
     """Return whether all samples are in `item`; None for a value that may be one for all of
     them.
@@ -251,19 +252,10 @@ def _has_samples(item: Any, samples: int) -> bool | None:
         return item.shape[0] == samples if item.dim() else None
     if isinstance(item, (list, tuple, np.ndarray)) and per_sample(item, samples):
         return True
-    found = [_has_samples(child, samples) for _, child in _children(item) or ()]
-    return False if False in found else True if True in found else None
-
-
-def _are_alike(items: Any) -> bool:
-    """Return whether the items of a list may be of one sample each: all of one kind, or missing."""
-    return (
-        len({_kind(item) for item in items if item is not None and not _is_empty_list(item)}) <= 1
-    )
-
-
-def _is_empty_list(item: Any) -> bool:
-    return isinstance(item, (list, tuple)) and not item
+    children = [_has_samples(child, samples) for _, child in _children(item) or ()]
+    if False in children:
+        return False
+    return True if True in children else None
 
 
 def _kind(item: Any) -> Any:
@@ -272,7 +264,7 @@ def _kind(item: Any) -> Any:
     if isinstance(item, (bool, int, float)):
         return "number"
     if isinstance(item, (list, tuple)):
-        kinds = [_kind(each) for each in item]
+        kinds = [_kind(part) for part in item]
         # of one kind, in any number
         return type(item), kinds[0] if len(set(kinds)) == 1 else tuple(kinds)
     return type(item)
@@ -291,12 +283,12 @@ def collated_size(tree: Any, samples: int) -> int:
     """
     if tree is None:
         return 0
-    found = _Lengths()
-    found.note(tree, samples, is_root=True)
-    tensors = found.tensors
+    noted = _Lengths()
+    noted.note(tree, samples, is_root=True)
+    tensors = noted.tensors
     if tensors and all(tensor.ndim > 1 and tensor.shape[1] == samples for tensor in tensors):
         return samples
-    lengths = {tensor.shape[0] for tensor in tensors} or found.lists or found.lists_of_tensors
+    lengths = {tensor.shape[0] for tensor in tensors} or noted.lists or noted.lists_of_tensors
     return lengths.pop() if len(lengths) == 1 else samples
 
 

@@ -65,7 +65,8 @@ class OneBucket:
         )
         if not alike or dtype not in _DTYPES or device.type != comm.device.type:
             return False
-        bytes_of_numbers = numbers * _pieces(torch.float64) * comm.size * dtype.itemsize
+        pieces = torch.float64.itemsize // 2  # of 16 bits
+        bytes_of_numbers = numbers * pieces * comm.size * dtype.itemsize
         return (
             sum(p.nbytes for p in parameters) <= MOST_BYTES
             and bytes_of_numbers <= _MOST_BYTES_OF_NUMBERS
@@ -120,8 +121,3 @@ class OneBucket:
         if views:
             torch._foreach_copy_(views, gradients)
         self._gradients.mul_(1 / self._comm.size)
-
-
-def _pieces(dtype: torch.dtype) -> int:
-    """Return the pieces of 16 bits of a number."""
-    return dtype.itemsize // 2

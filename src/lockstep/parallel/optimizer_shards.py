@@ -115,7 +115,7 @@ class OptimizerShards:
         One worker computes each. The others add zeros to it, which changes no bit of a norm.
         """
         trained = [p for p in parameters if p.requires_grad]
-        own = {
+        owned = {
             number: p.grad
             for number, p in enumerate(trained)
             if p.grad is not None and self.owns(p)
@@ -124,9 +124,9 @@ class OptimizerShards:
         for p in trained:
             dtype = torch.promote_types(dtype, p.dtype)
         norms = torch.zeros(len(trained), dtype=dtype, device=self._comm.device)
-        if own:
-            computed = torch._foreach_norm(list(own.values()))
-            norms[list(own)] = torch.stack([norm.to(dtype) for norm in computed])
+        if owned:
+            computed = torch._foreach_norm(list(owned.values()))
+            norms[list(owned)] = torch.stack([norm.to(dtype) for norm in computed])
         with named("norms of gradients"):
             return self._comm.allreduce(norms)
 
@@ -148,8 +148,8 @@ class OptimizerShards:
             groups = _group_tensors_by_device_and_dtype(tensors, with_indices=True)
             norms = norms[[number for _, numbers in groups.values() for number in numbers]]
         norm: torch.Tensor = torch.linalg.vector_norm(norms)
-        own = [p for p in trained if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+        with_gradients = [p for p in trained if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(with_gradients, max_norm, norm)
         return norm
 
     def copy_gradients(self) -> None:
@@ -213,11 +213,11 @@ class OptimizerShards:
         state: dict[int, dict[str, Any]] = {}
         with named("state of the optimizer"):
             for number, owner, entries in self._described(parameters, optimizer):
-                own = optimizer.state[parameters[number]] if owner == comm.rank else {}
+                held = optimizer.state[parameters[number]] if owner == comm.rank else {}
                 values: dict[str, Any] = {}
                 for name, entry in entries.items():
                     if isinstance(entry, _TensorEntry):
-                        values[name] = self._give(own.get(name), entry, owner, wanted)
+                        values[name] = self._give(held.get(name), entry, owner, wanted)
                     else:
                         values[name] = entry
                 state[number] = values
@@ -235,7 +235,7 @@ class OptimizerShards:
             if self.owns(p) and p in optimizer.state
         ]
         by_rank = self._comm.allgather_object(described)
-        return sorted((each for theirs in by_rank for each in theirs), key=lambda each: each[0])
+        return sorted((entry for theirs in by_rank for entry in theirs), key=lambda entry: entry[0])
 
     def _give(
         self, tensor: torch.Tensor | None, entry: _TensorEntry, owner: int, wanted: bool
@@ -277,17 +277,19 @@ class OptimizerShards:
         and of their names.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found = [
+        described = [
             (number, name, kind_of(value), int(checksum_of_one(value)))
             for number, p in enumerate(parameters)
             if self.owns(p) and p in optimizer.state
             for name, value in sorted(optimizer.state[p].items())
             if isinstance(value, torch.Tensor)
         ]
-        by_rank = self._comm.allgather_object(found)
-        whole = sorted((each for theirs in by_rank for each in theirs), key=lambda each: each[:2])
-        sums = torch.tensor([each[3] for each in whole], dtype=torch.int64)
-        return combined_checksum([each[2] for each in whole], sums)
+        by_rank = self._comm.allgather_object(described)
+        whole = sorted(
+            (entry for theirs in by_rank for entry in theirs), key=lambda entry: entry[:2]
+        )
+        sums = torch.tensor([entry[3] for entry in whole], dtype=torch.int64)
+        return combined_checksum([entry[2] for entry in whole], sums)
 
     def find_owners(self) -> None:
         """Choose, after workers were lost, an owner for each parameter among those that have its
@@ -338,8 +340,8 @@ class OptimizerShards:
         worker, and which ones leave; the first that has its state is its owner from here on.
         """
         comm = self._comm
-        own = {number: number in self._owned for number in sorted(self._held)}
-        by_rank = comm.allgather_object((comm.node, leaving, own))
+        is_owner = {number: number in self._owned for number in sorted(self._held)}
+        by_rank = comm.allgather_object((comm.node, leaving, is_owner))
         holders: list[list[int]] = [[] for _ in self.parameters]
         for owners_first in (True, False):
             for rank, (_, _, theirs) in enumerate(by_rank):

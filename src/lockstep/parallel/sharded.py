@@ -83,7 +83,11 @@ class _WrapSearch:
         """Yield the names of the units within `module`, whose own name is `name`."""
         for child_name, child in module.named_children():
             full = f"{name}.{child_name}" if name else child_name
-            if self._unassigned_size(child) > self._limit and _calls_children(child):
+            # a layer of torch.nn does not call its children, unless it is a container
+            calls_children = isinstance(child, _CONTAINERS) or not type(
+                child
+            ).__module__.startswith("torch.nn.")
+            if self._unassigned_size(child) > self._limit and calls_children:
                 yield from self.units(child, full)
             large = self._unassigned_size(child) >= self._min_size
             if large and _has_forward(child) and self.shares_nothing(child, full):
@@ -99,10 +103,6 @@ class _WrapSearch:
         return all(
             owner.startswith(prefix) for p in module.parameters() for owner in self._owners[id(p)]
         )
-
-
-def _calls_children(module: nn.Module) -> bool:
-    return isinstance(module, _CONTAINERS) or not type(module).__module__.startswith("torch.nn.")
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -132,9 +132,9 @@ def check_wrap_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
-            raise ConfigError(
-                "unit_names", f"names of the model's modules, such as {_example(modules)}", name
-            )
+            examples = ", ".join([known for known in modules if known][:3])
+            expected = f"names of the model's modules, such as {examples or 'none, as it has none'}"
+            raise ConfigError("unit_names", expected, name)
         if not _has_forward(modules[name]) and not isinstance(modules[name], nn.Sequential):
             raise ConfigError(
                 "unit_names",
@@ -144,10 +144,6 @@ def check_wrap_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
         if not search.shares_nothing(modules[name], name):
             raise ConfigError("unit_names", "modules that share no parameter with others", name)
     return sorted(dict.fromkeys(names), key=lambda name: -name.count("."))
-
-
-def _example(modules: dict[str, nn.Module]) -> str:
-    return ", ".join([name for name in modules if name][:3]) or "none, as it has none"
 
 
 def check_model(model: nn.Module) -> None:

@@ -60,7 +60,7 @@ class WorkerExchange:
         self._comm = comm
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the 1-d tensors of all workers as the rows of a table."""
+        """Return the rows of all workers in the order of their ranks: (n,) → (workers, n)."""
         # An all-reduce in which each row is one worker's and zero on the others is an exact
         # all-gather.
         table = row.new_zeros(self._comm.size, row.numel())
@@ -68,11 +68,11 @@ class WorkerExchange:
         return self._comm.allreduce(table)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the `values` of all workers."""
+        """Return the sum of the values of all workers, of their shape."""
         return self._comm.allreduce(values)
 
     def is_first(self) -> bool:
-        """Return True: a worker has one part."""
+        """Return True: each worker has a layer of its own, and updates its running statistics."""
         return True
 
 
@@ -124,7 +124,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         present = input[:0] if self.absent else input
         output: torch.Tensor
-        output, mean, variance, count = _normalise(
+        output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
             present, self.weight, self.bias, self.eps, self.exchange
         )
         if self.exchange.is_first():
@@ -166,7 +166,10 @@ class _Normalise(torch.autograd.Function):
         wide = _wide(x)
         local_mean = wide.mean(axes) if count else wide.new_zeros(x.shape[1])
         local_squares = (wide - _per_channel(local_mean, x)).square().sum(axes)
-        counts, means, squares = _gather_statistics(count, local_mean, local_squares, exchange)
+        # a row for each part: its count, means and sums of squared deviations
+        local = torch.cat([local_mean.new_full((1,), count), local_mean, local_squares])
+        sizes = [1, x.shape[1], x.shape[1]]
+        counts, means, squares = torch.split(exchange.gather(local), sizes, dim=1)
         total = counts.sum()
         # Reading the total makes the host wait for a GPU; if it is 1, no part has more than one
         # value.
@@ -215,10 +218,6 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-def _normalise(x: torch.Tensor, weight: Any, bias: Any, eps: float, exchange: Exchange) -> Any:
-    return _Normalise.apply(x, weight, bias, eps, exchange)  # type: ignore[no-untyped-call]
-
-
 def _wide(x: torch.Tensor) -> torch.Tensor:
     """Return `x` in at least float32."""
     return x if x.dtype == torch.float64 else x.float()
@@ -227,17 +226,6 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """View `values`, one for each channel, so that they broadcast over `like`, (n, c, …)."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
-
-
-def _gather_statistics(
-    count: int, mean: torch.Tensor, squares: torch.Tensor, exchange: Exchange
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the counts, means and sums of squared deviations of all parts, one row for each
-    part.
-    """
-    channels = mean.numel()
-    table = exchange.gather(torch.cat([mean.new_full((1,), count), mean, squares]))
-    return table[:, :1], table[:, 1 : 1 + channels], table[:, 1 + channels :]
 
 
 @contextmanager

@@ -13,10 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import psutil
 
 UNKNOWN_EXIT_CODE = 256
 """Stands for the exit code of a process that has ended, when nobody is left who could tell it; no
@@ -251,14 +247,19 @@ def _send(pid: int, number: int) -> None:
 
 
 def _find_by_run_id(run_id: str, keep_children: bool) -> Iterator[tuple[int, str]]:
-    """Yield the PIDs and names of the processes of the run."""
+    """Yield the PIDs and names of the processes of the run, without this one, and without its
+    children if these are kept.
+    """
     import psutil
 
     for pid in _pids():
         if has_variables(pid, {"LOCKSTEP_RUN_ID": run_id}):
             with suppress(psutil.Error, OSError):  # it has ended
                 process = psutil.Process(pid)
-                if not _is_kept(process, keep_children):
+                parent = process.ppid() if keep_children else pid
+                # multiprocessing's resource tracker exits by itself
+                is_tracker = "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+                if not is_tracker and os.getpid() not in (pid, parent):
                     yield pid, process.name()
 
 
@@ -269,12 +270,3 @@ def _pids() -> list[int]:
         return list(psutil.pids())
     except (psutil.Error, OSError):  # without /proc only the workers' own process groups are ended
         return []
-
-
-def _is_kept(process: psutil.Process, keep_children: bool) -> bool:
-    """Return whether it is this process, a child to keep, or a resource tracker, which exits by
-    itself.
-    """
-    if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
-        return True
-    return os.getpid() in (process.pid, process.ppid() if keep_children else process.pid)

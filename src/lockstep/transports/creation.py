@@ -18,9 +18,9 @@ from .hierarchical.connections import GlooConnection
 from .hierarchical.process_group import HierarchicalGroup, Leaders
 from .process_group import TransportGroup
 from .runtime.c10d import PrefixStore
-from .runtime.host_identity import Host, find_hosts
+from .runtime.host_identity import find_hosts
 from .shm.context import ShmContext
-from .shm.memory_layout import Layout, default_size, plan
+from .shm.memory_layout import default_size, plan
 from .shm.process_group import ShmGroup
 
 
@@ -78,8 +78,10 @@ def _make(group_options: Any, size: int | None) -> TransportGroup:
         group_options.store, group_options.group_rank, group_options.group_size, size
     )
     own_host = next(i for i, host in enumerate(hosts) if group_options.group_rank in host.ranks)
-    # of all hosts, so that all ranks refuse what one refuses
-    layouts = [_layout_of(host) for host in hosts]
+    layouts = []
+    for host in hosts:  # all of them, so that all ranks refuse what one refuses
+        count = len(host.ranks)
+        layouts.append(plan(count, default_size(count) if host.size is None else host.size))
     ranks = hosts[own_host].ranks
     store = PrefixStore(f"on-host/{own_host}", group_options.store)
     context = ShmContext(
@@ -94,11 +96,6 @@ def _make(group_options: Any, size: int | None) -> TransportGroup:
     return _make_hierarchical(
         group_options, context, [list(host.ranks) for host in hosts], own_host
     )
-
-
-def _layout_of(host: Host) -> Layout:
-    count = len(host.ranks)
-    return plan(count, default_size(count) if host.size is None else host.size)
 
 
 def _make_hierarchical(

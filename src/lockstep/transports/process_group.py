@@ -370,11 +370,14 @@ class TransportGroup(dist.ProcessGroup):
         """Do `alltoall` with the parts of two tensors, split along the first dimension, evenly
         without splits.
         """
+        count = output.numel()
         if (
             self._is_native
             and not output_splits
             and not input_splits
-            and self._has_equal_parts(output, tensor)
+            and count == tensor.numel()
+            and count % self._size == 0
+            and output.dtype is tensor.dtype
         ):
             done = self._try_native("all_to_all", opts, (tensor,), (output,))
             if done is not None:
@@ -485,8 +488,11 @@ class TransportGroup(dist.ProcessGroup):
             # to a group that it makes if that has devices, and looks for their backends, which c10d
             # keeps only for its own class.
             return []
-        kinds = config.get_device_backend_map()
-        return [torch.device(kind) for kind in kinds if _is_available(kind)]
+        return [
+            torch.device(kind)
+            for kind in config.get_device_backend_map()
+            if kind == "cpu" or getattr(torch, kind).is_available()
+        ]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
@@ -529,11 +535,6 @@ class TransportGroup(dist.ProcessGroup):
         """Return whether `whole` consists of a part like `part` for each rank."""
         return whole.numel() == part.numel() * self._size and whole.dtype is part.dtype
 
-    def _has_equal_parts(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """Return whether both tensors consist of a part for each rank, all of the same size."""
-        count = output.numel()
-        return count == tensor.numel() and count % self._size == 0 and output.dtype is tensor.dtype
-
     def _root(self, opts: Any) -> int:
         root: int = opts.rootRank
         if not 0 <= root < self._size:
@@ -568,11 +569,6 @@ class TransportGroup(dist.ProcessGroup):
                 raise ConfigError(
                     argument, f"{tensor.numel()} elements, as in this rank's {other}", part.numel()
                 )
-
-
-def _is_available(kind: str) -> bool:
-    """Return whether this host has devices of this kind."""
-    return kind == "cpu" or bool(getattr(torch, kind).is_available())
 
 
 def _then_copy_back(steps: Steps, whole: torch.Tensor, output: torch.Tensor) -> Steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +31,12 @@ def replicate(module_or_params: Any, devices: Iterable[Device]) -> list[Any]:
     Raises:
         ConfigError: for devices that cannot be used, or a module with uninitialised parameters.
     """
-    return [_copy(module_or_params, device) for device in as_devices(devices)]
-
-
-def _copy(source: Any, device: torch.device) -> Any:
-    if isinstance(source, nn.Module):
-        return copy_module(source, device)
-    return map_tensors(lambda tensor: _copy_tensor(tensor, device), source)
+    if isinstance(module_or_params, nn.Module):
+        return [copy_module(module_or_params, device) for device in as_devices(devices)]
+    return [
+        map_tensors(partial(_copy_tensor, device=device), module_or_params)
+        for device in as_devices(devices)
+    ]
 
 
 def _copy_tensor(tensor: torch.Tensor, device: torch.device, shared: bool = False) -> torch.Tensor:
@@ -159,7 +159,10 @@ class ReplicaCopies:
         objects = [
             part for layer in layers for part in (layer, *layer._parameters.values())
         ] + attributes
-        storage: list[object] = [(p.device, p.dtype, _address(p)) for p in self.module.parameters()]
+        # the use of an uninitialised parameter is an error
+        storage: list[object] = [
+            (p.device, p.dtype, 0 if is_lazy(p) else p.data_ptr()) for p in self.module.parameters()
+        ]
         storage += [
             value._version
             for value in attributes
@@ -325,13 +328,6 @@ def _averages(
             )
         averages.update(zip(numbers, sums, strict=True))
     return [averages[number] for number in range(len(rows))]
-
-
-def _address(parameter: nn.Parameter) -> int:
-    """Return the address of a parameter's memory; 0 for an uninitialised parameter, which is an
-    error at its use.
-    """
-    return 0 if is_lazy(parameter) else parameter.data_ptr()
 
 
 def _object_attributes(layer: nn.Module) -> Iterator[object]:

@@ -71,17 +71,13 @@ def _exchange(tensors: Sequence[torch.Tensor], receivers: range) -> None:
             "tensors", "tensors with separate memory", found="the same tensor twice", hint=hint
         )
     with torch.no_grad():
-        flat = [_flat(tensor) for tensor in tensors]
+        # views where the memory is contiguous
+        flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
         for part in range(len(flat)):
             _sum_part(flat, part, receivers)
         for number in receivers:
             if flat[number].data_ptr() != tensors[number].data_ptr():
                 tensors[number].copy_(flat[number].view(tensors[number].shape))
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements as a 1-d tensor: a view if the memory is contiguous."""
-    return tensor.detach().contiguous().view(-1)
 
 
 def _sum_part(flat: Sequence[torch.Tensor], part: int, receivers: range) -> None:

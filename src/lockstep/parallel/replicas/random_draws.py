@@ -98,8 +98,8 @@ class SeparateDraws(TorchFunctionMode):
         self._seed = seed
         self._replica = replica
         self._calls = 0
-        own = devices.generator_of(device)
-        self._generators = [torch.default_generator, *([] if own is None else [own])]
+        generator = devices.generator_of(device)
+        self._generators = [torch.default_generator, *([] if generator is None else [generator])]
 
     def __torch_function__(
         self,

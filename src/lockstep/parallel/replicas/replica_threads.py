@@ -53,11 +53,11 @@ def replica_error(
 
 def shapes_of(inputs: Any) -> str:
     """Return the shapes and dtypes of all tensors in a tree, as text."""
-    return ", ".join(_shape(tensor) for _, tensor in leaves(inputs)) or "no tensors"
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    shapes = [
+        f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for _, tensor in leaves(inputs)
+    ]
+    return ", ".join(shapes) or "no tensors"
 
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class Settings:
             if torch.is_autocast_enabled(kind)
         ]
         self._streams = {
-            each: devices.current_stream(each) for each in used if devices.has_streams(each)
+            device: devices.current_stream(device) for device in used if devices.has_streams(device)
         }
 
     @contextmanager

@@ -53,7 +53,7 @@ class GlooConnection:
         self.is_lazy = lazy
         self._references: list[Any] = []
         self._beside: Any = None  # a work beside that of the operation in progress
-        self._found: Callable[[], object] | None = None  # called when it has completed
+        self._on_completion: Callable[[], object] | None = None  # called when it has completed
         sockets = SocketTracker()
         with sockets.tracking():
             gloo = dist.ProcessGroupGloo(
@@ -84,7 +84,7 @@ class GlooConnection:
                 which ends if it raises.
         """
         self._beside = work
-        self._found = on_completion
+        self._on_completion = on_completion
 
     def wait_beside(self) -> Steps:
         """Wait until that work has completed.
@@ -99,14 +99,14 @@ class GlooConnection:
         self._end_beside()
 
     def _end_beside(self) -> None:
-        if self._beside is None or self._found is None:
+        if self._beside is None or self._on_completion is None:
             return
         self._references.append(self._beside)
-        found = self._found
+        on_completion = self._on_completion
         self._beside = None
-        self._found = None
+        self._on_completion = None
         self._wait_for_last()
-        found()
+        on_completion()
 
     def wait_steps(self, work: dist.Work) -> Steps:
         """Wait until `work`, of this group, has completed.
@@ -139,7 +139,8 @@ class GlooConnection:
         """
         if self._beside is not None:
             self._references.append(self._beside)
-            self._beside = self._found = None
+            self._beside = None
+            self._on_completion = None
         if self._references and not self.is_lazy:  # which would connect ranks, and wait for them
             abort_gloo(self._group)
         self._references.append(self._group)

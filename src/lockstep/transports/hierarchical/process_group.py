@@ -102,7 +102,7 @@ class _Beside:
         context, leaders: of the group.
         tensor: this rank's values, of a dtype that Gloo reduces.
         op: of the reduction.
-        found: see `GlooConnection.start_beside`; called on leaders.
+        on_completion: called on leaders, as in `GlooConnection.start_beside`.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class _Beside:
         self._leaders = leaders
         self._tensor = tensor
         self._op = op
-        self._found = on_completion
+        self._on_completion = on_completion
 
     def begin(self) -> Steps:
         """Start it."""
         reduce_fn = reduce_fn_for(self._op, self._tensor.dtype)
         yield from collectives.reduce(self._context.buffers, self._tensor, 0, reduce_fn)
         if self._leaders is not None:
-            self._leaders.start_beside(self._tensor, self._op, self._found)
+            self._leaders.start_beside(self._tensor, self._op, self._on_completion)
 
     def end(self) -> Steps:
         """Wait until it is over."""

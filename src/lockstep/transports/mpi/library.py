@@ -78,11 +78,11 @@ def buffer_for(outputs: Tensors, apart_from: torch.Tensor | None = None) -> torc
         apart_from: memory that the buffer must not share; MPI does not read and write the same
             memory.
     """
-    view = (
-        _adjacent_view([output.view(-1) for output in outputs])
-        if all(map(_is_contiguous, outputs))
-        else None
-    )
+    view = None
+    if all(
+        output.is_contiguous() and not (output.is_neg() or output.is_conj()) for output in outputs
+    ):
+        view = _adjacent_view([output.view(-1) for output in outputs])
     if view is None or (apart_from is not None and _share_storage(view, apart_from)):
         return outputs[0].new_empty(sum(output.numel() for output in outputs))
     return view
@@ -91,10 +91,6 @@ def buffer_for(outputs: Tensors, apart_from: torch.Tensor | None = None) -> torc
 def _share_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether both are in one storage."""
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-
-
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def _adjacent_view(flats: Tensors) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,12 +89,8 @@ def _group_by_host(texts: Mapping[int, str]) -> str:
         rank_host = read_message(text, _RankHost, f"the host of rank {rank}")
         sizes[rank] = rank_host.size
         members.setdefault(rank_host.key, []).append(rank)
-    hosts = [
-        _HostRanks(to_ranges(ranks), _least(sizes[rank] for rank in ranks))
-        for ranks in members.values()
-    ]
+    hosts = []
+    for ranks in members.values():
+        limits = [size for rank in ranks if (size := sizes[rank]) is not None]
+        hosts.append(_HostRanks(to_ranges(ranks), min(limits, default=None)))
     return messages.encode(hosts)
-
-
-def _least(sizes: Iterable[int | None]) -> int | None:
-    return min((size for size in sizes if size is not None), default=None)

@@ -270,7 +270,10 @@ class OpQueue:
                 try:
                     rest = begin(*arguments)
                     if rest is not None:
-                        self._finish(operation, rest, get_timeout(), has_spun)
+                        has_spun = self._oversubscribed or has_spun
+                        backoff = Backoff(operation, get_timeout(), self._check, has_spun)
+                        for awaited in rest:
+                            backoff.pause(awaited)
                 except BaseException as error:
                     if self._fail is not None:
                         self._fail(error)
@@ -291,11 +294,6 @@ class OpQueue:
                 f"{operation} was called while this thread is in a collective of the same group"
             )
         self._lock.acquire()
-
-    def _finish(self, operation: str, rest: Steps, timeout: float, has_spun: bool) -> None:
-        backoff = Backoff(operation, timeout, self._check, self._oversubscribed or has_spun)
-        for awaited in rest:
-            backoff.pause(awaited)
 
     def enqueue(
         self,

@@ -65,7 +65,9 @@ def reduce_fn_for(op: Any, dtype: torch.dtype) -> ReduceFn:
 def _build(op: Any, code: int, dtype: torch.dtype) -> ReduceFn:
     if code in (_AVG, _PREMUL):
         _require(op, dtype, _NUMBER)
-        return _average(dtype) if code == _AVG else _premultiplied(premul_factor(op), dtype)
+        if code == _PREMUL:
+            return _premultiplied(premul_factor(op), dtype)
+        return _in_float32(_in_rank_order(torch.add), lambda total, ranks: total.div_(ranks))
     if code not in _BINARY:
         raise ConfigError(
             "op", "SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM", found=str(op)
@@ -132,10 +134,6 @@ def _in_float32(
         out.copy_(total)
 
     return wide
-
-
-def _average(dtype: torch.dtype) -> ReduceFn:
-    return _in_float32(_in_rank_order(torch.add), lambda total, ranks: total.div_(ranks))
 
 
 def _premultiplied(factor: float | torch.Tensor, dtype: torch.dtype) -> ReduceFn:

@@ -32,7 +32,9 @@ class Segment:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.raw = mmap.mmap(descriptor, size)
-        self.bytes: torch.Tensor = _tensor(self.raw)
+        # the group may be created in one mode of autograd and used in another
+        with torch.inference_mode(False):
+            self.bytes: torch.Tensor = torch.frombuffer(self.raw, dtype=torch.uint8)
         self.words = memoryview(self.raw).cast("q")
 
 
@@ -133,9 +135,3 @@ def _unnamed_file(nbytes: int) -> int:
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _tensor(memory: mmap.mmap) -> torch.Tensor:
-    # the group may be created in one mode of autograd and used in another
-    with torch.inference_mode(False):
-        return torch.frombuffer(memory, dtype=torch.uint8)
