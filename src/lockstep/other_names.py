@@ -1,5 +1,5 @@
-"""What arguments, options and attributes are called in other libraries and launchers, and what they
-are called here, for errors.
+"""What arguments and attributes are called in other libraries, and what they are called here, for
+errors.
 
 Each text is a clause that goes on after "got an unexpected keyword argument 'max_epochs': ". In
 those of a training `{step}` stands for the class or function with the options of a step: Trainer,
@@ -106,7 +106,8 @@ _IN_MODEL = "it belongs to the model, which you make"
 _MODE = "a Trainer does what its methods are called for: fit, evaluate, predict"
 
 
-def _rows(text: str, names: str) -> dict[str, str]:
+def rows(text: str, names: str) -> dict[str, str]:
+    """Return a row of a table for each of `names`, which are separated by blanks, with one text."""
     return dict.fromkeys(names.split(), text)
 
 
@@ -114,261 +115,257 @@ def _rows(text: str, names: str) -> dict[str, str]:
 # plugins; Composer, Keras and Ignite where they have names of their own; and what loops of one's
 # own call these things.
 _TRAINING: dict[str, str] = {
-    **_rows(
+    **rows(
         _EPOCHS,
         "max_epochs min_epochs num_train_epochs num_epochs n_epochs nb_epochs nepochs epoch "
         "max_duration",
     ),
-    **_rows(
+    **rows(
         _STEPS,
         "steps num_steps max_iters max_iterations num_iterations total_steps num_training_steps "
         "min_steps",
     ),
-    **_rows(
+    **rows(
         _TRAIN_DATA,
         "train train_dataset train_dataloader train_dataloaders train_loader train_data trainset",
     ),
-    **_rows(
+    **rows(
         _TRAIN_DATA,
         "datamodule dataset dataloader dataloaders data train_set training_data train_ds",
     ),
-    **_rows(
+    **rows(
         _VALIDATION_DATA,
         "eval_dataset val_dataset valid_dataset val_dataloader val_dataloaders eval_dataloader",
     ),
-    **_rows(
+    **rows(
         _VALIDATION_DATA,
         "val_loader valid_loader test_loader eval_loader val_data valid_data validation_data",
     ),
-    **_rows(
+    **rows(
         _VALIDATION_DATA,
         "test_dataset test_data valset testset validset eval_data val valid validation",
     ),
-    **_rows(
+    **rows(
         _VALIDATE_EVERY,
         "val_check_interval eval_steps eval_interval eval_every val_every validation_freq",
     ),
-    **_rows(
+    **rows(
         _VALIDATE_EVERY, "eval_strategy evaluation_strategy eval_freq val_interval validate_steps"
     ),
-    **_rows(
+    **rows(
         "each epoch ends with a validation",
         "check_val_every_n_epoch eval_on_start eval_delay do_eval",
     ),
-    **_rows(
+    **rows(
         _RESUME,
         "ckpt_path resume_from_checkpoint resume_from checkpoint load_path auto_resume "
         "load_checkpoint",
     ),
-    **_rows(
+    **rows(
         _RUN_DIR,
         "default_root_dir output_dir project_dir save_dir save_folder checkpoint_dir ckpt_dir "
         "out_dir",
     ),
-    **_rows(
+    **rows(
         _RUN_DIR,
         "log_dir logging_dir weights_save_path run_name root_dir logdir dirpath workdir work_dir",
     ),
-    **_rows(_RUN_DIR, "project_config overwrite_output_dir model_dir save_path exp_dir"),
-    **_rows(
+    **rows(_RUN_DIR, "project_config overwrite_output_dir model_dir save_path exp_dir"),
+    **rows(
         _GLOBAL_BATCH,
         "batch_size per_device_train_batch_size per_gpu_train_batch_size train_batch_size",
     ),
-    **_rows(
+    **rows(
         _GLOBAL_BATCH,
         "per_device_eval_batch_size eval_batch_size micro_batch_size batch_size_per_device",
     ),
-    **_rows(
+    **rows(
         _GLOBAL_BATCH,
         "device_train_microbatch_size split_batches global_batch_size auto_find_batch_size",
     ),
-    **_rows(
+    **rows(
         _GLOBAL_BATCH, "auto_scale_batch_size effective_batch_size train_micro_batch_size_per_gpu"
     ),
-    **_rows(
+    **rows(
         _WORKERS,
         "num_processes nproc nproc_per_node world_size num_gpus n_gpus ngpus n_gpu tpu_cores "
         "workers",
     ),
-    **_rows(_WORKERS, "tpu_num_cores auto_select_gpus num_devices n_workers"),
-    **_rows(_HOSTS, "num_nodes nnodes num_hosts num_machines hosts"),
-    **_rows(
+    **rows(_WORKERS, "tpu_num_cores auto_select_gpus num_devices n_workers"),
+    **rows(_HOSTS, "num_nodes nnodes num_hosts num_machines hosts"),
+    **rows(
         _DEVICE,
         "device accelerator use_cpu no_cuda cpu cuda use_cuda gpus gpu gpu_ids device_placement",
     ),
-    **_rows(_DEVICE, "local_rank rank backend ddp_backend use_mps_device device_type"),
-    **_rows(
+    **rows(_DEVICE, "local_rank rank backend ddp_backend use_mps_device device_type"),
+    **rows(
         _PRECISION,
         "mixed_precision amp use_amp bf16 autocast amp_backend amp_level half_precision_backend "
         "dtype",
     ),
-    **_rows(_PRECISION, "bf16_full_eval fp16_full_eval half"),
-    **_rows(_FP16, "fp16 scaler grad_scaler fp16_opt_level loss_scale initial_scale_power"),
+    **rows(_PRECISION, "bf16_full_eval fp16_full_eval half"),
+    **rows(_FP16, "fp16 scaler grad_scaler fp16_opt_level loss_scale initial_scale_power"),
     "tf32": "torch.backends.cuda.matmul.allow_tf32 = True sets it",
-    **_rows(
+    **rows(
         _CLIP,
         "gradient_clip_val gradient_clip_algorithm gradient_clipping grad_clip clip_grad "
         "clip_grad_norm",
     ),
-    **_rows(
+    **rows(
         _CLIP,
         "clip_norm clipnorm max_norm grad_clip_norm gradient_clip grad_norm_clip clip_grad_value "
         "clipvalue",
     ),
-    **_rows(_CLIP, "global_clipnorm gradient_clip_norm clip"),
+    **rows(_CLIP, "global_clipnorm gradient_clip_norm clip"),
     "track_grad_norm": "the callback lockstep.callbacks.TensorBoard() writes the norm, with "
     "max_grad_norm= set",
-    **_rows(
+    **rows(
         _ACCUMULATE,
         "accumulate_grad_batches grad_accum grad_accumulation_steps accumulation_steps accum_steps",
     ),
-    **_rows(
+    **rows(
         _ACCUMULATE,
         "gradient_accumulation_plugin gradient_accumulation accumulate_steps grad_accum_steps",
     ),
-    **_rows(
+    **rows(
         _COMPILE,
         "compile torch_compile torch_compile_backend torch_compile_mode compile_model use_compile",
     ),
-    **_rows(_COMPILE, "dynamo_backend dynamo_plugin torchdynamo jit_compile jit_mode_eval jit"),
-    **_rows(_SYNC_BATCHNORM, "sync_batchnorm sync_bn use_sync_bn"),
+    **rows(_COMPILE, "dynamo_backend dynamo_plugin torchdynamo jit_compile jit_mode_eval jit"),
+    **rows(_SYNC_BATCHNORM, "sync_batchnorm sync_bn use_sync_bn"),
     "channels_last": "lockstep.prepare_model(model, comm, channels_last=True) converts the model "
     "before",
-    **_rows(
+    **rows(
         _OPTIMIZER,
         "lr learning_rate weight_decay momentum betas adam_beta1 adam_beta2 adam_epsilon optim",
     ),
-    **_rows(_OPTIMIZER, "optim_args optim_target_modules optimizer_cls_and_kwargs eps adafactor"),
-    **_rows("the optimizer is the argument optimizer=, a single one", "optimizers opt optimiser"),
-    **_rows(
+    **rows(_OPTIMIZER, "optim_args optim_target_modules optimizer_cls_and_kwargs eps adafactor"),
+    **rows("the optimizer is the argument optimizer=, a single one", "optimizers opt optimiser"),
+    **rows(
         _SCHEDULER,
         "lr_scheduler lr_schedulers schedulers lr_scheduler_type lr_scheduler_kwargs warmup_ratio",
     ),
-    **_rows(
+    **rows(
         _SCHEDULER,
         "warmup_steps lr_schedule warmup_epochs warmup step_scheduler_with_optimizer lr_decay",
     ),
     "auto_lr_find": "the learning rate is that of the optimizer, which you make",
-    **_rows(_LOSS, "loss criterion loss_function compute_loss compute_loss_func loss_func"),
+    **rows(_LOSS, "loss criterion loss_function compute_loss compute_loss_func loss_func"),
     "label_smoothing_factor": "it belongs to the loss: "
     "loss_fn=nn.CrossEntropyLoss(label_smoothing=)",
-    **_rows(
+    **rows(
         _METRICS, "compute_metrics metric eval_metrics train_metrics preprocess_logits_for_metrics"
     ),
-    **_rows(_METRICS, "include_inputs_for_metrics batch_eval_metrics include_for_metrics"),
-    **_rows(_NUM_WORKERS, "dataloader_num_workers loader_workers num_loader_workers"),
-    **_rows(_COLLATE, "data_collator collator"),
-    **_rows(
+    **rows(_METRICS, "include_inputs_for_metrics batch_eval_metrics include_for_metrics"),
+    **rows(_NUM_WORKERS, "dataloader_num_workers loader_workers num_loader_workers"),
+    **rows(_COLLATE, "data_collator collator"),
+    **rows(
         _LOADER,
         "dataloader_drop_last dataloader_pin_memory dataloader_persistent_workers generator",
     ),
-    **_rows(
+    **rows(
         _LOADER,
         "dataloader_prefetch_factor dataloader_config pin_memory persistent_workers "
         "prefetch_factor",
     ),
-    **_rows(_LOADER, "sampler worker_init_fn multiprocessing_context"),
-    **_rows(
+    **rows(_LOADER, "sampler worker_init_fn multiprocessing_context"),
+    **rows(
         "batches of samples of like length are lockstep.data.LengthBatchSampler, in a "
         "lockstep.Loader(...)",
         "group_by_length length_column_name train_sampling_strategy",
     ),
-    **_rows(
+    **rows(
         _LOGGER,
         "logger loggers report_to log_with log_every_n_steps logging_steps logging_strategy "
         "tracker",
     ),
-    **_rows(
+    **rows(
         _LOGGER,
         "logging_first_step log_interval log_every log_level enable_autolog_hparams wandb "
         "tensorboard",
     ),
-    **_rows(_LOGGER, "use_wandb logging_nan_inf_filter log_freq"),
-    **_rows(
+    **rows(_LOGGER, "use_wandb logging_nan_inf_filter log_freq"),
+    **rows(
         _PROGRESS,
         "enable_progress_bar progress_bar_refresh_rate progress_bar disable_tqdm verbose quiet",
     ),
-    **_rows(_PROGRESS, "enable_model_summary weights_summary show_progress"),
-    **_rows(
+    **rows(_PROGRESS, "enable_model_summary weights_summary show_progress"),
+    **rows(
         _CHECKPOINTS,
         "enable_checkpointing checkpoint_callback save_steps save_strategy save_every "
         "save_interval",
     ),
-    **_rows(
+    **rows(
         _CHECKPOINTS,
         "checkpoint_every save_every_n_epochs save_freq checkpoint_interval save_checkpoint",
     ),
-    **_rows(_KEEP, "save_total_limit save_top_k max_checkpoints total_limit"),
-    **_rows(
+    **rows(_KEEP, "save_total_limit save_top_k max_checkpoints total_limit"),
+    **rows(
         _BEST,
         "load_best_model_at_end metric_for_best_model greater_is_better monitor save_best "
         "save_best_only",
     ),
-    **_rows(
+    **rows(
         _EARLY_STOPPING,
         "early_stopping patience early_stop early_stopping_patience early_stop_callback",
     ),
-    **_rows(_AVERAGE, "stochastic_weight_avg ema swa ema_decay use_ema"),
-    **_rows(_PROFILE, "profiler profile barebones"),
-    **_rows(
+    **rows(_AVERAGE, "stochastic_weight_avg ema swa ema_decay use_ema"),
+    **rows(_PROFILE, "profiler profile barebones"),
+    **rows(
         "tests with a few steps are fit(..., max_steps=3)",
         "fast_dev_run overfit_batches num_sanity_val_steps",
     ),
-    **_rows(_DETERMINISTIC, "deterministic full_determinism"),
+    **rows(_DETERMINISTIC, "deterministic full_determinism"),
     "benchmark": "torch.backends.cudnn.benchmark = True sets it",
-    **_rows("torch.autograd.set_detect_anomaly(True) sets it", "detect_anomaly debug"),
-    **_rows("a loss that is not finite ends the run by itself", "terminate_on_nan nan_check"),
-    **_rows(_STRATEGY, "fsdp fsdp_config fsdp_plugin fsdp_min_num_params deepspeed"),
-    **_rows(
+    **rows("torch.autograd.set_detect_anomaly(True) sets it", "detect_anomaly debug"),
+    **rows("a loss that is not finite ends the run by itself", "terminate_on_nan nan_check"),
+    **rows(_STRATEGY, "fsdp fsdp_config fsdp_plugin fsdp_min_num_params deepspeed"),
+    **rows(
         _STRATEGY, "deepspeed_plugin deepspeed_config megatron_lm_plugin ddp zero_stage plugins"
     ),
-    **_rows(_STRATEGY, "distributed_backend distributed parallel parallelism_config"),
-    **_rows(_SEED, "data_seed random_state random_seed manual_seed rng_types"),
-    **_rows(_MODEL, "net network module model_init lightning_module"),
-    **_rows(
+    **rows(_STRATEGY, "distributed_backend distributed parallel parallelism_config"),
+    **rows(_SEED, "data_seed random_state random_seed manual_seed rng_types"),
+    **rows(_MODEL, "net network module model_init lightning_module"),
+    **rows(
         _LIMIT,
         "limit_train_batches limit_val_batches limit_test_batches limit_predict_batches "
         "steps_per_epoch",
     ),
-    **_rows(
+    **rows(
         "Ctrl-C and SIGTERM end a run with a checkpoint; a limit of time is the scheduler's",
         "max_time",
     ),
-    **_rows(_CALLBACK, "algorithms hooks callback kwargs_handlers event_handlers"),
-    **_rows(
+    **rows(_CALLBACK, "algorithms hooks callback kwargs_handlers event_handlers"),
+    **rows(
         _FORWARD,
         "training_step prepare_batch forward_fn batch_processor remove_unused_columns label_names",
     ),
-    **_rows(_ASYNC, "async_checkpoint async_checkpointing"),
-    **_rows(
-        "the whole state of the run is saved", "save_only_model weights_only save_weights_only"
-    ),
+    **rows(_ASYNC, "async_checkpoint async_checkpointing"),
+    **rows("the whole state of the run is saved", "save_only_model weights_only save_weights_only"),
     "save_safetensors": "weights are saved as safetensors",
     "ignore_data_skip": "a resumed run continues in the middle of its epoch, without reading "
     "what is before",
-    **_rows(
+    **rows(
         _NOT_NEEDED,
         "use_distributed_sampler replace_sampler_ddp even_batches dispatch_batches num_replicas",
     ),
-    **_rows(
-        _NOT_NEEDED, "reload_dataloaders_every_n_epochs multiple_trainloader_mode shuffle_seed"
-    ),
-    **_rows(
+    **rows(_NOT_NEEDED, "reload_dataloaders_every_n_epochs multiple_trainloader_mode shuffle_seed"),
+    **rows(
         "unused parameters are found by themselves",
         "find_unused_parameters ddp_find_unused_parameters",
     ),
-    **_rows(
+    **rows(
         "gradients are reduced in buckets by themselves",
         "ddp_bucket_cap_mb bucket_cap_mb static_graph",
     ),
-    **_rows("buffers are rank 0's on all workers", "ddp_broadcast_buffers broadcast_buffers"),
-    **_rows(_TIMEOUT, "ddp_timeout timeout process_group_timeout init_process_group_kwargs"),
-    **_rows(
+    **rows("buffers are rank 0's on all workers", "ddp_broadcast_buffers broadcast_buffers"),
+    **rows(_TIMEOUT, "ddp_timeout timeout process_group_timeout init_process_group_kwargs"),
+    **rows(
         _IN_MODEL,
         "gradient_checkpointing gradient_checkpointing_kwargs use_liger_kernel neftune_noise_alpha",
     ),
-    **_rows(_MODE, "do_train do_predict do_test prediction_loss_only inference_mode"),
-    **_rows(
+    **rows(_MODE, "do_train do_predict do_test prediction_loss_only inference_mode"),
+    **rows(
         "Transformers' tokenizer is not needed; lockstep.callbacks.Pretrained() saves the model "
         "in its own form",
         "tokenizer processing_class push_to_hub hub_model_id hub_strategy hub_token",
@@ -378,49 +375,45 @@ _TRAINING: dict[str, str] = {
 }
 
 _PREPARE: dict[str, str] = {
-    **_rows(
+    **rows(
         "a loop of your own steps after every Nth batch, as on one device",
         "gradient_accumulation_steps",
     ),
-    **_rows(
-        "a DataLoader's batch size is that of the global batch", "global_batch_size batch_size"
-    ),
-    **_rows(
+    **rows("a DataLoader's batch size is that of the global batch", "global_batch_size batch_size"),
+    **rows(
         "the loop is yours; a lockstep.Trainer has it in fit(...)",
         "epochs max_steps validate resume",
     ),
-    **_rows(
+    **rows(
         'the strategy of prepare is "distributed"; a Trainer or TrainStep has strategy=', "strategy"
     ),
-    **_rows(
+    **rows(
         "give the scheduler itself to prepare: lockstep.prepare(model, optimizer, loader, "
         "scheduler)",
         "scheduler",
     ),
-    **_rows(
+    **rows(
         "objects are given without names: lockstep.prepare(model, optimizer, loader)",
         "model optimizer loader",
     ),
-    **_rows(
+    **rows(
         "objects are given without names: lockstep.prepare(model, optimizer, loader)",
         "dataloader train_loader train_dataloader optimizers models dataset lr_scheduler",
     ),
-    **_rows("the loss stays in your loop", "loss_fn loss criterion"),
-    **_rows(
+    **rows("the loss stays in your loop", "loss_fn loss criterion"),
+    **rows(
         "a loop of your own writes its files; a lockstep.Trainer has run_dir= and callbacks=",
         "run_dir callbacks",
     ),
-    **_rows(
+    **rows(
         "it belongs to a lockstep.Trainer",
         "keep_checkpoints async_save save_frozen allow_different_hardware",
     ),
-    **_rows(
+    **rows(
         "it belongs to a lockstep.Trainer", "max_steps_in_flight validate_every schedule devices"
     ),
-    **_rows(
-        "it belongs to a lockstep.Trainer", "scheduler_interval scheduler_metric replica_check"
-    ),
-    **_rows("it belongs to a lockstep.Trainer", "on_spike cross_check ledger fingerprint_every"),
+    **rows("it belongs to a lockstep.Trainer", "scheduler_interval scheduler_metric replica_check"),
+    **rows("it belongs to a lockstep.Trainer", "on_spike cross_check ledger fingerprint_every"),
     "shard_optimizer": "it belongs to a lockstep.Trainer or TrainStep with virtual_workers=; after "
     "prepare each worker has the whole optimizer",
     "forward": "the forward pass stays in your loop",
@@ -432,35 +425,33 @@ _PREPARE: dict[str, str] = {
 
 
 _TRAIN_STEP: dict[str, str] = {
-    **_rows("it belongs to a lockstep.Trainer", "on_spike cross_check ledger fingerprint_every"),
-    **_rows(
+    **rows("it belongs to a lockstep.Trainer", "on_spike cross_check ledger fingerprint_every"),
+    **rows(
         "it belongs to a lockstep.Trainer, which has the whole loop",
         "run_dir keep_checkpoints callbacks devices",
     ),
-    **_rows(
+    **rows(
         "it belongs to a lockstep.Trainer, which has the whole loop",
         "async_save allow_different_hardware",
     ),
-    **_rows(
+    **rows(
         "it belongs to a lockstep.Trainer, which has the whole loop",
         "save_frozen max_steps_in_flight",
     ),
-    **_rows(
+    **rows(
         "it belongs to fit() of a lockstep.Trainer, which has the whole loop",
         "epochs validate resume max_steps",
     ),
-    **_rows(
-        "it belongs to fit() of a lockstep.Trainer, which has the whole loop", "validate_every"
-    ),
-    **_rows(
+    **rows("it belongs to fit() of a lockstep.Trainer, which has the whole loop", "validate_every"),
+    **rows(
         "it belongs to the lockstep.Loader(...) whose batches are trained on",
         "global_batch_size batch_size",
     ),
-    **_rows(
+    **rows(
         "it belongs to the lockstep.Loader(...) whose batches are trained on",
         "num_workers shuffle drop_last",
     ),
-    **_rows(
+    **rows(
         "it belongs to the lockstep.Loader(...) whose batches are trained on",
         "collate_fn prefetch batch_sampler",
     ),
@@ -488,30 +479,30 @@ _SAMPLER = (
 _SAMPLES_SEED = "the seed of order and random draws is seed="
 
 _LOADER_NAMES: dict[str, str] = {
-    **_rows(
+    **rows(
         "the samples of a step over all workers are global_batch_size=",
         "batch_size per_device_batch_size",
     ),
     "sampler": _SAMPLER,
-    **_rows(_OF_TORCH, "pin_memory pin_memory_device"),
-    **_rows(
+    **rows(_OF_TORCH, "pin_memory pin_memory_device"),
+    **rows(
         "not needed: the loader's processes live until the loader is closed", "persistent_workers"
     ),
-    **_rows(
+    **rows(
         "batches that are loaded ahead are prefetch=, over all processes of a worker",
         "prefetch_factor",
     ),
-    **_rows(_SAMPLES_SEED, "generator base_seed random_state worker_init_fn"),
-    **_rows("the loader's processes are num_workers=", "workers num_processes loader_workers"),
-    **_rows("not needed: batches are always in order", "in_order"),
-    **_rows(_NOT_NEEDED, "num_replicas rank world_size num_shards shard"),
-    **_rows("the function that makes a batch is collate_fn=", "collate collator data_collator"),
-    **_rows(
+    **rows(_SAMPLES_SEED, "generator base_seed random_state worker_init_fn"),
+    **rows("the loader's processes are num_workers=", "workers num_processes loader_workers"),
+    **rows("not needed: batches are always in order", "in_order"),
+    **rows(_NOT_NEEDED, "num_replicas rank world_size num_shards shard"),
+    **rows("the function that makes a batch is collate_fn=", "collate collator data_collator"),
+    **rows(
         "the epoch is that of loader.epoch(number), or of how often the loader was iterated over",
         "epoch epochs",
     ),
-    **_rows("how the loader's processes are started is not an option", "multiprocessing_context"),
-    **_rows("how long to wait for a sample is not limited", "timeout"),
+    **rows("how the loader's processes are started is not an option", "multiprocessing_context"),
+    **rows("how long to wait for a sample is not limited", "timeout"),
     "device": "batches are on the device of lockstep.init(device)",
     "transform": "it belongs to the data set",
 }
@@ -525,27 +516,25 @@ def in_loader(name: str) -> str | None:
 
 
 INIT: dict[str, str] = {
-    **_rows(
+    **rows(
         'transport= chooses the backend for tensors on the CPU ("shm", "gloo", "mpi4py"); on GPUs '
         "it is NCCL",
         "backend dist_backend ddp_backend process_group_backend",
     ),
-    **_rows(
+    **rows(
         "rank and number of workers come from the launcher: lockstep run -np N",
         "rank world_size local_rank local_size num_processes process_id process_sets nproc workers",
     ),
-    **_rows(
+    **rows(
         "the rendezvous comes from the launcher: lockstep run, or MASTER_ADDR and MASTER_PORT",
         "init_method store master_addr master_port coordinator_address dist_url",
     ),
-    **_rows(
+    **rows(
         "device= chooses it",
         "device_id cpu use_cpu accelerator gpu cuda gpus device_ids local_device_ids",
     ),
-    **_rows(
-        "it is an argument of Trainer, TrainStep and prepare", "seed precision mixed_precision"
-    ),
-    **_rows(
+    **rows("it is an argument of Trainer, TrainStep and prepare", "seed precision mixed_precision"),
+    **rows(
         "how long a collective waits is timeout=, a datetime.timedelta", "initialization_timeout"
     ),
 }
@@ -554,19 +543,19 @@ Accelerate.
 """
 
 LAUNCH: dict[str, str] = {
-    **_rows(
+    **rows(
         "the number of processes is workers=",
         "nprocs nproc num_processes num_workers num_proc np world_size nproc_per_node num_gpus",
     ),
-    **_rows("positional arguments of the function follow it: launch(fn, a, b)", "args"),
-    **_rows("keyword arguments of the function are given as they are: launch(fn, a=1)", "kwargs"),
-    **_rows("launch waits for all workers and returns the result of rank 0", "join daemon"),
-    **_rows("workers are forked from a server that has loaded PyTorch", "start_method spawn"),
-    **_rows(
+    **rows("positional arguments of the function follow it: launch(fn, a, b)", "args"),
+    **rows("keyword arguments of the function are given as they are: launch(fn, a=1)", "kwargs"),
+    **rows("launch waits for all workers and returns the result of rank 0", "join daemon"),
+    **rows("workers are forked from a server that has loaded PyTorch", "start_method spawn"),
+    **rows(
         "launch starts workers on this host; several hosts are `lockstep run -H a:4,b:4`",
         "hosts num_nodes",
     ),
-    **_rows("ranks find each other by themselves", "use_port master_port master_addr"),
+    **rows("ranks find each other by themselves", "use_port master_port master_addr"),
 }
 """Other names of the arguments of `lockstep.launch`: those of torch.multiprocessing, Accelerate and
 Horovod.
@@ -574,117 +563,27 @@ Horovod.
 
 
 PRECISIONS: dict[str, str] = {
-    **_rows("fp32", "32 32-true float32 float torch.float32 no false full None 32-bit"),
-    **_rows("bf16", "bf16-mixed bf16-true bfloat16 torch.bfloat16 bf16_mixed amp_bf16"),
-    **_rows("fp16", "16 16-mixed 16-true float16 half torch.float16 fp16-mixed amp_fp16"),
+    **rows("fp32", "32 32-true float32 float torch.float32 no false full None 32-bit"),
+    **rows("bf16", "bf16-mixed bf16-true bfloat16 torch.bfloat16 bf16_mixed amp_bf16"),
+    **rows("fp16", "16 16-mixed 16-true float16 half torch.float16 fp16-mixed amp_fp16"),
 }
 """Values of `precision` elsewhere, as text."""
 
 STRATEGIES: dict[str, str] = {
-    **_rows(
+    **rows(
         "distributed",
         "auto ddp ddp_spawn ddp_notebook ddp_find_unused_parameters_true single_device horovod",
     ),
-    **_rows("distributed", "data_parallel DistributedDataParallel"),
-    **_rows(
+    **rows("distributed", "data_parallel DistributedDataParallel"),
+    **rows(
         "sharded",
         "fsdp fsdp2 full_shard zero zero3 deepspeed deepspeed_stage_2 deepspeed_stage_3 "
         "model_parallel",
     ),
-    **_rows("sharded", "FullyShardedDataParallel ddp_sharded hybrid_shard"),
-    **_rows("replicas", "dp DataParallel mirrored MirroredStrategy"),
+    **rows("sharded", "FullyShardedDataParallel ddp_sharded hybrid_shard"),
+    **rows("replicas", "dp DataParallel mirrored MirroredStrategy"),
 }
 """Names of strategies elsewhere."""
-
-
-_NP = "the number of workers is -np N"
-_SSH = "hosts are -H a:4,b:4 or --hostfile FILE"
-
-RUN_FLAGS: dict[str, str] = {
-    **_rows(
-        _NP,
-        "--nproc-per-node --num-processes --num-gpus --gpus --workers --num-workers --world-size "
-        "--devices",
-    ),
-    **_rows(_NP, "--ppn --ntasks --nprocs -c"),
-    **_rows(
-        "not needed: without --nnodes and -H the job has one host",
-        "--standalone --multi-gpu --same-network",
-    ),
-    **_rows("the number of hosts is --nnodes N", "--num-nodes --num-machines -N"),
-    **_rows("the number of this host is --node-rank I", "--machine-rank --host-rank"),
-    **_rows(
-        "the first host is --master-addr ADDR",
-        "--main-process-ip --rdzv-endpoint --rdzv-backend --rdzv-conf",
-    ),
-    **_rows("the first host is --master-addr ADDR", "--rdzv-id --coordinator-address --local-addr"),
-    **_rows("the port is --master-port PORT", "--main-process-port --port"),
-    **_rows(
-        "restarts after a failure are --restarts N; --elastic MIN:MAX replaces lost workers",
-        "--max-restarts",
-    ),
-    **_rows(
-        "lost workers are replaced with --elastic MIN:MAX", "--min-np --max-np --elastic-training"
-    ),
-    **_rows(
-        "it is --output-dir DIR, with --tee to print the output as well",
-        "--log-dir --redirects -r -t --output",
-    ),
-    **_rows(
-        "every rank has its number before its lines; --no-prefix leaves it out",
-        "--tag-output --local-ranks-filter",
-    ),
-    **_rows(
-        _SSH,
-        "--host -host --include --exclude --machinefile -machinefile -f --num-hosts "
-        "--slots-per-host",
-    ),
-    **_rows(
-        "not needed: workers may share cores",
-        "--oversubscribe --bind-to --map-by --rank-by --use-hwthread-cpus",
-    ),
-    **_rows("not needed: anybody may run it", "--allow-run-as-root"),
-    **_rows(
-        "options of MPI are not known: lockstep run starts the ranks itself",
-        "--mca -mca -genv -envall --prefix",
-    ),
-    **_rows(
-        "the threads of a worker are --threads N",
-        "--num-cpu-threads-per-process --cpus-per-task --omp-threads",
-    ),
-    **_rows(
-        "any program is run: a Python file, or a module with -m",
-        "--no-python --run-path --executable",
-    ),
-    **_rows(
-        'it is an argument in the program: Trainer(..., precision="bf16")',
-        "--mixed-precision --fp16 --bf16",
-    ),
-    **_rows(
-        "it is an argument in the program: lockstep.init(device)", "--cpu --device --tpu --gpu"
-    ),
-    **_rows("CUDA_VISIBLE_DEVICES chooses them", "--gpu-ids"),
-    **_rows(
-        'it is an argument in the program: Trainer(..., strategy="sharded")',
-        "--use-fsdp --use-deepspeed --fsdp",
-    ),
-    **_rows(
-        'it is an argument in the program: Trainer(..., strategy="sharded")',
-        "--deepspeed --zero-stage",
-    ),
-    **_rows(
-        "it is an argument in the program: prepare_model(..., compile_model=True)",
-        "--dynamo-backend --compile",
-    ),
-    **_rows("options of a run are those here; there is no file of them", "--config-file --config"),
-    **_rows(
-        "the watchdog's limit is --stall-timeout S", "--timeout --rdzv-timeout --monitor-interval"
-    ),
-    **_rows("variables are passed with -x NAME or -x NAME=VALUE", "-env -genvlist"),
-    **_rows("--quiet prints no messages of the launcher", "--silent --log-level"),
-    **_rows("the version is printed by `lockstep --version`", "--version -V"),
-}
-"""Other options of `lockstep run`: those of torchrun, accelerate launch, deepspeed and mpirun."""
 
 _COMMUNICATOR = "it belongs to the communicator: comm = lockstep.init(), then comm.{name}"
 _PREPARED = "lockstep.prepare(model, optimizer, loader) does it: the loop keeps loss.backward()"
@@ -700,28 +599,28 @@ _EVALUATE = "lockstep.evaluate(model, loader, loss_fn, metrics) counts every sam
 _INIT = "the workers and the device are found by comm = lockstep.init()"
 
 PACKAGE_NAMES: dict[str, str] = {
-    **_rows(
+    **rows(
         _COMMUNICATOR,
         "rank size local_rank local_size allreduce allgather broadcast_object allgather_object "
         "alltoall barrier",
     ),
-    **_rows(_PREPARED, "backward accumulate clip_grad_norm_ clip_grad_value_ no_sync"),
-    **_rows(_HOROVOD, "DistributedOptimizer broadcast_parameters broadcast_optimizer_state"),
-    **_rows(_CHECKPOINT_RECIPE, "save_state load_state"),
-    **_rows(_EVALUATE, "gather_for_metrics metric_average"),
-    **_rows(_INIT, "Accelerator Fabric is_initialized"),
-    **_rows("it is lockstep.launch(fn, workers=N)", "notebook_launcher"),
-    **_rows(
+    **rows(_PREPARED, "backward accumulate clip_grad_norm_ clip_grad_value_ no_sync"),
+    **rows(_HOROVOD, "DistributedOptimizer broadcast_parameters broadcast_optimizer_state"),
+    **rows(_CHECKPOINT_RECIPE, "save_state load_state"),
+    **rows(_EVALUATE, "gather_for_metrics metric_average"),
+    **rows(_INIT, "Accelerator Fabric is_initialized"),
+    **rows("it is lockstep.launch(fn, workers=N)", "notebook_launcher"),
+    **rows(
         "it is torch.manual_seed(0) before the model is made; seed= of prepare and Trainer is that "
         "of order and dropout",
         "set_seed seed_everything",
     ),
-    **_rows("on rank 0: if comm.rank == 0: print(...)", "print is_main_process"),
-    **_rows("it is comm.barrier(), with comm = lockstep.init()", "wait_for_everyone"),
+    **rows("on rank 0: if comm.rank == 0: print(...)", "print is_main_process"),
+    **rows("it is comm.barrier(), with comm = lockstep.init()", "wait_for_everyone"),
 }
 """Names that people look for in the package: those of Accelerate, Fabric and Horovod."""
 
-LOADER_NAMES: dict[str, str] = _rows(
+LOADER_NAMES: dict[str, str] = rows(
     "it is not needed: each epoch has an order of its own, by seed and epoch",
     "sampler batch_sampler set_epoch",
 )
@@ -731,53 +630,3 @@ LOADER_NAMES: dict[str, str] = _rows(
 def hint_in(names: Mapping[str, str], name: str) -> str:
     """Return what follows "has no attribute 'name'" in an error: "" if the name is not known."""
     return f": {names[name].format(name=name)}" if name in names else ""
-
-
-TRAIN_FLAGS: dict[str, str] = {
-    **_rows(
-        "the samples of a step over all workers are --global-batch-size N",
-        "--batch-size --batch -b --bs",
-    ),
-    **_rows(
-        "the samples of a step over all workers are --global-batch-size N",
-        "--per-device-train-batch-size",
-    ),
-    **_rows("the learning rate is --lr X", "--learning-rate"),
-    **_rows(
-        "the number of epochs is --epochs N", "--max-epochs --num-epochs --num-train-epochs -e"
-    ),
-    **_rows(
-        "the number of workers is --workers N",
-        "-np -n --nproc --num-proc --nproc-per-node --num-processes --gpus",
-    ),
-    **_rows(
-        "the loader processes of each worker are --loader-workers N",
-        "--num-workers --dataloader-num-workers",
-    ),
-    **_rows(
-        "the maximum norm of the gradient is --max-grad-norm X",
-        "--gradient-clip-val --grad-clip --clip",
-    ),
-    **_rows(
-        "it is --gradient-accumulation-steps N",
-        "--accumulate-grad-batches --grad-accum --accumulation-steps",
-    ),
-    **_rows("the number format is --precision bf16", "--amp --fp16 --bf16 --mixed-precision"),
-    **_rows(
-        "the run directory is --run-dir DIR", "--output-dir --out --output --save-dir --log-dir -o"
-    ),
-    **_rows(
-        "checkpoints are --checkpoint-every INTERVAL",
-        "--save-every --save-steps --checkpoint-interval",
-    ),
-    **_rows("the schedule is --schedule NAME", "--lr-scheduler --scheduler --lr-scheduler-type"),
-    **_rows("the data set is --data NAME", "--dataset"),
-    **_rows("the network is --model NAME", "--arch -a --net --network"),
-    **_rows("the optimizer is --optimizer NAME", "--opt --optim"),
-    **_rows(
-        "several hosts: `lockstep run -H a:4,b:4 -m lockstep train ...`",
-        "-H --hosts --hostfile --nnodes --nodes",
-    ),
-    **_rows("the device is --device cpu", "--cpu --no-cuda --cuda --gpu"),
-}
-"""Other options of `lockstep train`."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep import arguments, other_names
+from lockstep import arguments, other_names, other_options
 from lockstep.cli.main import _parser
 from lockstep.launcher.worker_process import worker
 from lockstep.training.step.step_arguments import StepOptions
@@ -198,7 +198,7 @@ def test_loaders_rows_are_no_arguments_of_a_loader() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "table"), [("run", other_names.RUN_FLAGS), ("train", other_names.TRAIN_FLAGS)]
+    ("command", "table"), [("run", other_options.RUN_FLAGS), ("train", other_options.TRAIN_FLAGS)]
 )
 def test_the_flags_that_the_texts_name_exist(command: str, table: dict[str, str]) -> None:
     parser = _parser()._subparsers._group_actions[0].choices[command]  # type: ignore[union-attr, index, call-overload]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import other_names
+from .. import other_options
 from ..errors import LockstepError
 from ..hosts import Host
 from ..launcher.options import JobOptions
@@ -77,7 +77,7 @@ def add_to(commands: Any, name: str) -> None:
     parser.add_argument("script", help="a Python file; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     parser.add_options(options_of(JobOptions))
-    parser.set_command(run_command, other_names.RUN_FLAGS, full_tracebacks=True)
+    parser.set_command(run_command, other_options.RUN_FLAGS, full_tracebacks=True)
 
 
 def run_command(

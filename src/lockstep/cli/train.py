@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .. import environment, other_names
+from .. import environment, other_options
 from ..activity import Activity
 from ..errors import ConfigError, LockstepError
 from ..launcher.options import METRICS, JobOptions
@@ -86,7 +86,7 @@ def add_to(commands: Any, name: str) -> None:
     parser.group(FILES).add_argument(
         "--debug", action="store_true", help="print the traceback of an error"
     )
-    parser.set_command(run_command, other_names.TRAIN_FLAGS)
+    parser.set_command(run_command, other_options.TRAIN_FLAGS)
 
 
 def run_command(parsed: argparse.Namespace) -> int:

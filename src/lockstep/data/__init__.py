@@ -8,10 +8,11 @@ from ..registry import Registry, import_object
 
 if TYPE_CHECKING:
     from .batch_samplers import LengthBatchSampler, TokenBatchSampler
+    from .image_set import ImageSet
     from .iterable import Substreams
     from .loader import Batch, Loader
     from .packing import PackedSequences
-    from .sets import ImageSet, cifar10, digits, fashion_mnist, mnist, synthetic
+    from .sets import cifar10, digits, fashion_mnist, mnist, synthetic
     from .shard_readers import ShardReader
     from .stream import Stream
     from .text_files import TextBlocks, text
@@ -51,7 +52,7 @@ DATA = Registry(
 
 _LAZY = {
     "Batch": "lockstep.data.loader:Batch",
-    "ImageSet": "lockstep.data.sets:ImageSet",
+    "ImageSet": "lockstep.data.image_set:ImageSet",
     "LengthBatchSampler": "lockstep.data.batch_samplers:LengthBatchSampler",
     "Loader": "lockstep.data.loader:Loader",
     "PackedSequences": "lockstep.data.packing:PackedSequences",

@@ -46,7 +46,13 @@ def describe_collate(
 
     def collated(part: list[Any], key: int) -> dict[str, torch.Tensor]:
         seed(key)
-        return named_tensors(_copy_of(collate)(copied(part)))
+        # a copy of an object that collates, or of the object of a method, which may count its calls
+        call: Callable[[list[Any]], Any]
+        if isinstance(collate, types.MethodType):
+            call = types.MethodType(collate.__func__, copy.copy(collate.__self__))
+        else:
+            call = copy.copy(collate)
+        return named_tensors(call(copied(part)))
 
     try:
         whole = collated(samples, 0)
@@ -77,15 +83,6 @@ _DEPENDS = (
     "sample in the data set, in the model or the loss with lockstep.whole_batch, or use "
     "virtual_workers, which fix the division"
 )
-
-
-def _copy_of(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a copy of an object that collates, or of the object of a method, which may count its
-    calls.
-    """
-    if isinstance(collate, types.MethodType):
-        return types.MethodType(collate.__func__, copy.copy(collate.__self__))
-    return copy.copy(collate)
 
 
 def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:

@@ -55,7 +55,10 @@ def _fetch_one(file: RemoteFile, folder: Path, names: Sequence[str]) -> Path:
         try:
             return _retrieve(address, file, folder)
         except (OSError, ValueError, HTTPException) as error:
-            reasons.append(f"{address}: {_root_cause(error)}")
+            cause: BaseException = error
+            while cause.__context__ is not None:
+                cause = cause.__context__
+            reasons.append(f"{address}: {cause or type(cause).__name__}")
     raise DataError(
         f"{folder / file.name}: cannot be downloaded ({'; '.join(reasons)}). "
         f"Put {', '.join(names)} into {folder} yourself, or name the folder that holds them: "
@@ -84,12 +87,6 @@ def _retrieve(address: str, file: RemoteFile, folder: Path) -> Path:
             if digest.hexdigest() != file.md5:
                 raise ValueError(f"expected md5 {file.md5}, got {digest.hexdigest()}")
     return path
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__context__ is not None:
-        error = error.__context__
-    return str(error) or type(error).__name__
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from ..errors import DataError, MismatchError
 from ..flight_recorder import named, note_batch
 from ..parallel.shards import bounds, local_range
 from .batch_plan import BatchPlan
-from .digest import Digest, differences
+from .differences import differences
+from .digest import Digest
 from .fetching import Fetcher, superseded_error
 from .iterable import PartPosition, ReadRequest, SamplesRead, Substreams
 from .same_data import places, say_difference
@@ -203,8 +204,11 @@ class EpochOfStream:
     def _read(self) -> list[SamplesRead]:
         """Return what the loader processes have read for another batch."""
         reads = []
+        again = ""
+        if self._start.step and self._any == []:
+            again = f" up to batch {self._start.step}, where the run is resumed"
         for _ in range(self._processes):
-            with Activity(f"lockstep: reading {self._source.name}{self._again()}"):
+            with Activity(f"lockstep: reading {self._source.name}{again}"):
                 read = next(self._reads, None)
             if read is None:
                 raise superseded_error(self._epoch)
@@ -215,10 +219,6 @@ class EpochOfStream:
             if read_part.digests:
                 self._digests[read_part.part] = read_part.digests
         return reads
-
-    def _again(self) -> str:
-        batches = self._start.step if self._any == [] else 0
-        return f" up to batch {batches}, where the run is resumed" if batches else ""
 
     def _note_first(self, first: int) -> None:
         if self._first is None:
@@ -254,17 +254,10 @@ class EpochOfStream:
                 yield SamplesOfPart(read.samples, low, high, count, position)
         if not step:
             raise no_samples(self._source.name, self._plan.role)
-        self._compare((step, count), "the number of its samples")
-
-    def _compare(self, value: Any, noun: str) -> None:
-        """Check that all workers have read the same.
-
-        Raises:
-            MismatchError: on every worker, if they have not.
-        """
-        for rank, other in enumerate(self._gather(value, _COMPARISON)):
-            if other != value:
-                raise self._differs(noun, self._comm.rank, rank)
+        end = (step, count)
+        for rank, other in enumerate(self._gather(end, _COMPARISON)):
+            if other != end:
+                raise self._differs("the number of its samples", self._comm.rank, rank)
 
     def _differs(self, noun: str, rank: int, other_rank: int) -> MismatchError:
         return MismatchError(
@@ -332,12 +325,14 @@ class EpochOfStream:
         the position now.
         """
         self._read_ahead(_AHEAD)
-        ready = min((self._whole_shares(part) for part in self._mine), default=_AHEAD)
-        shared = {
-            part: digests_of_part
-            for part, digests_of_part in self._digests.items()
-            if self._is_shared(part)
-        }
+        ready = _AHEAD
+        for part in self._mine:
+            whole_shares = sum(read.count == self._share(part) for read in self._buffers[part])
+            ready = min(ready, whole_shares)
+        shared = {}  # digests of the parts that several workers read
+        for part, digests_of_part in self._digests.items():
+            if sum(part in self._parts_of(rank) for rank in range(self._comm.size)) > 1:
+                shared[part] = digests_of_part
         gathered = self._gather(
             (ready, self._states, self._first, shared), "agreement on the next samples"
         )
@@ -353,10 +348,6 @@ class EpochOfStream:
             position = position._replace(state_step=position.step, states=states)
         return min(ready for ready, *_ in gathered), position
 
-    def _is_shared(self, part: int) -> bool:
-        """Return whether several workers read a part."""
-        return sum(part in self._parts_of(rank) for rank in range(self._comm.size)) > 1
-
     def _read_ahead(self, batches: int) -> None:
         """Read until each part has its share of so many batches, or has ended."""
         while any(len(self._buffers[part]) < batches for part in self._open):
@@ -365,9 +356,6 @@ class EpochOfStream:
                     self._buffers[read.part].append(read)
                 if read.count < self._share(read.part):
                     self._open.discard(read.part)
-
-    def _whole_shares(self, part: int) -> int:
-        return min(_AHEAD, sum(read.count == self._share(part) for read in self._buffers[part]))
 
     def _next_of_shares(self, position: StreamPosition) -> SamplesOfPart:
         """Return the batch before `position`, of the share of each part."""

@@ -16,7 +16,8 @@ from ..activity import Activity
 from ..errors import MismatchError
 from ..flight_recorder import named
 from ..parallel.shards import mix
-from .digest import Difference, Digest, differences
+from .differences import Difference, differences
+from .digest import Digest
 from .sample_digests import DigestRequest, SampleDigests
 
 if TYPE_CHECKING:
@@ -354,8 +355,10 @@ class _Comparison:
     def say(self) -> None:
         """Log what is random by itself, and what differs and may."""
         if self._random:
+            shown = ", ".join(sorted(path for path in self._random if path)[:3])
+            places = f" ({shown})" if shown else ""
             _say_once(
-                f"{self._what}: samples are random by themselves{_listed(self._random)}: read "
+                f"{self._what}: samples are random by themselves{places}: read "
                 "again with the same seeds, they are others. They are not compared among the "
                 "workers, and depend on which worker reads them. Draw from the global generators "
                 "of torch, Python or NumPy, which are seeded for each sample."
@@ -383,11 +386,6 @@ def say_difference(
             "a sample",
             *(subject, index, difference.path or "itself", kind, first, rank, second, other_rank),
         )
-
-
-def _listed(paths: set[str]) -> str:
-    shown = ", ".join(sorted(path for path in paths if path)[:3])
-    return f" ({shown})" if shown else ""
 
 
 _said: set[Any] = set()

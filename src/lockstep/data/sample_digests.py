@@ -5,24 +5,19 @@ of it.
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
-
-import numpy as np
-import torch
 
 from ..parallel.randomness import preserve_generators
 from .between_processes import copies_of
 from .collate_check import MAX_SAMPLES, describe_collate
 from .digest import Digest, digest_of
 from .fetching import Samples
-from .sample_draws import seed_collate, seed_draws
+from .sample_draws import preserve_own_generators, seed_collate, seed_draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,66 +111,3 @@ class DigestRequest:
             time.monotonic() - began,
             statistics.median(each_s) if each_s else math.inf,
         )
-
-
-@contextmanager
-def preserve_own_generators(dataset: Any) -> Iterator[None]:
-    """Restore the random generators that a data set has as attributes, or its parts have, after a
-    `with` block.
-    """
-    restore = [save() for save in _savers(dataset)]
-    try:
-        yield
-    finally:
-        for call in restore:
-            call()
-
-
-# A generator is looked for in what a data set refers to: in so many objects, and of a container in
-# so many items, as a list of all samples would take long.
-_MAX_OBJECTS = 2000
-_MAX_ITEMS = 64
-
-
-def _savers(dataset: Any) -> Iterator[Callable[[], Callable[[], None]]]:
-    """Yield for each random generator within a data set a function that saves its state and returns
-    one to restore.
-    """
-    seen: set[int] = set()
-    pending = [dataset]
-    while pending and len(seen) < _MAX_OBJECTS:
-        value = pending.pop()
-        if id(value) in seen or isinstance(
-            value, (str, bytes, int, float, torch.Tensor, np.ndarray, type)
-        ):
-            continue
-        seen.add(id(value))
-        if isinstance(value, (torch.Generator, np.random.RandomState)):
-            yield _saver(value.get_state, value.set_state)
-        elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            yield _saver(
-                lambda bits=bits: bits.state,  # type: ignore[misc]
-                lambda state, bits=bits: setattr(bits, "state", state),  # type: ignore[misc]
-            )
-        elif type(value) is random.Random:
-            yield _saver(value.getstate, value.setstate)
-        elif isinstance(value, Mapping):
-            pending += [item for _, item in zip(range(_MAX_ITEMS), _values(value), strict=False)]
-        elif isinstance(value, (list, tuple)):
-            pending += value[:_MAX_ITEMS]
-        else:
-            pending += list(getattr(value, "__dict__", {}).values())
-
-
-def _values(mapping: Mapping[Any, Any]) -> Iterator[Any]:
-    # only of a plain dict: another mapping may read a file for each value
-    return iter(mapping.values() if isinstance(mapping, dict) else ())
-
-
-def _saver(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[], Callable[[], None]]:
-    def save() -> Callable[[], None]:
-        state = get()
-        return lambda: put(state)
-
-    return save

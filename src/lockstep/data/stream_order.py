@@ -101,10 +101,11 @@ class StreamOrder:
         low,).
         """
         size = self.batch_size(step)
-        places = [
+        parts = [
             self._lane_part(step, lane, low, high, size) for lane in self._lanes_of(size, low, high)
         ]
-        return self._samples_at(np.concatenate(places) if places else self._ends[:0])
+        places = np.concatenate(parts) if parts else self._ends[:0]  # in the shuffled sequence
+        return places + self._shifts[np.searchsorted(self._ends, places, side="right")]
 
     def blocks(self, step: int, low: int, high: int) -> Integers:
         """Return the blocks, each once, of which [low, high) of a batch has samples in the window
@@ -182,10 +183,6 @@ class StreamOrder:
             key = mix((self._settings.seed, _WINDOWS, self._settings.epoch, lane, window))
             known = self._permutations[lane] = window, _permutation(key, size)
         return known[1]
-
-    def _samples_at(self, places: Integers) -> Integers:
-        """Return the numbers of the samples at `places` of the shuffled sequence."""
-        return places + self._shifts[np.searchsorted(self._ends, places, side="right")]
 
 
 def _edge(size: int, lanes: int, lane: int) -> int:

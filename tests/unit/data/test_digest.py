@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.digest import differences, digest_of
+from lockstep.data.differences import differences
+from lockstep.data.digest import digest_of
 from lockstep.data.same_data import SameData, places
-from lockstep.data.sample_digests import DigestRequest, SampleDigests, preserve_own_generators
+from lockstep.data.sample_digests import DigestRequest, SampleDigests
+from lockstep.data.sample_draws import preserve_own_generators
 
 Point = namedtuple("Point", "x y")
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.sets import ImageSet
+from lockstep.data.image_set import ImageSet
 from lockstep.errors import DataError
 
 

@@ -18,7 +18,7 @@ import torch
 from lockstep import data
 from lockstep.data import cifar, sets
 from lockstep.data.download import RemoteFile
-from lockstep.data.sets import ImageSet
+from lockstep.data.image_set import ImageSet
 from lockstep.errors import ConfigError, DataError
 
 REAL = Path("/usr/share/datasets/fashion-mnist")
