@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import worker
+from torch.utils.data._utils import collate, worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 ROOT = Path(__file__).parents[2] / "src" / "lockstep"
@@ -109,6 +109,16 @@ def _owners_of_memory_are_counted() -> bool:
     before = torch._C._storage_Use_Count(storage._cdata)
     views = [tensor.view(2, 1), tensor[:1]]
     return bool(torch._C._storage_Use_Count(storage._cdata) == before + len(views))
+
+
+def _loader_processes_are_known_and_batches_collated_by_type() -> bool:
+    table = {**collate.default_collate_fn_map, torch.Tensor: lambda batch, collate_fn_map: batch[0]}
+    one, two = torch.ones(1), torch.ones(2)
+    return (
+        worker.WorkerInfo(id=1, num_workers=2, seed=3, dataset=[4]).num_workers == 2
+        and collate.collate([[one], [two]], collate_fn_map=table)[0] is one
+        and collate.collate_tensor_fn([one, one], collate_fn_map=table).shape == (2, 1)
+    )
 
 
 def _version_counts_changes() -> bool:
@@ -559,7 +569,7 @@ LISTED: dict[str, Callable[[], Any]] = {
     in inspect.getsource(_iter_of_processes()._shutdown_workers),
     "_workers": lambda: "self._workers"
     in inspect.getsource(_iter_of_processes()._shutdown_workers),
-    "_utils": lambda: worker.WorkerInfo(id=1, num_workers=2, seed=3, dataset=[4]).num_workers == 2,
+    "_utils": _loader_processes_are_known_and_batches_collated_by_type,
     "_worker_info": lambda: worker._worker_info is None,
     # torch: process groups
     "_world": _tables_of_groups,

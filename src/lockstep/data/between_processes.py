@@ -8,14 +8,17 @@ import copyreg
 import io
 import pickle
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from typing_extensions import Self
+
+from .batch_memory import Place, padded
 
 
 class PickledByValue:
@@ -82,7 +85,24 @@ def _unpack(data: bytes) -> PickledByValue:
 
 
 class _Tree(pickle.Pickler):
-    """Pickles samples without the numbers of their tensors, which become buffers."""
+    """Pickles samples without the numbers of their tensors and arrays.
+
+    Args:
+        file: where the rest goes.
+
+    Attributes:
+        numbers: what has the numbers of each tensor or array, in order.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._add)
+        self.numbers: list[torch.Tensor | pickle.PickleBuffer] = []
+        self._tensor: torch.Tensor | None = None
+
+    def _add(self, buffer: pickle.PickleBuffer) -> None:
+        # the buffer of a tensor comes at once after `reducer_override`
+        self.numbers.append(buffer if self._tensor is None else self._tensor)
+        self._tensor = None
 
     def reducer_override(self, obj: Any) -> Any:
         plain = (
@@ -91,70 +111,104 @@ class _Tree(pickle.Pickler):
         # What more there is to a tensor than its numbers, torch's own pickling keeps.
         if not plain or obj.requires_grad or obj.is_conj() or obj.is_neg() or obj.is_quantized:
             return NotImplemented
-        # NumPy does not have all types of torch
-        numbers = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _from_bytes, (numbers, obj.dtype, obj.shape)
+        self._tensor = obj
+        return _from_bytes, (pickle.PickleBuffer(bytearray()), obj.dtype, obj.shape)
 
 
-def _from_bytes(
-    numbers: np.ndarray[Any, Any], dtype: torch.dtype, shape: Sequence[int]
-) -> torch.Tensor:
-    return torch.from_numpy(numbers).view(dtype).reshape(shape)
+def _from_bytes(numbers: memoryview, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    if not numbers.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    # NumPy does not have all types of torch
+    return torch.frombuffer(numbers, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _write(target: torch.Tensor, numbers: torch.Tensor | pickle.PickleBuffer) -> None:
+    """Write the numbers of a tensor or array into `target`, uint8 of as many bytes."""
+    if isinstance(numbers, pickle.PickleBuffer):
+        memoryview(target.numpy())[:] = numbers.raw()  # type: ignore[arg-type]
+    elif numbers.numel():
+        # in the order of its indices, whatever that of its memory
+        target.view(numbers.dtype).view(numbers.shape).copy_(numbers)
+
+
+def _cuts(sizes: Iterable[int]) -> Iterator[slice]:
+    """Yield where tensors of so many bytes lie, one behind another."""
+    start = 0
+    for size in sizes:
+        yield slice(start, start + size)
+        start += padded(size)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
-    """Samples on their way from a loader process, with all their numbers in one piece of shared
-    memory.
+    """Samples on their way from a loader process, with all their numbers in shared memory.
 
     Sent one by one, each tensor would take an open file. The samples are those of this program:
     they are pickled as torch pickles batches.
 
     Attributes:
         tree: the pickled samples without their numbers.
-        numbers: the numbers of all tensors and arrays, uint8.
+        count: number of samples.
         sizes: number of bytes of each tensor or array.
+        numbers: the numbers of all tensors and arrays, uint8; or where they are in the memory of
+            their batch.
     """
 
     tree: bytes
-    numbers: torch.Tensor
-    sizes: list[int]
-
-    _ALIGNMENT: ClassVar[int] = 64
+    count: int
+    sizes: tuple[int, ...]
+    numbers: torch.Tensor | Place
 
     @classmethod
-    def of(cls, samples: list[Any]) -> Self:
+    def of(
+        cls, samples: list[Any], place: Place | None = None, memory: torch.Tensor | None = None
+    ) -> Self:
         """Return samples as they travel.
+
+        Args:
+            samples: the samples.
+            place: where to write their numbers, if their tensors have the sizes that it says.
+            memory: the memory that the place is in, if this process has it.
 
         Raises:
             PicklingError, AttributeError, TypeError: if they cannot be pickled.
         """
-        buffers: list[pickle.PickleBuffer] = []
-        tree = io.BytesIO()
-        _Tree(tree, protocol=5, buffer_callback=buffers.append).dump(samples)
-        views = [buffer.raw() for buffer in buffers]
-        sizes = [view.nbytes for view in views]
-        numbers = torch.empty(sum(map(cls._padded, sizes)), dtype=torch.uint8)
-        target = memoryview(numbers.numpy())  # type: ignore[arg-type]
-        at = 0
-        for view, size in zip(views, sizes, strict=True):
-            target[at : at + size] = view
-            at += cls._padded(size)
-        return cls(tree.getvalue(), numbers, sizes)
+        file = io.BytesIO()
+        tree = _Tree(file)
+        tree.dump(samples)
+        sizes = tuple(
+            numbers.nbytes if isinstance(numbers, torch.Tensor) else numbers.raw().nbytes
+            for numbers in tree.numbers
+        )
+        count = len(samples)
+        if place is None or memory is None or sizes != place.sizes * count:
+            memory = torch.empty(sum(map(padded, sizes)), dtype=torch.uint8)
+            place = None
+        cuts = _cuts(sizes) if place is None else place.cuts(count)
+        for numbers, cut in zip(tree.numbers, cuts, strict=True):
+            _write(memory[cut], numbers)
+        return cls(file.getvalue(), count, sizes, memory if place is None else place)
 
-    @classmethod
-    def _padded(cls, size: int) -> int:
-        return -(-size // cls._ALIGNMENT) * cls._ALIGNMENT
+    @property
+    def sizes_of_sample(self) -> tuple[int, ...]:
+        """The bytes of each tensor or array of a sample; empty if samples are not alike."""
+        sizes = self.sizes[: len(self.sizes) // max(1, self.count)]
+        return sizes if sizes * self.count == self.sizes else ()
 
-    def samples(self) -> list[Any]:
-        """Return the samples, whose tensors share the memory of `numbers`."""
-        source = memoryview(self.numbers.numpy())  # type: ignore[arg-type]
-        at = 0
-        views = []
-        for size in self.sizes:
-            views.append(source[at : at + size])
-            at += self._padded(size)
-        samples: list[Any] = pickle.loads(self.tree, buffers=views)
+    def samples(self, memory: NDArray[np.uint8] | None = None) -> list[Any]:
+        """Return the samples, whose tensors share the memory of `numbers`.
+
+        Args:
+            memory: that of the batch, which they may have been written into.
+        """
+        if isinstance(self.numbers, Place):
+            assert memory is not None
+            source = memoryview(memory)  # type: ignore[arg-type]
+            cuts = self.numbers.cuts(self.count)
+        else:
+            source = memoryview(self.numbers.numpy())  # type: ignore[arg-type]
+            cuts = _cuts(self.sizes)
+        samples: list[Any] = pickle.loads(self.tree, buffers=[source[cut] for cut in cuts])
         return samples
 
 

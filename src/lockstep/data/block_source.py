@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -17,8 +17,10 @@ from ..errors import ConfigError, MismatchError
 from ..flight_recorder import named
 from ..parallel.randomness import preserve_generators
 from ..parallel.shards import steps_per_epoch
+from .batch_memory import Lease, Place
 from .batch_plan import BatchPlan
-from .fetching import Request, Samples
+from .between_processes import PackedSamples
+from .fetching import Collate, Request, Samples
 from .indexed_source import IndexedSource, Order
 from .sample_draws import seed_collate
 
@@ -31,11 +33,13 @@ class _BlockRequest(Request):
         key: key of the epoch's random draws.
         indices: the samples.
         keep: the blocks to keep from now on; None for those of the request before.
+        place: see `Request`.
     """
 
     key: int
     indices: list[int]
     keep: list[int] | None
+    place: Place | None = None
 
     gives_samples: ClassVar[bool] = True
 
@@ -67,19 +71,20 @@ class _BatchInParts(Request):
             samples, [sample for part in self.parts for sample in part.load(samples)]
         )
 
-    def joined(self, samples: Samples, loaded: list[Any]) -> Any:
+    def joined(self, samples: Samples, loaded: list[Any], in_place: Collate | None = None) -> Any:
         """Return the samples of all parts as a batch, or as a list of shards.
 
         Args:
             samples: collates them.
             loaded: the samples, in order.
+            in_place: see `Samples.collated`.
         """
         key = self.parts[0].key
         rest = iter(loaded)
 
         def collated(indices: list[int]) -> Any:
             seed_collate(key, indices[0])
-            return samples.collated(list(islice(rest, len(indices))), indices)
+            return samples.collated(list(islice(rest, len(indices))), indices, in_place)
 
         if isinstance(self.indices, tuple):
             return [collated(shard) if shard else None for shard in self.indices]
@@ -131,26 +136,44 @@ class BlockSource(IndexedSource):
     def _join(self, requests: Iterable[_BatchInParts]) -> Iterator[Any]:
         """Yield batches, of which each loader process reads a part.
 
-        Each has the same part of every batch, so that it reads other blocks than its siblings. This
-        process puts the parts together and collates them.
+        Each has the same part of every batch, so that it reads other blocks than its siblings. The
+        parts are written into memory of the batch, where this process collates them.
         """
         fetcher = self.fetcher
-        ahead: deque[_BatchInParts] = deque()
+        memory = fetcher.batch_memory
+        ahead: deque[tuple[_BatchInParts, Lease | None]] = deque()
 
         def of_parts() -> Iterator[_BlockRequest]:
             for request in requests:
-                ahead.append(request)
-                yield from request.parts
+                lease = memory.lease(sum(len(part.indices) for part in request.parts))
+                ahead.append((request, lease))
+                first = 0
+                for part in request.parts:
+                    place = None if lease is None else memory.place(lease, first)
+                    yield replace(part, place=place)
+                    first += len(part.indices)
 
-        loaded = fetcher.fetch(of_parts(), are_batches=False)
-        for first in loaded:
-            parts = [first, *islice(loaded, fetcher.parts - 1)]
-            if len(parts) < fetcher.parts:
-                return
-            samples = [sample for part in parts for sample in part]
-            with preserve_generators():
-                data = ahead.popleft().joined(fetcher.samples, samples)
-            yield fetcher.pinned(data)
+        loaded = fetcher.fetch(of_parts(), are_batches=False, unpack=False)
+        try:
+            for packed in loaded:
+                parts: list[PackedSamples] = [packed, *islice(loaded, fetcher.parts - 1)]
+                if len(parts) < fetcher.parts:
+                    return
+                request, lease = ahead.popleft()
+                sizes = {part.sizes_of_sample for part in parts if part.count}
+                memory.learn(sizes.pop() if len(sizes) == 1 else ())
+                array = None if lease is None else lease.array
+                samples = [sample for part in parts for sample in part.samples(array)]
+                in_place = None if lease is None else lease.collate()
+                with preserve_generators():
+                    data = fetcher.pinned(request.joined(fetcher.samples, samples, in_place))
+                # From here on the batch alone keeps its memory.
+                del parts, packed, lease, array, samples, in_place
+                yield data
+                del data
+        finally:
+            if ahead:
+                memory.forget()
 
     def _compare_files(self) -> None:
         """Check that all workers read the same files, and the same samples of them.

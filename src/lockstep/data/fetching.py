@@ -31,6 +31,7 @@ from ..parallel.nested import map_tensors
 from ..parallel.randomness import preserve_generators
 from ..system.crashes import print_stack_of_crashes
 from ..system.processes import signal_name
+from .batch_memory import BatchMemory, OpenPieces, Place
 from .between_processes import PackedSamples, PickledByValue
 from .device_copies import pinned
 from .sample_draws import seed_collate, seed_draws
@@ -50,6 +51,11 @@ class Request(Protocol):
     """
 
     gives_samples: ClassVar[bool]
+
+    @property
+    def place(self) -> Place | None:
+        """Where a loader process is to write the numbers of samples."""
+        return None
 
     def load(self, samples: Samples) -> Any:
         """Return what is asked for.
@@ -82,6 +88,7 @@ class Samples(Dataset[Any]):
         self.dataset = dataset
         self.collate = collate or default_collate
         self._reader: Any = None
+        self._pieces = OpenPieces()
         is_plain = collate is None
         # Only this class itself: a subclass may transform samples.
         self.in_tensors = is_plain and type(dataset) is TensorDataset
@@ -105,7 +112,7 @@ class Samples(Dataset[Any]):
         try:
             loaded = request.load(self)
             is_sent = request.gives_samples and get_worker_info() is not None
-            return self._packed(loaded) if is_sent else loaded
+            return self._packed(loaded, request.place) if is_sent else loaded
         except LockstepError as error:
             process = get_worker_info()
             if process is None:
@@ -114,9 +121,10 @@ class Samples(Dataset[Any]):
             # message.
             return _Failure(f"{error} (in loader process {process.id})")
 
-    def _packed(self, samples: list[Any]) -> PackedSamples:
+    def _packed(self, samples: list[Any], place: Place | None) -> PackedSamples:
+        memory = None if place is None else self._pieces.of(place)
         try:
-            return PackedSamples.of(samples)
+            return PackedSamples.of(samples, place, memory)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             problem = (
                 f"samples of {type(self.dataset).__name__} cannot leave a loader process: "
@@ -179,18 +187,24 @@ class Samples(Dataset[Any]):
         assert isinstance(indices, list)
         return self.collated([self.sample(self.dataset, key, index) for index in indices], indices)
 
-    def collated(self, samples: list[Any], indices: list[int]) -> Any:
+    def collated(
+        self, samples: list[Any], indices: list[int], in_place: Collate | None = None
+    ) -> Any:
         """Return samples that have been read as a batch.
 
         Args:
             samples: the samples.
             indices: their numbers, for messages.
+            in_place: does the same as `default_collate`, without copies.
 
         Raises:
             DataError: the collate function raises an exception.
         """
+        collate = self.collate
+        if collate is default_collate and in_place is not None:
+            collate = in_place
         try:
-            return self.collate(samples)
+            return collate(samples)
         except LockstepError:
             raise
         except Exception as error:
@@ -302,6 +316,7 @@ class Fetcher:
     Attributes:
         samples: the data set, as this process sees it.
         parts: number of parts of a batch that may be loaded beside each other.
+        batch_memory: where loader processes write the parts of batches.
         takes_tensors: whether requests may have their indices as tensors, which takes less than
             lists.
     """
@@ -317,6 +332,7 @@ class Fetcher:
     ) -> None:
         self.samples = Samples(dataset, collate)
         self.parts = max(1, processes)
+        self.batch_memory = BatchMemory()
         # lists are sent to processes sooner
         self.takes_tensors = not processes and self.samples.takes_tensors
         self._processes = processes
@@ -327,18 +343,21 @@ class Fetcher:
         self._loader: DataLoader[Any] | None = None
         self._running: Generator[Any, None, None] | None = None
 
-    def fetch(self, requests: Iterable[Request], are_batches: bool = True) -> Iterator[Any]:
+    def fetch(
+        self, requests: Iterable[Request], are_batches: bool = True, unpack: bool = True
+    ) -> Iterator[Any]:
         """Return an iterator over what is loaded; with loader processes, it ends an earlier
         iterator.
 
         Args:
             requests: what to load.
             are_batches: whether that are whole batches, which are pinned.
+            unpack: whether samples of loader processes are unpacked.
         """
         if not self._processes:
             return self._fetch_in_process(requests, are_batches and self._pin)
         self._end_running()
-        self._running = self._fetch_from_processes(requests)
+        self._running = self._fetch_from_processes(requests, unpack)
         return self._running
 
     def load(self, request: Request) -> Any:
@@ -382,7 +401,9 @@ class Fetcher:
                 data = samples[request]
             yield map_tensors(pinned, data) if pin else data
 
-    def _fetch_from_processes(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
+    def _fetch_from_processes(
+        self, requests: Iterable[Request], unpack: bool
+    ) -> Generator[Any, None, None]:
         self._sampler.requests = requests
         if self._loader is None:
             self._loader = self._start()
@@ -401,7 +422,7 @@ class Fetcher:
                 raise DataError(message) from error if environment.debugging() else None
             if isinstance(loaded, _Failure):
                 raise DataError(loaded.message)
-            yield loaded.samples() if isinstance(loaded, PackedSamples) else loaded
+            yield loaded.samples() if unpack and isinstance(loaded, PackedSamples) else loaded
 
     def _start(self) -> DataLoader[Any]:
         return DataLoader(
@@ -432,6 +453,7 @@ class Fetcher:
     def close(self) -> None:
         """End the loader processes; a later `fetch` starts new ones."""
         self._end_running()
+        self.batch_memory.forget()
         loader = self._loader
         self._loader = None
         iterator = getattr(loader, "_iterator", None)

@@ -16,7 +16,7 @@ from ..parallel.randomness import preserve_generators
 from .between_processes import copies_of
 from .collate_check import MAX_SAMPLES, describe_collate
 from .digest import Digest, digest_of
-from .fetching import Samples
+from .fetching import Request, Samples
 from .sample_draws import preserve_own_generators, seed_collate, seed_draws
 
 
@@ -40,7 +40,7 @@ class SampleDigests:
 
 
 @dataclass(frozen=True, slots=True)
-class DigestRequest:
+class DigestRequest(Request):
     """Asks for the digests of samples.
 
     Attributes:
@@ -60,6 +60,7 @@ class DigestRequest:
 
     gives_samples: ClassVar[bool] = False
 
+    @override
     def load(self, samples: Samples) -> SampleDigests:
         """Read samples as for a batch, and leave no trace of it in random generators or the blocks
         that are kept.
