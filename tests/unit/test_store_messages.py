@@ -29,7 +29,7 @@ CALL = {name: getattr(MINE, name) for name in MINE.__struct_fields__}
 
 def exchange_calls(store: Any) -> None:
     own = SimpleNamespace(raw=lambda _: None)
-    state: Any = SimpleNamespace(own=own, rank=0, rendezvous=SimpleNamespace(store=store))
+    state: Any = SimpleNamespace(own_reader=own, rank=0, rendezvous=SimpleNamespace(store=store))
     swaps: Any = SimpleNamespace()
     check = PreflightCheck(None, state, 4, (0, 1), swaps, lambda work: None)
     check._exchange_calls(PendingCall(0, 7, 0.0), MINE)

@@ -55,10 +55,7 @@ def _fetch_one(file: RemoteFile, folder: Path, names: Sequence[str]) -> Path:
         try:
             return _retrieve(address, file, folder)
         except (OSError, ValueError, HTTPException) as error:
-            cause: BaseException = error
-            while cause.__context__ is not None:
-                cause = cause.__context__
-            reasons.append(f"{address}: {cause or type(cause).__name__}")
+            reasons.append(f"{address}: {_root_cause(error)}")
     raise DataError(
         f"{folder / file.name}: cannot be downloaded ({'; '.join(reasons)}). "
         f"Put {', '.join(names)} into {folder} yourself, or name the folder that holds them: "
@@ -87,6 +84,15 @@ def _retrieve(address: str, file: RemoteFile, folder: Path) -> Path:
             if digest.hexdigest() != file.md5:
                 raise ValueError(f"expected md5 {file.md5}, got {digest.hexdigest()}")
     return path
+
+
+def _root_cause(error: BaseException) -> str:
+    """Return the text of the error from which an error has come; a name for it in the loop above
+    would keep it, with its traceback and the connection, until the garbage is collected.
+    """
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error) or type(error).__name__
 
 
 @contextmanager

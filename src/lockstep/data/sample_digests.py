@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from ..parallel.randomness import preserve_generators
 from .between_processes import copies_of
 from .collate_check import MAX_SAMPLES, describe_collate

@@ -16,7 +16,7 @@ from ..flight_recorder import current
 from . import mismatch
 from .call_sites import digest
 from .diagnosis import ObservationClock, local_finding
-from .peers import GroupPeers
+from .group_peers import GroupPeers
 from .report import Finding
 from .shared_state import PendingCall, WatchdogState
 from .states import channel_key, describe_record

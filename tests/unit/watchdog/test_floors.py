@@ -13,7 +13,7 @@ FLOORS = (
     ("call_sites", "report", "program", "gloo_waits"),
     ("report_text", "signatures", "swaps", "states", "rendezvous", "last_rank", "call_order"),
     ("mismatch", "deadlock", "diagnosis", "shared_state"),
-    ("peers",),
+    ("group_peers",),
     ("preflight", "monitor", "cross_host", "delivery", "rounds", "batch_loops"),
     ("monitor_thread", "process_groups"),
     ("session",),

@@ -16,7 +16,7 @@ from lockstep.errors import MembershipChangedError, TransportError
 from lockstep.watchdog import patches
 from lockstep.watchdog import report as reports
 from lockstep.watchdog.gloo_waits import EndableWaits
-from lockstep.watchdog.peers import GroupPeers
+from lockstep.watchdog.group_peers import GroupPeers
 from lockstep.watchdog.program import Program
 from lockstep.watchdog.report import Finding, Report
 from lockstep.watchdog.session import Session
