@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import Never
 
 from .. import arguments, bootstrap, devices, environment, messages, other_names, watchdog
@@ -38,6 +39,7 @@ __all__ = ["claim_gpu", "current", "init", "pick_device"]
 # torch.distributed holds its default process group in the same way.
 _default: Communicator | None = None
 _has_noted_torch = False
+_first_update: RemovableHandle | None = None  # looks at the first update of an optimizer
 
 
 _log = logging.getLogger(__name__)
@@ -125,7 +127,7 @@ def init(
     group = _join(world, where, backend, timeout) if environment.is_launched() else None
     _default = Communicator.at(world, where, group)
     if _default.size > 1:
-        _watch_first_update(_default)
+        _watch_first_update(world)
     return _default
 
 
@@ -167,27 +169,31 @@ def _note_untried_torch(world: World) -> None:
             write_message(None, line)
 
 
-def _watch_first_update(comm: Communicator) -> None:
+def _watch_first_update(world: World) -> None:
     """Write a line if an optimizer makes its first update before the workers have exchanged
     anything: each of them then trains a model of its own.
     """
+    global _first_update
+    if _first_update is not None:
+        _first_update.remove()  # of a group that was left
     before = recorded_exchanges()
     if before is None:  # nothing is recorded
         return
 
     def look(optimizer: Optimizer, *_: object) -> None:
         hook.remove()
-        if comm.rank == 0 and recorded_exchanges() == before:
+        if world.rank == 0 and recorded_exchanges() == before:
             name = type(optimizer).__name__
             _log.warning(
                 "an optimizer (%s) makes its first update, and the %d workers have exchanged "
                 "nothing: each trains a model of its own, from the batches that it has itself. To "
                 "train one model together use lockstep.Trainer, lockstep.prepare, "
                 "lockstep.TrainStep or DistributedDataParallel",
-                *(name, comm.size),
+                *(name, world.world_size),
             )
 
-    hook = register_optimizer_step_post_hook(look)
+    # the hook refers to nothing of the group, whose connections end when the program leaves it
+    _first_update = hook = register_optimizer_step_post_hook(look)
 
 
 def _pick_backend(transport: str | None) -> str:
