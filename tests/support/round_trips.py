@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep import watchdog
+from lockstep.flight_recorder import current
 from lockstep.system.patching import Replaced
 from lockstep.transports.runtime import host_identity
 from lockstep.watchdog.monitor import GroupMonitor
@@ -68,7 +69,7 @@ def counted() -> Iterator[RoundTrips]:
         def enter(self: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
             nonlocal last_request
             last_request = ("", ())
-            found.what.append(f"{operation} {self.state.current.thread.name}".strip())
+            found.what.append(f"{operation} {current.thread.name}".strip())
             return original(self, operation, *args, **kwargs)
 
         return enter
