@@ -136,12 +136,18 @@ def test_a_run_made_on_one_worker_is_replayed_with_its_bits(
 
 
 @pytest.mark.leaks("matplotlib keeps its fonts open")
-def test_a_run_of_lockstep_train_is_replayed_with_its_bits(tmp_path: Path, here: Here) -> None:
+def test_a_run_of_lockstep_train_is_replayed_with_its_bits(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
-    words = ["--data", "digits", "--model", "mlp", "--global-batch-size", 128, "--epochs", 1]
-    made = here("train", *words, "--workers", 1, "--run-dir", run, "--checkpoint-every", "8steps")
+    words = ["--data", "digits", "--model", "mlp", "--global-batch-size", "128", "--epochs", "1"]
+    words += ["--workers", "1", "--run-dir", str(run), "--checkpoint-every", "8steps"]
+    # the command line that the run keeps; tests before may have left another one, or none
+    monkeypatch.setattr(sys, "argv", ["lockstep", "train", *words])
+    made = here("train", *words)
     assert made.returncode == 0, made
     before = files(run)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "replay", str(run), "--step", "10"])
     ended = here("replay", run, "--step", 10)
     assert ended.returncode == 0, ended
     assert "from checkpoints/step-0000000008 to step 10 on 1 worker" in ended.stderr
