@@ -149,7 +149,7 @@ def test_a_run_of_lockstep_train_is_replayed_with_its_bits(
     before = files(run)
     monkeypatch.setattr(sys, "argv", ["lockstep", "replay", str(run), "--step", "10"])
     ended = here("replay", run, "--step", 10)
-    assert ended.returncode == 0, ended
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "from checkpoints/step-0000000008 to step 10 on 1 worker" in ended.stderr
     assert "3 steps compared with the ledger: the same bits" in ended.stdout
     assert files(run) == before

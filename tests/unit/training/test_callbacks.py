@@ -488,14 +488,20 @@ def shown_run() -> Any:
     return run
 
 
-def test_without_a_terminal_a_line_every_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def progress_in_epoch(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, Progress, Any]:
+    """A clock, the progress of a run at the beginning of its second epoch, and the run."""
     clock = Clock(monkeypatch)
     progress, run = Progress(), shown_run()
     monkeypatch.setattr(progress, "_refresh", lambda: None)  # the thread sees another clock
     progress.on_train_start(run)
     progress.on_train_epoch_start(run)
+    return clock, progress, run
+
+
+def test_without_a_terminal_a_line_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, progress, run = progress_in_epoch(monkeypatch)
     for step in range(200, 236):
         run.step.steps_done = step + 1
         clock.pass_s(0.7)
@@ -511,11 +517,7 @@ def test_without_a_terminal_a_line_every_ten_seconds(
 def test_a_refresh_after_an_epoch_that_was_shorter_than_an_update_shows_its_last_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = Clock(monkeypatch)
-    progress, run = Progress(), shown_run()
-    monkeypatch.setattr(progress, "_refresh", lambda: None)  # the thread sees another clock
-    progress.on_train_start(run)
-    progress.on_train_epoch_start(run)
+    clock, progress, run = progress_in_epoch(monkeypatch)
     run.step.steps_done = 400
     progress.on_train_step_end(run, SimpleNamespace(step=399))
     progress.on_validation_start(run)
