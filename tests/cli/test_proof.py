@@ -148,6 +148,7 @@ def test_a_run_of_lockstep_train_is_replayed_with_its_bits(
     assert made.returncode == 0, made
     before = files(run)
     monkeypatch.setattr(sys, "argv", ["lockstep", "replay", str(run), "--step", "10"])
+    monkeypatch.setenv("LOCKSTEP_DEBUG", "1")  # a program that fails shows where
     ended = here("replay", run, "--step", 10)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "from checkpoints/step-0000000008 to step 10 on 1 worker" in ended.stderr
@@ -265,6 +266,10 @@ def test_a_variable_that_is_missing_is_named(
         "secret.py ended before step 3: KeyError: 'MY_TOKEN'; the run had the variable MY_TOKEN, "
         "which is not kept" in ended.stderr
     )
+    where = 'os.environ["MY_TOKEN"]'
+    assert where not in ended.stderr
+    monkeypatch.setenv("LOCKSTEP_DEBUG", "1")
+    assert where in here("replay", made / "secret", "--step", 3).stderr
 
 
 def test_the_sample_behind_a_spike_is_named_from_an_environment_like_that_of_the_run(

@@ -202,7 +202,10 @@ class PlannedReplay:
                 code = _run(self._command(folder), self.start.folder, variables, streams)
             answer = folder / ANSWER
             if not answer.exists():
-                raise self._ended(code, output.read_text(errors="replace"))
+                text = output.read_text(errors="replace")
+                if environment.debugging():  # else its last error alone is shown
+                    sys.stderr.write(text)
+                raise self._ended(code, text)
             return msgspec.msgpack.decode(answer.read_bytes(), type=Answer)
 
     def _variables(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ import torch
 
 from .. import environment
 from ..data.loader import Loader
-from ..environment.variable_table import DEBUG_RANK, JOB_KEY, OF_WORKERS, RESUME
+from ..environment.variable_table import DEBUG, DEBUG_RANK, JOB_KEY, OF_WORKERS, RESUME
 from ..parallel.fingerprints import checksum_of
 from ..training.trainer import Trainer
 
@@ -265,7 +265,7 @@ _NOT_OF_THE_PROGRAM = re.compile(
     r"|(SSH|XDG|DBUS|TMUX|VTE|LESS|LS|PS\d)(_.*|OPEN|COLORS)?"
     r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|OMP_NUM_THREADS"
     r"|(GLOO|NCCL|TORCHELASTIC|TORCH_NCCL|OMPI|PMI|PMIX|MPI|HYDRA|PRTE|SLURM|SBATCH|HOROVOD|PET|RAY)_.*"
-    r"|" + "|".join(variable.name for variable in (*OF_WORKERS, DEBUG_RANK, JOB_KEY, RESUME))
+    r"|" + "|".join(variable.name for variable in (*OF_WORKERS, DEBUG, DEBUG_RANK, JOB_KEY, RESUME))
 )
 
 
