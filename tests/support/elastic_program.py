@@ -33,7 +33,8 @@ trainer = lockstep.Trainer(
 )
 trainer.fit(data, EPOCHS, validate=data)
 if comm.rank == 0:
-    print("fingerprint", len(trainer.history), lockstep.fingerprint(model, trainer.optimizer), flush=True)
+    bits = lockstep.fingerprint(model, trainer.optimizer)
+    print("fingerprint", len(trainer.history), bits, "of pid", os.getpid(), flush=True)
 """
 
 

@@ -107,6 +107,8 @@ class Job:
         self.readers: list[threading.Thread] = []
         self.lost: set[int] = set()  # by their index
         self.left: set[int] = set()
+        # the workers that were killed, each with all that lived just before
+        self.killed: dict[int, frozenset[int]] = {}
         self.begun = time.monotonic()
 
     def start(self, *words: object) -> None:
@@ -201,9 +203,13 @@ class Job:
         process = psutil.Process(self.hosts[index].pid)
         self.note(f"--- {fault.what}{'' if fault.what == 'join' else f' host {index}'}")
         with suppress(psutil.NoSuchProcess):
-            if fault.what in ("lose", "launcher"):
+            if fault.what == "lose":
                 self.lost.add(index)
-                self.kill(process.pid) if fault.what == "lose" else process.kill()
+                self.kill(process.pid)
+            elif fault.what == "launcher":
+                self.lost.add(index)
+                self.note_killed(workers_of(process))  # which end themselves
+                process.kill()
             elif fault.what in ("worker", "workers"):
                 self.kill_workers(process, 1 if fault.what == "worker" else None)
             elif fault.what == "resize":
@@ -221,9 +227,8 @@ class Job:
         """Kill a process and all that it has started, as the loss of a host does."""
         with suppress(psutil.NoSuchProcess):
             tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-            for process in tree:
-                with suppress(psutil.NoSuchProcess):
-                    process.suspend()  # so that none sees the end of another one
+            suspend(tree)
+            self.note_killed(tree)
             for process in tree:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -234,13 +239,30 @@ class Job:
             os.kill(pid, signal.SIGCONT)
 
     def kill_workers(self, launcher: psutil.Process, count: int | None) -> None:
-        workers = [
-            each
-            for each in launcher.children(recursive=True)
-            if each.name().startswith("lockstep rank")
-        ]
-        for worker in workers[:count]:
-            worker.kill()
+        workers = workers_of(launcher)[:count]
+        suspend(workers)
+        self.note_killed(workers)
+        for worker in workers:
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
+
+    def note_killed(self, processes: list[psutil.Process]) -> None:
+        """Note which of the processes that are about to be killed are workers that have not ended
+        by themselves.
+        """
+        together = frozenset(
+            worker.pid for index in self.running for worker in workers_of(self.hosts[index].pid)
+        )
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                if process.pid in together and process.status() != psutil.STATUS_ZOMBIE:
+                    self.killed[process.pid] = together
+
+    def was_lost_with_all(self, worker: int) -> bool:
+        """Return whether a worker was killed, and with it, or after it, all that lived then: nobody
+        was left who could tell that the training was complete.
+        """
+        return worker in self.killed and self.killed[worker] <= self.killed.keys()
 
     def join(self, launcher: int) -> None:
         for answer in self.ask(launcher, "address"):
@@ -274,9 +296,13 @@ class Job:
                 if not staying
                 else f"nobody has completed the training, though {staying} have not been lost"
             )
-        if out.count("fingerprint") > 1:
+        *before, _ = re.findall(r"fingerprint .* of pid (\d+)", out)
+        if not all(self.was_lost_with_all(int(worker)) for worker in before):
             return "it has trained again what was complete"
-        epochs, bits = fingerprint(out)
+        results = {fingerprint(line) for line in self.lines if "fingerprint" in line}
+        if len(results) > 1:
+            return f"another result after all workers were lost: {results}"
+        ((epochs, bits),) = results
         if (epochs, bits) != (str(EPOCHS), undisturbed()):
             return f"another fingerprint after {epochs} epochs: {bits}"
         if self.plan.shared and rows(self.folder / "run") != undisturbed_rows():
@@ -293,6 +319,27 @@ class Job:
         """Return whether a host may fail: it wanted to join when the job was over."""
         said = [line for line in self.lines if f"host {index}: " in line]
         return index >= self.plan.hosts and not any("pid" in line for line in said)
+
+
+def workers_of(launcher: psutil.Process | int) -> list[psutil.Process]:
+    """Return the workers of a launcher that there are, those included whose end it has not seen."""
+    workers = []
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(launcher) if isinstance(launcher, int) else launcher
+        for child in process.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if child.name().startswith("lockstep rank"):
+                    workers.append(child)
+    return workers
+
+
+def suspend(processes: list[psutil.Process]) -> None:
+    """Stop processes that are about to be killed, so that none sees the end of another one, or ends
+    by itself meanwhile.
+    """
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.suspend()
 
 
 _undisturbed: list[tuple[str, list[list[str]]]] = []

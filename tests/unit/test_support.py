@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support import leaks
+from support import launcher_chaos, leaks
 from support.outcome import Outcome, RanksFailedError
 from support.worker import fresh_store
 
@@ -335,3 +335,18 @@ def test_what_is_left_behind_is_a_failure() -> None:
     outcome = Outcome(0, "returned", at=1.0, left=["thread: kept"])
     assert outcome.failed
     assert outcome.line() == "returned but left behind: thread: kept"
+
+
+# --- jobs whose hosts are lost at random
+# ---------------------------------------------------------------------------------
+
+
+def test_only_who_was_lost_with_all_others_may_have_completed_the_training_in_vain(
+    tmp_path: Path,
+) -> None:
+    job = launcher_chaos.Job(launcher_chaos.Plan.of(0), tmp_path)
+    job.killed = {5: frozenset({5, 6, 7}), 6: frozenset({6, 7})}
+    assert not job.was_lost_with_all(5)  # 7 was left, and could tell
+    job.killed[7] = frozenset({7})
+    assert job.was_lost_with_all(5)
+    assert not job.was_lost_with_all(8)
