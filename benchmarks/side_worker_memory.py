@@ -17,6 +17,7 @@ import lockstep
 SIZES = {
     "1M": (4, 128, 1024),
     "10M": (6, 384, 1024),
+    "30M": (8, 512, 8192),
     "50M": (12, 512, 24576),
     "100M": (12, 768, 20480),
 }
@@ -34,6 +35,8 @@ def main() -> None:
     args = parser.parse_args()
     comm = lockstep.init("cpu")
     (args.folder / f"{comm.rank}.pid").write_text(str(os.getpid()))
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    before = next(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
     layers, width, vocabulary = SIZES[args.size]
     torch.manual_seed(0)
     texts = torch.randint(vocabulary, (VIRTUAL_WORKERS * STEPS, CONTEXT + 1))
@@ -57,6 +60,8 @@ def main() -> None:
     status = Path("/proc/self/status").read_text().splitlines()
     found = {
         "resident": next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")),
+        "before": before,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "processor": round(min(processor[1:]), 3),
         "fingerprint": step.fingerprint()[:12],
     }

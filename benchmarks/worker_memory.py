@@ -3,7 +3,8 @@ on several, with the optimizer whole on each and divided among them.
 
 Each job trains a GPT for a few steps with AdamW; its optimizer state is all there after the first.
 This program watches the workers from outside: the peak of the resident set (VmHWM), and the largest
-proportional set size seen (Pss, which divides what is shared among those that share it). The
+proportional set size seen (Pss, which divides what is shared among those that share it). Bytes a
+parameter are those of the largest Pss beyond what the worker has before it makes the model. The
 fingerprints of all jobs must be equal.
 
     python benchmarks/worker_memory.py             # some five minutes; needs 16 GB of memory
@@ -64,6 +65,8 @@ def measure(size: str, workers: int, options: list[str]) -> dict[str, Any]:
         "fingerprint": found[0]["fingerprint"],
         "resident": [each["resident"] // 1000 for each in found],
         "proportional": [pss[rank] // 1000 for rank in range(workers)],
+        "before": [each["before"] // 1000 for each in found],
+        "parameters": found[0]["parameters"],
         "processor": [each["processor"] for each in found],
     }
 
@@ -71,16 +74,27 @@ def measure(size: str, workers: int, options: list[str]) -> dict[str, Any]:
 def as_table(jobs: list[dict[str, Any]]) -> str:
     """The table of all jobs."""
     alone = max(jobs[0]["proportional"])
-    rows = [
-        [
-            " ".join([str(job["workers"]), *(option.lstrip("-") for option in job["options"])]),
-            f"{max(job['proportional']):,}",
-            f"{max(job['resident']):,}",
-            f"{max(job['proportional']) / alone:.2f}",
-        ]
-        for job in jobs
+    whole = {job["workers"]: max(job["proportional"]) for job in jobs if not job["options"]}
+    rows = []
+    for job in jobs:
+        most = max(job["proportional"])
+        pairs = zip(job["proportional"], job["before"], strict=True)
+        beyond = max(peak - before for peak, before in pairs)
+        divided = f"{most / whole[job['workers']]:.2f}" if job["options"] else ""
+        rows.append(
+            [
+                f"{job['workers']}, divided optimizer" if divided else str(job["workers"]),
+                f"{most:,}",
+                f"{max(job['resident']):,}",
+                f"{most / alone:.2f}",
+                divided,
+                f"{1e6 * beyond / job['parameters']:.1f}",
+            ]
+        )
+    head = [
+        *("workers", "MB (Pss)", "MB (VmHWM)", "over one worker alone"),
+        *("over the same, not divided", "bytes a parameter"),
     ]
-    head = ["workers", "MB (Pss)", "MB (VmHWM)", "over one worker alone"]
     return markdown_table(head, rows)
 
 

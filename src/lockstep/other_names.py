@@ -414,8 +414,6 @@ _PREPARE: dict[str, str] = {
     ),
     **rows("it belongs to a lockstep.Trainer", "scheduler_interval scheduler_metric replica_check"),
     **rows("it belongs to a lockstep.Trainer", "on_spike cross_check ledger fingerprint_every"),
-    "shard_optimizer": "it belongs to a lockstep.Trainer or TrainStep with virtual_workers=; after "
-    "prepare each worker has the whole optimizer",
     "forward": "the forward pass stays in your loop",
     "metrics": "lockstep.evaluate(model, loader, loss_fn, metrics) evaluates",
     "num_workers": "the loader processes are those of the DataLoader that is prepared",

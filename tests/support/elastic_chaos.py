@@ -68,7 +68,10 @@ PROOF_POINTS = (
     *("open ledger", "opened ledger", "record", "recorded", "fingerprint"),
 )
 MOVING = ("owners", "owners found", "move", "moved", "hand over", "handed over")
-UPDATING = ("copy", "copied", "meet", "met", "update", "updated", "give out", "within", "given out")
+UPDATING = (
+    *("copy", "copied", "unscale", "unscaled", "meet", "met"),
+    *("update", "updated", "give out", "within", "given out"),
+)
 POISONED = 9  # a step with a spike, in the second epoch
 LIMIT_S = 40.0
 
@@ -97,6 +100,7 @@ class Plan:
         loaders: the number of loader processes of each worker.
         parts: of an iterable data set with the samples; 0 for one whose samples have indices.
         shards: whether the optimizer's state is divided among the workers.
+        precision: of the training; with "fp16" gradients overflow now and then.
     """
 
     workers: int
@@ -113,6 +117,7 @@ class Plan:
     ddp: bool = False
     on_spike: str = ""
     shards: bool = False
+    precision: str = "fp32"
 
     @classmethod
     def of(cls, seed: int, backend: str | None = None) -> Plan:
@@ -177,7 +182,7 @@ class Plan:
             for _ in range(draw.randrange(3))
         )
         faults = (first, *others)
-        return replace(
+        plan = replace(
             self,
             workers=workers,
             model=draw.choice(["norm", "plain", "wide"]),
@@ -188,6 +193,12 @@ class Plan:
             parts=0,
             shards=True,
         )
+        kind = draw.random()
+        if kind < 0.25:
+            plan = replace(plan, precision="fp16")
+        elif kind < 0.5:
+            plan = plan.averaged(draw.choice(["plain", "wide"]), ddp=draw.random() < 0.5)
+        return plan
 
     @staticmethod
     def _fault(draw: random.Random, workers: int, places: Sequence[str] = POINTS) -> Point:
@@ -337,6 +348,7 @@ def make_trainer(
         seed=3,
         num_workers=plan.loaders,
         virtual_workers=VIRTUAL_WORKERS if plan.virtual else None,
+        precision=plan.precision,
         run_dir=run_dir,
         async_save=run_dir is not None and len(plan.faults) % 2 == 0,
         callbacks=callbacks,
@@ -424,6 +436,7 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     from lockstep.proof.ledger import LedgerWriter
     from lockstep.proof.on_spike import SpikeGuard, StateCopy
     from lockstep.training import recovery
+    from lockstep.training.step.precision import Precision
 
     next(net.children()).register_forward_hook(
         lambda *_: chaos.pass_by("forward" if net.training else "evaluation")
@@ -454,6 +467,7 @@ def arm(chaos: Chaos, trainer: Any, net: nn.Module) -> None:
     chaos.around(LedgerWriter, "step", "record", "recorded")
     chaos.around(LedgerWriter, "fingerprint", "fingerprint")
     chaos.around(OptimizerShards, "copy_gradients", "copy", "copied")
+    chaos.around(Precision, "unscale", "unscale", "unscaled")
     chaos.around(OptimizerShards, "gradient_norms", "meet", "met")
     chaos.around(OptimizerShards, "give_out", "give out", "given out")
     chaos.before(optimizer_shards._Values, "finish", "within")
@@ -544,6 +558,10 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
         callbacks.append(lockstep.callbacks.GradientNoise(1))
     trainer, net, data = make_trainer(plan, run_dir, callbacks)
     trainer.held_out = data
+    if plan.precision == "fp16":
+        scaler = trainer.step.precision._scaler
+        scaler._init_scale = 2.0**26  # some of the first steps are skipped
+        scaler.set_growth_interval(2)  # and others later
     chaos = Chaos(number, plan.faults)
     if hasattr(trainer.comm, "client"):
         arm(chaos, trainer, net)
@@ -599,6 +617,7 @@ def undisturbed(
     parts: int,
     on_spike: str = "",
     shards: bool = False,
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     """Return the result of a run without faults on one worker."""
     with tempfile.TemporaryDirectory() as folder:
@@ -606,7 +625,7 @@ def undisturbed(
         plan = Plan(
             1, model, "shm", (), (), False, False, virtual=virtual, loaders=loaders, parts=parts
         )
-        plan = replace(plan, on_spike=on_spike, shards=shards)
+        plan = replace(plan, on_spike=on_spike, shards=shards, precision=precision)
         run_dir = Path(folder, "run") if on_spike else None
         train(plan, 0, run_dir, path)
         found: dict[str, Any] = json.loads(path.read_text())
@@ -900,7 +919,7 @@ def main(words: list[str]) -> int:
         begun = time.monotonic()
         outcome = run_job(plan)
         kind = plan.model, plan.virtual, plan.loaders, plan.parts, plan.on_spike, plan.shards
-        expected = undisturbed(*kind)
+        expected = undisturbed(*kind, plan.precision)
         wrong = check(plan, outcome, expected)
         bad, completed, joined = (
             bad + bool(wrong),

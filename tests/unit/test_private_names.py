@@ -321,7 +321,9 @@ def _scheduler_of(sgd: SGD) -> StepLR:
 
 
 def _scaler_takes_the_overflows_that_it_is_given() -> bool:
-    """A step is left out if any device's overflows, by the optimizer's id, are more than 0."""
+    """A step is left out if any device's overflows, by the optimizer's id, are more than 0; without
+    its entry a step begins anew.
+    """
     weight = nn.Parameter(torch.ones(1))
     sgd = SGD([weight], lr=1.0)
     scaler = torch.amp.GradScaler("cpu")
@@ -332,7 +334,10 @@ def _scaler_takes_the_overflows_that_it_is_given() -> bool:
     overflows.clear()
     overflows[torch.device("cpu")] = torch.ones(())
     scaler.step(sgd)
-    return had_none and float(weight.detach()) == 1.0
+    is_left_out = float(weight.detach()) == 1.0
+    scaler._per_optimizer_states.clear()
+    scaler.unscale_(sgd)  # an error, unless what was known of the step is forgotten
+    return had_none and is_left_out
 
 
 def _groups_are_those_of_the_norm() -> bool:

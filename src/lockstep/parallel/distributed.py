@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from ..communicator import Communicator
 from ..communicator.elastic_communicator import ElasticCommunicator
+from ..errors import ConfigError
 from ..flight_recorder import named
 from .buffers import Buffers
 from .invariant import Invariant
@@ -46,9 +47,14 @@ class Distributed(Strategy):
     whose gradients are all there only when that pass ends, is not wrapped: what a step sends is one
     message, see `OneBucket`. With a single worker nothing is sent.
 
+    With a divided optimizer all workers have all gradients; each keeps those of its own parameters
+    for the update.
+
     Args:
         comm: communicator over the workers.
     """
+
+    can_shard_optimizer = True
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm)
@@ -69,10 +75,19 @@ class Distributed(Strategy):
 
         Raises:
             MismatchError: if the models differ in their parameters or buffers.
-            ConfigError: if the model is on an accelerator of another type.
+            ConfigError: if the model is on an accelerator of another type; with a divided
+                optimizer, if it has other parameters than before, or sparse gradients.
         """
+        if self.is_optimizer_sharded and sparse_parameters(model):
+            raise ConfigError(
+                "shard_optimizer",
+                "a model whose gradients are dense",
+                found="one with an embedding of sparse=True",
+                hint="Make it with sparse=False.",
+            )
         move_module(model, self.comm.device)
         sync_module(model, self.comm)
+        self.choose_owners(model, divides_gradients=False)
         self._make_buffers(model)
 
     def _make_buffers(self, model: nn.Module) -> None:

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from ..checkpoint.names import plain_names
 from ..errors import ConfigError
 
 __all__ = [
-    "HAS_PART_OF_STATE",
     "INTEGERS",
+    "PART_OF_STATE",
     "checksum",
     "checksum_of",
     "combined_checksum",
@@ -33,8 +33,10 @@ class _Digest(Protocol):
     def update(self, data: Any, /) -> None: ...
 
 
-HAS_PART_OF_STATE: WeakSet[Optimizer] = WeakSet()
-"""Optimizers of this worker whose state is divided among the workers."""
+PART_OF_STATE: WeakKeyDictionary[Optimizer, dict[str, Any]] = WeakKeyDictionary()
+"""Optimizers of this worker whose state is divided among the workers → what describes the part that
+this worker has.
+"""
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
@@ -62,13 +64,14 @@ def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
         >>> lockstep.fingerprint(model) == lockstep.fingerprint(copy.deepcopy(model))
         True
     """
-    if optimizer in HAS_PART_OF_STATE:
+    if optimizer in PART_OF_STATE:
         raise ConfigError(
             "optimizer",
             "one whose whole state this worker has",
             found="one of shard_optimizer=True",
             hint="TrainStep.fingerprint(), or trainer.step.fingerprint(), covers all of it; all "
-            "workers call it.",
+            "workers call it. After lockstep.prepare(), lockstep.fingerprint(model) is that of the "
+            "weights.",
         )
     entries = {**dict(model.named_parameters(remove_duplicate=False)), **model.state_dict()}
     return fingerprint_of(entries, None if optimizer is None else optimizer.state_dict())

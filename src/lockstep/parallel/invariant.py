@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..communicator import Communicator
@@ -18,9 +17,7 @@ from ..communicator.elastic_communicator import ElasticCommunicator
 from ..errors import ConfigError
 from .buffers import Buffers
 from .determinism import DeterminismSettings
-from .fingerprints import fingerprint_of
 from .module_sync import move_module, sync_module
-from .optimizer_shards import OptimizerShards
 from .reducer import Reducer
 from .shards import check_virtual_workers
 from .strategy import Strategy
@@ -54,6 +51,7 @@ class Invariant(Strategy):
         joint_layers: the layers of the prepared model that use all shards at once.
     """
 
+    can_shard_optimizer = True
     virtual_workers: int
 
     def __init__(
@@ -66,7 +64,6 @@ class Invariant(Strategy):
         self._prepared: tuple[Reducer, Buffers] | None = None
         self._parameters: list[nn.Parameter] = []
         self._allows_undo = False
-        self._shards_optimizer = False
         self.joint_layers: list[SyncBatchNorm] = []
         self._unchanged: UnchangedParameters | None = None
 
@@ -89,10 +86,6 @@ class Invariant(Strategy):
         `lockstep.parallel.determinism`.
         """
         return {"virtual_workers": self.virtual_workers, **self.determinism.describe()}
-
-    @override
-    def shard_optimizer(self) -> None:
-        self._shards_optimizer = True
 
     def prepare(self, model: nn.Module) -> None:
         """Move `model` to the device, broadcast rank 0's values, and check that all workers have
@@ -117,31 +110,13 @@ class Invariant(Strategy):
     def _make_parts(self, model: nn.Module) -> None:
         """Make the reducer and the buffers for the present workers."""
         self._parameters = list(model.parameters())
-        is_elastic = isinstance(self.comm, ElasticCommunicator)
-        if self._shards_optimizer and (self.comm.size > 1 or is_elastic):
-            self._choose_owners(is_elastic)
+        self.choose_owners(model, divides_gradients=True)
         owner_of = None if self.shards is None else self.shards.owner_of
         reducer = Reducer(self.comm, self.virtual_workers, one_pass=True, owner_of=owner_of)
         has_several = len(reducer.local_shards) > 1
         saves = has_several or self._allows_undo or isinstance(self.comm, ElasticCommunicator)
         buffers = Buffers(self.with_loss(model), self.comm, saves=saves, at_once=True)
         self._prepared = reducer, buffers
-
-    def _choose_owners(self, is_elastic: bool) -> None:
-        if self.shards is None:
-            self.shards = OptimizerShards(self._parameters, self.comm, is_elastic)
-        elif set(map(id, self.shards.parameters)) != set(map(id, self._parameters)):
-            raise ConfigError(
-                "model",
-                "the parameters that it had before the first step, with shard_optimizer",
-                found="others",
-                hint="Make a new Trainer, or TrainStep, for a model that has changed.",
-            )
-
-    def update_optimizer(self, optimizer: Optimizer) -> None:
-        """Drop the optimizer's state of tensors that other workers own."""
-        if self.shards is not None:
-            self.shards.forget_others(optimizer)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return `module` unchanged: the reducer itself finds out which parameters are trained."""
@@ -219,35 +194,6 @@ class Invariant(Strategy):
             ConfigError: for fewer virtual workers than workers.
         """
         self._make_parts(model)
-
-    @override
-    def optimizer_state(
-        self, model: nn.Module, optimizer: Optimizer, wanted: bool = True
-    ) -> dict[str, Any]:
-        if self.shards is None:
-            return super().optimizer_state(model, optimizer, wanted)
-        return self.shards.full_state(optimizer, wanted)
-
-    def load_optimizer_state(
-        self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Load the state of the tensors that this worker owns."""
-        if self.shards is not None:
-            state = self.shards.own_part(optimizer, state)
-        super().load_optimizer_state(model, optimizer, state)
-
-    @override
-    def fingerprint(self, model: nn.Module, optimizer: Optimizer) -> str:
-        if self.shards is None:
-            return super().fingerprint(model, optimizer)
-        is_first = self.comm.rank == 0
-        state = self.shards.full_state(optimizer, wanted=is_first)
-        entries = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **model.state_dict(),
-        }
-        fingerprint = fingerprint_of(entries, state) if is_first else None
-        return self.comm.broadcast_object(fingerprint)
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, including those changed outside of steps."""

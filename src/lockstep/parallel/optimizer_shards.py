@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ..communicator import Communicator
-from ..errors import TransportError, counted
+from ..errors import ConfigError, TransportError, counted
 from ..flight_recorder import named
-from .fingerprints import HAS_PART_OF_STATE, combined_checksum, kind_of
+from .fingerprints import PART_OF_STATE, combined_checksum, kind_of
 from .fingerprints import checksum as checksum_of_one
 from .gradient_buckets import ALONE, BUCKET, Bucket, flat_memory, group_parameters
 
@@ -46,6 +47,8 @@ class OptimizerShards:
         parameters: the parameters of the model, in the same order on every worker.
         comm: communicator over the workers.
         has_second_owners: whether the state of each parameter is kept by two workers.
+        divides_gradients: whether a step leaves the gradient of a parameter to its owner alone;
+            otherwise all workers have all gradients.
 
     Attributes:
         parameters: the parameters.
@@ -58,9 +61,11 @@ class OptimizerShards:
         parameters: Sequence[nn.Parameter],
         comm: Communicator,
         has_second_owners: bool = False,
+        divides_gradients: bool = True,
     ) -> None:
         self.parameters = list(parameters)
         self.has_second_owners = has_second_owners
+        self._divides_gradients = divides_gradients
         self._comm = comm
         self.owner_of: dict[torch.Tensor, int] = {}
         self.second_owner_of: dict[torch.Tensor, int] = {}
@@ -101,12 +106,51 @@ class OptimizerShards:
         rank = self._comm.rank
         return rank in (self.owner_of[parameter], self.second_owner_of[parameter])
 
+    def check_same(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Check that parameters are those that have owners.
+
+        Raises:
+            ConfigError: otherwise.
+        """
+        if set(map(id, self.parameters)) != set(map(id, parameters)):
+            raise ConfigError(
+                "model",
+                "the parameters that it had before the first step, with shard_optimizer",
+                found="others",
+                hint="Give the optimizer all parameters from the beginning, and freeze those that "
+                "are trained later; or make a new Trainer, or TrainStep.",
+            )
+
+    def divide(self, optimizer: Optimizer) -> None:
+        """Leave an optimizer the state of this worker's parameters alone, from now on also when a
+        state is loaded.
+
+        What its ``state_dict()`` returns says whose part it is, see `refuse_other_parts`.
+        """
+        self.forget_others(optimizer)
+        shards = weakref.ref(self)  # an optimizer may live longer than the workers' connections
+
+        def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
+            state[_PART] = PART_OF_STATE[optimizer]
+
+        def forget_others(optimizer: Optimizer) -> None:
+            owners = shards()
+            if owners is not None:
+                owners.forget_others(optimizer)
+
+        optimizer.register_state_dict_post_hook(mark)
+        optimizer.register_load_state_dict_post_hook(forget_others)
+
     def forget_others(self, optimizer: Optimizer) -> None:
         """Drop the state of tensors that other workers update: some optimizers make it at once."""
-        HAS_PART_OF_STATE.add(optimizer)
-        for key in list(optimizer.state):
-            if key in self.owner_of and not self.holds(key):
-                del optimizer.state[key]
+        workers = counted(self._comm.size, "worker")
+        PART_OF_STATE[optimizer] = {
+            "worker": f"rank {self._comm.rank} of {workers}",
+            "parameters": sorted(self._held),
+        }
+        for number, p in enumerate(self.parameters):
+            if number not in self._held:
+                optimizer.state.pop(p, None)
 
     def gradient_norms(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the 2-norm of the gradient of each parameter that is trained; called by all
@@ -157,7 +201,7 @@ class OptimizerShards:
         workers.
         """
         comm = self._comm
-        if not self.has_second_owners or comm.size == 1:
+        if not (self.has_second_owners and self._divides_gradients) or comm.size == 1:
             return
         trained = [p for p in self.parameters if p.requires_grad]
         if list(map(id, trained)) != list(map(id, self._copied)):
@@ -174,6 +218,13 @@ class OptimizerShards:
                 copy.send()
             for copy in self._copies:
                 copy.finish()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of parameters that other workers update, if this worker has them."""
+        if not self._divides_gradients:
+            for p in self.parameters:
+                if not self.holds(p):
+                    p.grad = None
 
     @torch.no_grad()
     def give_out(self) -> None:
@@ -221,7 +272,7 @@ class OptimizerShards:
                     else:
                         values[name] = entry
                 state[number] = values
-        return {**optimizer.state_dict(), "state": state if wanted else {}}
+        return {**without_state(optimizer), "state": state if wanted else {}}
 
     def _described(
         self, parameters: Sequence[nn.Parameter], optimizer: Optimizer
@@ -290,6 +341,16 @@ class OptimizerShards:
         )
         sums = torch.tensor([entry[3] for entry in whole], dtype=torch.int64)
         return combined_checksum([entry[2] for entry in whole], sums)
+
+    def finish_update(self) -> None:
+        """Give out the values of an update in the place of workers that were lost before all had
+        them; called by all workers.
+
+        Raises:
+            LostStateError: see `find_owners`.
+        """
+        self.find_owners()
+        self.give_out()
 
     def find_owners(self) -> None:
         """Choose, after workers were lost, an owner for each parameter among those that have its
@@ -418,6 +479,36 @@ class OptimizerShards:
         if entry.shape != tuple(parameter.shape) or parameter.is_contiguous():
             return tensor
         return torch.empty_like(parameter, dtype=entry.dtype, device=tensor.device).copy_(tensor)
+
+
+_PART = "part_of_shard_optimizer"  # in a state dict: whose part of the state it is
+
+
+def without_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state dict without the state of parameters, the same on all workers."""
+    state = optimizer.state_dict()
+    state.pop(_PART, None)
+    return {**state, "state": {}}
+
+
+def refuse_other_parts(optimizer: Optimizer) -> None:
+    """Let an optimizer refuse to load the part of a divided state that another worker had.
+
+    Parameters whose state is missing would begin anew, which nobody would notice.
+    """
+
+    def check(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        part = state.get(_PART)
+        if part is not None and part != PART_OF_STATE.get(optimizer):
+            raise ConfigError(
+                "state_dict",
+                "the state of all parameters, or the part that this worker had",
+                found=f"the part that {part['worker']} had with shard_optimizer=True",
+                hint="Save what optimizer.full_state_dict() returns after lockstep.prepare(), or "
+                "TrainStep.full_optimizer_state(); all workers call it.",
+            )
+
+    optimizer.register_load_state_dict_pre_hook(check)
 
 
 def _pieces_of(flat: torch.Tensor) -> list[torch.Tensor]:

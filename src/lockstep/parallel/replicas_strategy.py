@@ -48,6 +48,7 @@ class Replicas(Distributed):
     """
 
     can_regroup = False
+    can_shard_optimizer = False
 
     def __init__(
         self,

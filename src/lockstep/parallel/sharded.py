@@ -216,6 +216,7 @@ class Sharded(Distributed):
 
     backward_name = "backward pass"  # it gathers parameters as well
     can_regroup = False
+    can_shard_optimizer = False
 
     def __init__(self, comm: Communicator, unit_names: Sequence[str] | None = None) -> None:
         super().__init__(comm)

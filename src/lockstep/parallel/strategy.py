@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from .. import devices
 from ..communicator import Communicator
+from ..communicator.elastic_communicator import ElasticCommunicator
 from ..errors import ConfigError
-from .fingerprints import fingerprint
+from .fingerprints import fingerprint, fingerprint_of
 from .full_state import load_model, load_optimizer, read_optimizer_state
 from .optimizer_shards import OptimizerShards
 
@@ -75,6 +76,8 @@ class Strategy:
             other workers.
         loss_modules: the modules of the loss function, if any, set before `prepare`: their buffers
             are treated as the model's.
+        can_shard_optimizer: whether the optimizer's state can be divided among the workers.
+        is_optimizer_sharded: whether the optimizer's state is to be divided among the workers.
         shards: which worker updates which parameter of a prepared model, if the optimizer's state
             is divided among the workers; None if each worker has all of it.
     """
@@ -84,6 +87,8 @@ class Strategy:
     sharded_state: bool = False
     can_regroup: bool = True
     loss_modules: nn.Module | None = None
+    can_shard_optimizer: bool = False
+    is_optimizer_sharded: bool = False
     shards: OptimizerShards | None = None
 
     def __init__(self, comm: Communicator) -> None:
@@ -122,12 +127,33 @@ class Strategy:
         Raises:
             ConfigError: if this strategy does not support that.
         """
-        raise ConfigError(
-            "shard_optimizer",
-            "true only with virtual_workers, and strategy='distributed'",
-            found=f"true, with the strategy {type(self).__name__.lower()} and no virtual workers",
-            hint="strategy='sharded' divides parameters, gradients and state, with other bits.",
-        )
+        if not self.can_shard_optimizer:
+            raise ConfigError(
+                "shard_optimizer",
+                "true only with strategy='distributed', with or without virtual_workers",
+                found=f"true, with the strategy {type(self).__name__.lower()}",
+                hint="strategy='sharded' divides parameters, gradients and state by itself, with "
+                "other bits.",
+            )
+        self.is_optimizer_sharded = True
+
+    def choose_owners(self, model: nn.Module, divides_gradients: bool) -> None:
+        """Choose who updates which parameter, if `shard_optimizer` was called and there are, or may
+        be, several workers.
+
+        Args:
+            model: the model, in `prepare`.
+            divides_gradients: whether a step leaves the gradient of a parameter to its owner alone.
+
+        Raises:
+            ConfigError: if the model has other parameters than before.
+        """
+        parameters = list(model.parameters())
+        is_elastic = isinstance(self.comm, ElasticCommunicator)
+        if self.shards is not None:
+            self.shards.check_same(parameters)
+        elif self.is_optimizer_sharded and (self.comm.size > 1 or is_elastic):
+            self.shards = OptimizerShards(parameters, self.comm, is_elastic, divides_gradients)
 
     def prepare(self, model: nn.Module) -> None:
         """Move the model to its device, with rank 0's values on every worker."""
@@ -140,8 +166,10 @@ class Strategy:
 
     def update_optimizer(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's parameters by those that `prepare` has put in their place, if
-        any.
+        any, and drop the state of parameters that other workers own.
         """
+        if self.shards is not None:
+            self.shards.forget_others(optimizer)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module that a step calls instead of `module`: (data, samples) → (sum of the
@@ -235,6 +263,8 @@ class Strategy:
         self, model: nn.Module, optimizer: Optimizer, wanted: bool = True
     ) -> dict[str, Any]:
         """Return the optimizer's state dict with full tensors, by the number of the parameter."""
+        if self.shards is not None:
+            return self.shards.full_state(optimizer, wanted)
         return optimizer.state_dict()
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -247,13 +277,24 @@ class Strategy:
         self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
     ) -> None:
         """Load what `optimizer_state` returned, under this or another strategy; names and shapes
-        have been checked.
+        have been checked; of a divided state the part that this worker owns.
         """
+        if self.shards is not None:
+            state = self.shards.own_part(optimizer, state)
         load_optimizer(optimizer, read_optimizer_state(optimizer, state, self.comm))
 
     def fingerprint(self, model: nn.Module, optimizer: Optimizer) -> str:
         """Return the fingerprint of the full tensors, see `lockstep.fingerprint`."""
-        return fingerprint(model, optimizer)
+        if self.shards is None:
+            return fingerprint(model, optimizer)
+        is_first = self.comm.rank == 0
+        state = self.shards.full_state(optimizer, wanted=is_first)
+        entries = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **model.state_dict(),
+        }
+        whole = fingerprint_of(entries, state) if is_first else None
+        return self.comm.broadcast_object(whole)
 
     def determinism_settings(self) -> dict[str, Any]:
         """Return the settings that the bits of a run depend on, by name; empty without a guarantee

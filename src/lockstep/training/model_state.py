@@ -21,6 +21,7 @@ from ..errors import ConfigError
 from ..parallel.full_state import load_model, load_optimizer, read_optimizer_state
 from ..parallel.module_sync import expanded_dimensions
 from ..parallel.nested import map_tensors
+from ..parallel.optimizer_shards import OptimizerShards, without_state
 from ..parallel.randomness import generator_states, set_generator_states
 from .recovery import REGROUP, TrainingState, as_bytes, from_bytes
 from .step.step_result import StepResult
@@ -98,24 +99,35 @@ class ModelState(TrainingState):
         return map_tensors(lambda tensor: tensor.to(self.comm.device), result)
 
     @property
+    def shards(self) -> OptimizerShards | None:
+        """Who has which part of the optimizer's state; None if each worker has all of it, as by
+        default.
+        """
+        return None
+
+    @property
+    @override
     def divides_state(self) -> bool:
-        """Each worker has all of the state by default."""
-        return False
+        return self.shards is not None
 
     @override
     def finish_update(self) -> None:
-        pass
+        assert self.shards is not None
+        self.shards.finish_update()
 
     @override
     def hand_over(self, leaving: bool) -> None:
-        pass
+        assert self.shards is not None
+        self.shards.regroup(self.optimizer, leaving)
 
     @override
     def of_operations(self) -> dict[str, Any]:
+        divides = self.divides_state  # then whoever is to have a part gets it with its tensors
+        of_optimizer = without_state(self.optimizer) if divides else self.optimizer.state_dict()
         return {
             "model": self.model.state_dict(),
             "buffers": _buffers_beside(self.model),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": of_optimizer,
             "hyperparameters": as_bytes(self._left),
             "generators": as_bytes(self._generators),
             "changed": self._has_changed,
@@ -132,8 +144,11 @@ class ModelState(TrainingState):
             raise _refused_change()
         _load_buffers_beside(self.model, state["buffers"])
         load_model(self.model, state["model"], self.comm)
+        of_optimizer = state["optimizer"]
+        if self.divides_state:
+            of_optimizer = {**of_optimizer, "state": self.optimizer.state_dict()["state"]}
         load_optimizer(
-            self.optimizer, read_optimizer_state(self.optimizer, state["optimizer"], self.comm)
+            self.optimizer, read_optimizer_state(self.optimizer, of_optimizer, self.comm)
         )
         self._set_hyperparameters(from_bytes(state["hyperparameters"], _CPU))
         self._set_generator_states(from_bytes(state["generators"], _CPU))
@@ -236,33 +251,17 @@ class StateOfStep(ModelState):
 
     @override
     def of_operations(self) -> dict[str, Any]:
-        state = super().of_operations()
-        if self.divides_state:  # whoever is to have a part gets it with its tensors
-            state["optimizer"] = {**state["optimizer"], "state": {}}
-        return {**state, "step": self.step.state_dict()}
+        return {**super().of_operations(), "step": self.step.state_dict()}
 
     @override
     def load_operations(self, state: dict[str, Any]) -> None:
-        if self.divides_state:
-            own = self.optimizer.state_dict()["state"]
-            state = {**state, "optimizer": {**state["optimizer"], "state": own}}
         super().load_operations(state)
         self.step.load_state_dict(state["step"])
 
     @property
     @override
-    def divides_state(self) -> bool:
-        return self.step.strategy.shards is not None
-
-    @override
-    def finish_update(self) -> None:
-        self.step.finish_update()
-
-    @override
-    def hand_over(self, leaving: bool) -> None:
-        shards = self.step.strategy.shards
-        assert shards is not None
-        shards.regroup(self.optimizer, leaving)
+    def shards(self) -> OptimizerShards | None:
+        return self.step.strategy.shards
 
     @override
     def regroup(self, states: bytes | None, all_seen: bool) -> None:

@@ -184,8 +184,8 @@ class TrainOptions:
         False,
         group=WORKERS,
         opposites=("--no-shard-optimizer",),
-        help="with virtual workers, divide the optimizer's state among the workers: less memory, "
-        "the same bits",
+        help="divide the optimizer's state among the workers, and with virtual workers their "
+        "gradients: less memory, the same bits as without",
     )
     virtual_workers: int | None = option(
         None,
@@ -505,9 +505,9 @@ class TrainOptions:
             self._check_virtual_workers(self.virtual_workers)
         elif self.threads is not None:
             raise ConfigError("threads", "none without virtual workers", self.threads)
-        if self.shard_optimizer and self.virtual_workers is None:
-            hint = "Pass --virtual-workers 8, for example: without them bits are not equal anyway."
-            raise ConfigError("shard_optimizer", "virtual_workers with it", True, hint)
+        if self.shard_optimizer and self.strategy != "distributed":
+            hint = "The strategy sharded divides the optimizer's state by itself, with other bits."
+            raise ConfigError("shard_optimizer", "the strategy distributed with it", True, hint)
         if self.cross_check is not None and self.virtual_workers is None:
             hint = "Pass --virtual-workers 8, for example: only then are bits equal on all workers."
             raise ConfigError("cross_check", "virtual_workers with it", self.cross_check, hint)

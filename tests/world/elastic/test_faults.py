@@ -26,6 +26,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
         ("elastic_chaos.py", ["--shard-optimizer"], "gloo", 5),
         ("own_loop_chaos.py", [], "shm", 16),
         ("own_loop_chaos.py", ["--prepare"], "shm", 12),
+        ("own_loop_chaos.py", ["--prepare", "--shard-optimizer"], "shm", 8),
     ],
 )
 def test_faults_change_no_bit(

@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.parallel.optimizer_shards import LostStateError, OptimizerShards
 from lockstep.proof.on_spike import StateCopy
 from lockstep.training.optimizers import LAMB, LARS
+from lockstep.training.step.precision import Precision
 from support.outcome import RanksFailedError
 from support.pool import Pool
 
@@ -76,7 +77,7 @@ def trained(
     make: Callable[[], nn.Module],
     optimizer: str,
     shard_optimizer: bool,
-    virtual_workers: int = 8,
+    virtual_workers: int | None = 8,
     **options: Any,
 ) -> list[Any]:
     """The fingerprint, and what a step returns, after some steps."""
@@ -125,6 +126,35 @@ def test_equal_bits_of_a_usual_model(
             trained, *arguments, True, virtual_workers, **options, workers=workers, backend=backend
         )
         assert found == expected * workers
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused", "adafactor", "lamb"])
+@pytest.mark.parametrize("make", [matrices, usual])  # by DistributedDataParallel, in one message
+def test_equal_bits_without_virtual_workers(
+    pool: Pool, make: Callable[[], nn.Module], optimizer: str
+) -> None:
+    """At the same number of workers."""
+    for workers, backend in ((1, "shm"), (2, "gloo"), (3, "shm")):
+        arguments = {"workers": workers, "backend": backend}
+        expected = pool.run(trained, make, optimizer, False, None, **arguments)
+        assert pool.run(trained, make, optimizer, True, None, **arguments) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_grad_norm": None},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"gradient_accumulation_steps": 2},
+        {"sync_batchnorm": True},
+    ],
+)
+def test_equal_bits_without_virtual_workers_of_a_usual_model(
+    pool: Pool, options: dict[str, Any]
+) -> None:
+    expected = pool.run(trained, usual, "adamw", False, None, **options, workers=3)
+    assert pool.run(trained, usual, "adamw", True, None, **options, workers=3) == expected
 
 
 def test_workers_without_a_sample(pool: Pool) -> None:
@@ -178,6 +208,35 @@ def test_a_step_that_overflows_is_skipped_on_all_workers(pool: Pool) -> None:
         assert pool.run(scales, True, workers=workers) == expected * workers
 
 
+def test_a_step_whose_exchange_of_overflows_was_interrupted_runs_again() -> None:
+    """In an elastic job, after the loss of a worker; this one has no gradients, or some."""
+
+    class Lost:
+        def allreduce(self, *_: Any) -> Any:
+            raise RuntimeError("a worker was lost")
+
+    class Found:
+        def allreduce(self, most: torch.Tensor, *_: Any) -> torch.Tensor:
+            return most
+
+    for has_gradient in (False, True):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], 1.0)
+        precision = Precision("fp16", torch.device("cpu"))
+        comms: list[Any] = [Lost(), Found()]
+        for comm in comms:
+            precision.backward(weight.sum(), 1.0)
+            if not has_gradient:
+                weight.grad = None
+            try:
+                precision.unscale(optimizer, comm)
+            except RuntimeError:
+                precision.abandon_step()
+                weight.grad = None
+        precision.step(optimizer)
+        assert weight.item() == (0.0 if has_gradient else 1.0)
+
+
 def test_a_worker_has_the_state_of_its_own_tensors_only(pool: Pool) -> None:
     def held() -> tuple[int, int, int]:
         model = matrices()
@@ -203,7 +262,12 @@ def test_a_worker_has_the_state_of_its_own_tensors_only(pool: Pool) -> None:
 
 
 def trained_in(
-    folder: Path, shard_optimizer: bool, epochs: int, resume: str | None, async_save: bool = False
+    folder: Path,
+    shard_optimizer: bool,
+    epochs: int,
+    resume: str | None,
+    async_save: bool = False,
+    virtual_workers: int | None = 8,
 ) -> tuple[str, list[Any]]:
     model = usual()
     trainer = lockstep.Trainer(
@@ -213,10 +277,10 @@ def trained_in(
         BATCH,
         run_dir=folder,
         callbacks=[],
-        virtual_workers=8,
+        virtual_workers=virtual_workers,
         max_grad_norm=0.5,
         shard_optimizer=shard_optimizer,
-        fingerprint_every=2,
+        fingerprint_every=2 if virtual_workers else 0,
         async_save=async_save,
     )
     trainer.fit(data(), epochs, resume=resume)
@@ -255,6 +319,17 @@ def test_checkpoints_at_other_numbers_of_workers(
     assert found == [whole] * workers
     assert saved_in(tmp_path / "parts") == saved_in(tmp_path / "whole")
     assert ledger_of(tmp_path / "parts") == ledger_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
+def test_checkpoints_without_virtual_workers(
+    pool: Pool, tmp_path: Path, first: bool, second: bool
+) -> None:
+    whole = pool.run(trained_in, tmp_path / "whole", False, 2, None, False, None, workers=2)
+    pool.run(trained_in, tmp_path / "parts", first, 1, None, first, None, workers=2)
+    found = pool.run(trained_in, tmp_path / "parts", second, 2, "latest", False, None, workers=2)
+    assert found == whole
+    assert saved_in(tmp_path / "parts") == saved_in(tmp_path / "whole")
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {}
@@ -379,18 +454,59 @@ def test_what_couples_tensors_later_is_refused_at_a_checkpoint(pool: Pool, tmp_p
         assert "got Late, whose update of one tensor depends on the gradients of others" in said
 
 
-def test_only_with_virtual_workers() -> None:
+@pytest.mark.parametrize("strategy", ["sharded", "replicas"])
+def test_only_with_data_parallelism(strategy: str) -> None:
     model = usual()
-    with pytest.raises(ConfigError, match="shard_optimizer: expected true only with virtual_"):
-        lockstep.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), shard_optimizer=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ConfigError,
+        match=r"shard_optimizer: expected true only with strategy='distributed', with or without "
+        rf"virtual_workers, got true, with the strategy {strategy}\. strategy='sharded' divides",
+    ):
+        lockstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), BATCH, strategy=strategy, shard_optimizer=True
+        )
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_only_with_dense_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ConfigError,
+        match="shard_optimizer: expected a model whose gradients are dense, got one with an "
+        r"embedding of sparse=True\. Make it with sparse=False",
+    ):
+        lockstep.TrainStep(model, optimizer, nn.CrossEntropyLoss(), shard_optimizer=True)
+
+
+def test_a_part_of_the_state_is_loaded_by_nobody_else(pool: Pool) -> None:
+    def run() -> None:
+        model = usual()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        step = lockstep.TrainStep(
+            model, optimizer, nn.CrossEntropyLoss(), virtual_workers=4, shard_optimizer=True
+        )
+        step.run(next(iter(lockstep.Loader(data(1), BATCH, virtual_workers=4).epoch(0))))
+        before = step.fingerprint()
+        parts = step.comm.allgather_object(optimizer.state_dict())
+        optimizer.load_state_dict(parts[step.comm.rank])
+        optimizer.load_state_dict(step.full_optimizer_state())
+        assert step.fingerprint() == before
+        with pytest.raises(ConfigError, match=r"got the part that rank \d of 2 workers had"):
+            optimizer.load_state_dict(parts[1 - step.comm.rank])
+
+    pool.run(run, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "virtual_workers"), [("shm", 8), ("gloo", 8), ("shm", None), ("gloo", None)]
+)
 def test_second_owners_make_the_same_updates_and_workers_hand_over_their_parts(
-    pool: Pool, backend: str
+    pool: Pool, backend: str, virtual_workers: int | None
 ) -> None:
     """As in an elastic job."""
-    expected = pool.run(trained, matrices, "adamw", False, workers=1)[0][0]
+    arguments = matrices, "adamw", False, virtual_workers
+    expected = pool.run(trained, *arguments, workers=3, backend=backend)[0][0]
 
     def run() -> list[Any]:
         model = matrices()
@@ -399,15 +515,18 @@ def test_second_owners_make_the_same_updates_and_workers_hand_over_their_parts(
             model,
             optimizer,
             nn.CrossEntropyLoss(),
-            virtual_workers=8,
+            virtual_workers=virtual_workers,
             max_grad_norm=0.5,
             shard_optimizer=True,
         )
         strategy: Any = step.strategy
-        shards = OptimizerShards(list(model.parameters()), step.comm, has_second_owners=True)
+        shards = OptimizerShards(
+            list(model.parameters()), step.comm, True, virtual_workers is not None
+        )
         strategy.shards = shards
         strategy.regroup(model)
-        for batch in lockstep.Loader(data(), BATCH, virtual_workers=8).epoch(0):
+        step._module = strategy.wrap(step._loss)
+        for batch in lockstep.Loader(data(), BATCH, virtual_workers=virtual_workers).epoch(0):
             step.run(batch)
         held = {
             number: lockstep.fingerprint(model) + str(optimizer.state[p]["exp_avg_sq"].sum().item())

@@ -45,9 +45,13 @@ class AllGradients:
         # by a backward pass, without an optimizer
         self._left: list[tuple[nn.Parameter, torch.Tensor, int]] = []
 
-    def add(self) -> ShardGradients:
-        """Return what holds the gradients of one more optimizer."""
-        gradients = ShardGradients()
+    def add(self, are_divided: bool) -> ShardGradients:
+        """Return what holds the gradients of one more optimizer.
+
+        Args:
+            are_divided: whether a step may leave a worker those of some parameters alone.
+        """
+        gradients = ShardGradients(are_divided)
         self._of_optimizers.append(gradients)
         return gradients
 

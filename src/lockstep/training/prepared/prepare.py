@@ -29,6 +29,7 @@ def prepare(
     seed: int = 0,
     threads: int | None = None,
     state: Mapping[str, Any] | None = None,
+    shard_optimizer: bool = False,
     **unknown: Never,
 ) -> Any:
     """Prepare models, optimizers, loaders and schedulers, so that a loop written for one device
@@ -143,12 +144,20 @@ def prepare(
         threads: with virtual workers, threads within an operation on the CPU; 1 when None.
         state: what else the bodies of the loop change, by name, and workers that join an elastic
             job need: objects with ``state_dict()`` and ``load_state_dict()``, or dicts.
+        shard_optimizer: divide the state of each optimizer among the workers: each updates the
+            tensors that it owns, and gives their values to the others, with the same bits as
+            without and less memory. After a step a worker has the gradients of its own tensors
+            alone, and no later body may add to them. ``optimizer.state_dict()`` is a part of the
+            state. ``optimizer.full_state_dict()``, which all workers call outside of the bodies of
+            a batch, returns all of it; a part is refused by ``load_state_dict()``, also in another
+            run.
 
     Returns:
         The objects in the order given; a single one is not put into a tuple.
 
     Raises:
-        ConfigError: for invalid arguments.
+        ConfigError: for invalid arguments; with `shard_optimizer`, for an optimizer whose update of
+            one tensor depends on others.
         MismatchError: if the workers' models differ.
         TypeError: for an argument of another name; the error says what it is here.
 
@@ -173,7 +182,14 @@ def prepare(
             "prepare", name, in_training(name, "prepare"), arguments.keyword_names(prepare)
         )
     loop = PreparedLoop(
-        objects, virtual_workers, max_grad_norm, precision, seed, threads, UserState(state)
+        objects,
+        virtual_workers,
+        max_grad_norm,
+        precision,
+        seed,
+        threads,
+        UserState(state),
+        shard_optimizer,
     )
     prepared: list[Any] = []
     for user_object in objects:

@@ -50,6 +50,7 @@ class PreparedLoop:
         comm: of the workers.
         model: all models that are trained, as one module.
         max_grad_norm: see `prepare`.
+        shards_optimizers: whether the state of each optimizer is to be divided among the workers.
         user_state: what else the bodies change.
         parts: the shards of each batch.
         buffers: those of the models, within a batch.
@@ -73,6 +74,7 @@ class PreparedLoop:
         seed: int,
         threads: int | None,
         user_state: UserState,
+        shard_optimizer: bool,
     ) -> None:
         self.comm = init()
         self.user_state = user_state
@@ -114,6 +116,7 @@ class PreparedLoop:
                 )
         if max_grad_norm is not None:
             arguments.number("max_grad_norm", max_grad_norm, above=0)
+        arguments.flag("shard_optimizer", shard_optimizer, none="False")
         check_threads(threads, virtual_workers)
         if precision == "fp16":
             hint = (
@@ -122,6 +125,7 @@ class PreparedLoop:
             raise ConfigError("precision", "fp32 or bf16 with prepare()", precision, hint)
         self.parts = BatchParts(self.comm, virtual_workers)
         self.max_grad_norm = max_grad_norm
+        self.shards_optimizers = shard_optimizer
         self._seed = seed
         self._precision = Precision(precision, self.comm.device)
         self._determinism = (

@@ -15,13 +15,17 @@ from torch.optim import Optimizer
 
 from ...communicator import Communicator
 from ...errors import ConfigError
+from ...parallel.optimizer_shards import OptimizerShards, refuse_other_parts
 from ...parallel.reducer import Reducer
 from ...parallel.strategy import accumulation_dtype
 from ..batch_parts import BatchParts, Shard
 from ..check_schedule import is_due
+from ..divided_update import update_by_owners
+from ..errors_on_all import call_on_all
 from ..in_flight import LAG, HostCopy
 from ..replica_check import ReplicaCheck
 from ..step.precision import clip, scale_gradients
+from ..step.separable_updates import check_separable
 from ..step.step_arguments import parameters_of, refuse_closure
 from .all_gradients import AllGradients
 from .batch_buffers import BatchBuffers
@@ -48,6 +52,7 @@ class Loop(Protocol):
     comm: Communicator
     model: nn.Module
     max_grad_norm: float | None
+    shards_optimizers: bool
     parts: BatchParts
     buffers: BatchBuffers
     repeats: RepeatedBatches
@@ -80,6 +85,8 @@ class PreparedOptimizer:
     Attributes:
         optimizer: the optimizer.
         steps_done: the number of its steps.
+        owners: which worker updates which parameter, if the optimizer's state is divided among the
+            workers; None if each worker has all of it.
     """
 
     def __init__(self, optimizer: Optimizer, loop: Loop) -> None:
@@ -93,8 +100,13 @@ class PreparedOptimizer:
         self._original_step = optimizer.step
         self._original_zero_grad = optimizer.zero_grad
         self._replicas = ReplicaCheck(loop.comm, loop.model, optimizer, exact=loop.parts.exact)
-        self._gradients = loop.gradients.add()
-        self._reducer = Reducer(loop.comm, loop.parts.virtual_workers, one_pass=False)
+        self._gradients = loop.gradients.add(loop.shards_optimizers)
+        self.owners: OptimizerShards | None = None
+        refuse_other_parts(optimizer)
+        if loop.shards_optimizers:
+            check_separable(optimizer)
+            self._choose_owners()
+        self._reducer = self._make_reducer()
         self.steps_done = 0
         self._empty: list[int] = []  # shards of the batch for which no body runs
         self._waiting: list[int] = []  # those of them that are not in the sums yet
@@ -110,6 +122,33 @@ class PreparedOptimizer:
         # numbers of labels that losses of the running shard have ignored
         self._ignored: list[torch.Tensor] = []
         self._refresh()
+
+    def _choose_owners(self) -> None:
+        """Divide the optimizer's state among the workers, if there are, or may be, several."""
+        loop = self._loop
+        may_change = not loop.repeats.recovery.has_fixed_workers
+        if loop.comm.size > 1 or may_change:
+            parameters = parameters_of(loop.model, self.optimizer)
+            self.owners = OptimizerShards(parameters, loop.comm, has_second_owners=may_change)
+            self.owners.divide(self.optimizer)
+
+    def _make_reducer(self) -> Reducer:
+        """Return a reducer for the present workers."""
+        loop = self._loop
+        owner_of = None if self.owners is None else self.owners.owner_of
+        return Reducer(loop.comm, loop.parts.virtual_workers, one_pass=False, owner_of=owner_of)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's whole state dict, with its tensors on the CPU, on every worker;
+        called by all of them, outside of the bodies of a batch.
+        """
+        owners = self.owners
+        if owners is None:
+            return self.optimizer.state_dict()
+        recovery = self._loop.repeats.recovery
+        if not recovery.is_running:
+            return owners.full_state(self.optimizer)
+        return recovery.run(partial(owners.full_state, self.optimizer), meets=False)
 
     def install(self) -> None:
         """Replace the optimizer's methods."""
@@ -127,13 +166,16 @@ class PreparedOptimizer:
         optimizer.step = MethodType(step, optimizer)
         optimizer.zero_grad = MethodType(zero_grad, optimizer)
         optimizer.shards = self._loop.shards
+        optimizer.full_state_dict = self.full_state_dict
         optimizer.grad_norm = None
         optimizer.stepped = False
 
     def _refresh(self) -> None:
         """Find out which parameters are trained now."""
-        trained = [p for p in parameters_of(self._loop.model, self.optimizer) if p.requires_grad]
-        self._gradients.train(trained)
+        parameters = parameters_of(self._loop.model, self.optimizer)
+        if self.owners is not None:
+            self.owners.check_same(parameters)
+        self._gradients.train([p for p in parameters if p.requires_grad])
 
     def abandon(self) -> None:
         """End the bodies of a batch whose step was not done, and which run again."""
@@ -142,7 +184,9 @@ class PreparedOptimizer:
 
     def regroup(self) -> None:
         """Adapt to the communicator's new workers, which have the same state."""
-        self._reducer = Reducer(self._loop.comm, self._loop.parts.virtual_workers, one_pass=False)
+        if self.owners is not None:
+            self.owners.regroup(self.optimizer)
+        self._reducer = self._make_reducer()
         self._replicas.regroup()
 
     def begin_batch(self, empty: list[int]) -> None:
@@ -239,7 +283,8 @@ class PreparedOptimizer:
         self._reducer.finish()
         sums = self._reducer.sums
         assert sums is not None
-        norm = None
+        if self.owners is not None:
+            self.owners.copy_gradients()
         if self._counted:
             self._divide_by_count(sums[_COUNT])
         elif shard.left_out is not None:
@@ -254,22 +299,50 @@ class PreparedOptimizer:
             and not self._loop.parts.exact
         ):
             self._check_later(sums[_IGNORED], _check_ignored)
-        if self._loop.max_grad_norm is not None:
-            norm = clip(self._gradients.trained, self._loop.max_grad_norm)
-            self.optimizer.grad_norm = norm  # type: ignore[attr-defined]  # for hooks of the optimizer
         self._check_replicas(sums[_MARKS])
         if self._sums_buffers:
             samples = shard.total if shard.left_out is None else shard.total - sums[_LEFT_OUT]
             self._loop.buffers.set(sums[_NUMBERS:], samples)
-        # from here on nobody waits for others: the step is done, or none of it
-        with self._loop.gradients.update():
-            self._original_step()
+        # before the update, in which the workers may change: then these are requests of others
+        self._loop.repeats.note_requests(sums[_REQUESTS])
+        norm = self._update()
         self._unread += self._of_step
         while len(self._unread) > LAG:
             self._unread.pop(0).settle()
-        self._loop.repeats.note_requests(sums[_REQUESTS])
         self.steps_done += 1
         return None if loss is None else sums[_LOSS] / sums[_COUNT], norm
+
+    def _update(self) -> torch.Tensor | None:
+        """Update the parameters with the gradients of the global batch; returns their norm if it is
+        limited.
+
+        Raises:
+            ConfigError: on every worker, if the state is to be divided among the workers, and the
+                optimizer's update of one tensor depends on others, from the state that it has by
+                now.
+        """
+        loop = self._loop
+        trained = self._gradients.trained
+        max_grad_norm = loop.max_grad_norm
+        owners = self.owners
+        if loop.shards_optimizers and is_due(self.steps_done):
+            owns = (lambda _: True) if owners is None else owners.owns
+            call_on_all(loop.comm, partial(check_separable, self.optimizer, owns))
+        if owners is not None:
+            return update_by_owners(
+                owners, loop.repeats.recovery, trained, max_grad_norm, self._take_step
+            )
+        norm = None if max_grad_norm is None else clip(trained, max_grad_norm)
+        # from here on nobody waits for others: the step is done, or none of it
+        self._take_step(norm)
+        return norm
+
+    def _take_step(self, norm: torch.Tensor | None) -> None:
+        """Take the optimizer's own step with the gradients in ``.grad``."""
+        if norm is not None:
+            self.optimizer.grad_norm = norm  # type: ignore[attr-defined]  # for hooks of the optimizer
+        with self._loop.gradients.update():
+            self._original_step()
 
     def _check_left_out(self, left_out: float) -> None:
         """Check that no samples were left out of batches whose gradients are accumulated.

@@ -16,6 +16,7 @@ from ...communicator import Communicator
 from ...data.loader import Batch, Loader
 from ...errors import ConfigError
 from ...flight_recorder import recorded_collectives
+from ...parallel.optimizer_shards import OptimizerShards
 from ..batch_parts import BatchParts
 from ..feed import Feed, copied
 from ..in_flight import LAG, HostCopy
@@ -34,6 +35,7 @@ class PreparedSteps(Protocol):
 
     optimizer: Optimizer
     steps_done: int
+    owners: OptimizerShards | None
 
 
 class Loop(Protocol):
@@ -427,6 +429,11 @@ class OwnLoopState(ModelState):
             self._versions = self._current_versions()
         else:
             super().undo()
+
+    @property
+    @override
+    def shards(self) -> OptimizerShards | None:
+        return self.prepared.owners
 
     @override
     def of_operations(self) -> dict[str, Any]:

@@ -58,12 +58,17 @@ class ShardGradients:
     loop does to them there is found out from the tensors: ``None``, another tensor or a version
     that passes do not explain. So it does not matter which of the ways to zero them a loop uses.
 
+    Args:
+        are_divided: whether a step may leave a worker the gradients of some parameters alone. Then
+            no shard may add to them, on one worker neither.
+
     Attributes:
         trained: the parameters that require a gradient.
         carried: whether the running shard began with gradients of an earlier batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, are_divided: bool = False) -> None:
+        self._are_divided = are_divided
         self.trained: list[nn.Parameter] = []
         self.carried = False
         self._ids = frozenset[int]()  # of the trained parameters
@@ -216,7 +221,7 @@ class ShardGradients:
             self.put(kept.gradients)
         elif not first:
             self.put([None] * len(self.trained))
-        elif shard.one_of_several:
+        elif shard.one_of_several or self._are_divided:
             of_step = [p.grad is not None for p in self.trained]
         self.reopen()
         self._of_step = of_step

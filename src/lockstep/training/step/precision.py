@@ -185,21 +185,17 @@ class Precision:
             overflows = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             own = [found.to(self._device) for found in overflows.values()]
             most = torch.stack([torch.zeros((), device=self._device), *own]).max()
-            overflows.clear()
             with named("overflows of gradients"):
-                overflows[self._device] = comm.allreduce(most, "max")
+                of_all = comm.allreduce(most, "max")
+            overflows.clear()
+            overflows[self._device] = of_all
 
     def abandon_step(self) -> None:
         """Forget that gradients were unscaled, where no update is made with them; the scale stays
         as it is.
         """
-        scaler = self._scaler
-        if scaler is not None and any(
-            state["found_inf_per_device"] for state in scaler._per_optimizer_states.values()
-        ):
-            state = scaler.state_dict()
-            scaler.update()
-            scaler.load_state_dict(state)
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()
 
     def step(self, optimizer: Optimizer) -> None:
         """Update the parameters, or skip the step if fp16 gradients overflowed; the same on all

@@ -17,6 +17,9 @@ from .torch_calls import without_hooks_of_all_optimizers
 
 _SIDE = 3  # elements in each dimension of a small tensor
 _MOST = 8  # small tensors of each group
+# Methods that are attributes of an object if a learning-rate scheduler counts its steps, or after
+# `lockstep.prepare`: they are those of the original.
+_REPLACED = ("step", "zero_grad", "shards", "full_state_dict")
 _SCALES = (1e-4, 1.0, 1e4)  # of the gradients: a limit of their norm shows only where it is large
 _VOUCH = "Set optimizer.same_bits = True if it does all the same."
 _CLIP = "Trainer(max_grad_norm=...) limits the norm of the whole gradient, with equal bits."
@@ -140,8 +143,7 @@ def _small_copy(optimizer: Optimizer, owns: Callable[[torch.Tensor], bool]) -> O
         }
         for group, chosen in groups
     ]
-    # `step` is there if a learning-rate scheduler counts the steps: it is that of the original
-    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _REPLACED}
     small.__dict__.update(copy.deepcopy(attributes, memo))
     return small
 

@@ -26,7 +26,7 @@ from ...parallel.distributed import Distributed
 from ...parallel.fingerprints import mix_bits
 from ...parallel.invariant import Invariant
 from ...parallel.nested import split, tensors_of
-from ...parallel.optimizer_shards import OptimizerShards
+from ...parallel.optimizer_shards import refuse_other_parts
 from ...parallel.randomness import seed_torch
 from ...parallel.replicas_strategy import Replicas
 from ...parallel.shards import local_range, mix
@@ -35,6 +35,7 @@ from ...parallel.sync_batchnorm import convert
 from ...parallel.unchanged_parameters import UnchangedParameters
 from ..check_schedule import is_due
 from ..divided_batches import FirstBatch, describe_division
+from ..divided_update import update_by_owners
 from ..errors_on_all import call_on_all, raise_on_all
 from ..formats import REPLICA_CHECK
 from ..losses.loss import Forward, Loss, LossFn, LossModule
@@ -288,15 +289,16 @@ class TrainStep:
             neither weights nor hyperparameters.
         sync_batchnorm: batch norm has the statistics of the global batch; its layers are replaced
             in the model, with the same parameters. With virtual workers on the CPU only.
-        shard_optimizer: with virtual workers, divide the optimizer's state among the workers: each
-            updates the tensors that it owns, and gives their values to the others, with the same
-            bits and less memory. After a step a worker has no gradients, and
-            ``optimizer.state_dict()`` is a part of the state; `full_optimizer_state` returns all of
-            it.
+        shard_optimizer: divide the optimizer's state among the workers: each updates the tensors
+            that it owns, and gives their values to the others, with the same bits as without and
+            less memory; with virtual workers each also has the summed gradients of its tensors
+            alone. After a step a worker has no gradients, and ``optimizer.state_dict()`` is a part
+            of the state; `full_optimizer_state` returns all of it.
 
     Raises:
         ConfigError: for invalid arguments; with `shard_optimizer`, for an optimizer whose update of
-            one tensor depends on others.
+            one tensor depends on others, sparse gradients, and strategies other than data
+            parallelism.
         MismatchError: if the workers' models differ.
         TypeError: for an argument of another name; the error says what it is here.
 
@@ -373,11 +375,14 @@ class TrainStep:
         if shard_optimizer:
             self.strategy.shard_optimizer()
             check_separable(optimizer)
+        refuse_other_parts(optimizer)
         if sync_batchnorm:
             _synchronise_batch_norm(model, self.strategy)
         self.loss = Loss(loss_fn, self.comm.device, forward, model)
         self.strategy.loss_modules = self.loss.modules
         self._prepare()
+        if self.strategy.shards is not None:
+            self.strategy.shards.divide(optimizer)
         self._loss = LossModule(
             model, self.loss, collective_forward=self.strategy.collective_forward
         )
@@ -910,6 +915,7 @@ class TrainStep:
         shards = self.strategy.shards
         if shards is not None:
             shards.copy_gradients()
+            shards.drop_gradients()
         _fill_missing_gradients([p for p in self._parameters if shards is None or shards.holds(p)])
         if cast := self.precision.cast:
             converted = [
@@ -927,9 +933,16 @@ class TrainStep:
 
     def _update(self) -> torch.Tensor | None:
         """Update the parameters with the gradients; returns their norm if it is limited."""
+
+        def take_step(_: torch.Tensor | None) -> None:
+            self.precision.step(self.optimizer)
+            clear_gradients(self.optimizer, self._parameters)
+
         shards = self.strategy.shards
         if shards is not None:
-            return self._update_shards(shards)
+            return update_by_owners(
+                shards, self.recovery, self._parameters, self._max_grad_norm, take_step
+            )
         norm = None
         if self._max_grad_norm is not None:
             norm = clip(self._parameters, self._max_grad_norm)
@@ -937,39 +950,6 @@ class TrainStep:
         if self.shards_optimizer:
             clear_gradients(self.optimizer, self._parameters)
         return norm
-
-    def _update_shards(self, shards: OptimizerShards) -> torch.Tensor | None:
-        """Update the parameters that this worker owns, and give all their new values to all;
-        returns the norm of the gradients if it is limited.
-
-        In an elastic job the norms of the gradients are exchanged in any case: whoever contributes
-        has all gradients that its update needs, see `Recovery.update`.
-        """
-        limited: list[torch.Tensor] = []
-
-        def meet() -> torch.Tensor | None:
-            if self._max_grad_norm is None and self.recovery.has_fixed_workers:
-                return None
-            return shards.gradient_norms(self._parameters)
-
-        def update(norms: torch.Tensor | None) -> None:
-            if self._max_grad_norm is not None:
-                assert norms is not None
-                limited.append(shards.clip(self._parameters, norms, self._max_grad_norm))
-            self.precision.step(self.optimizer)
-            clear_gradients(self.optimizer, self._parameters)
-
-        self.recovery.update(meet, update, shards.give_out)
-        return limited[0] if limited else None
-
-    def finish_update(self) -> None:
-        """Give out the values of an update in the place of workers that were lost before all had
-        them; called by all workers.
-        """
-        shards = self.strategy.shards
-        assert shards is not None
-        shards.find_owners()
-        shards.give_out()
 
     def _sharded_norms(self) -> Callable[[], torch.Tensor] | None:
         """Return what computes the norms of all gradients, if a worker has only those of its
