@@ -36,13 +36,13 @@ def check_private_names(modules: Mapping[str, Module], extensions: Collection[st
     defines it, and neither the extension itself nor torch does. Nor does an extension's subclass
     of a class of the core override such a method.
     """
-    core = [module for module in modules.values() if module.part not in extensions]
-    of_core = {name for module in core for name in _defined(module)}
+    of_parts: dict[str, set[str]] = {}
+    for module in modules.values():
+        of_parts.setdefault(module.part, set()).update(_defined(module))
+    of_core = {name for part in of_parts.keys() - set(extensions) for name in of_parts[part]}
     problems = []
     for module in _of(modules, extensions):
-        own = {
-            name for each in modules.values() if each.part == module.part for name in _defined(each)
-        }
+        own = of_parts[module.part]
         bound = _bound_to_core(module, modules)
         for node in ast.walk(module.tree):
             if not isinstance(node, ast.Attribute) or not _is_private(node.attr):

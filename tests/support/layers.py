@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.sources import paused_collector, syntax_trees
+
 __all__ = [
     "Module",
     "check_cycles",
@@ -86,19 +88,19 @@ def read_table(document: str) -> dict[str, int]:
 def read_package(root: Path) -> dict[str, Module]:
     """Every module of the package in folder `root`, by full name."""
     modules = {}
-    for path in sorted(root.rglob("*.py")):
+    for path, tree in syntax_trees(root).items():
         parts = path.relative_to(root).with_suffix("").parts
         part = f"{parts[0]}/" if len(parts) > 1 else parts[0]
         name = ".".join((root.name, *(parts[:-1] if parts[-1] == "__init__" else parts)))
-        text = path.read_text()
-        modules[name] = Module(name, part, text, ast.parse(text, str(path)))
+        modules[name] = Module(name, part, path.read_text(), tree)
     packages = {
         f"{root.name}.{path.relative_to(root).as_posix().replace('/', '.')}"
         for path in _folders(root)
     }
-    for module in modules.values():
-        is_package = module.name == root.name or module.name in packages
-        module.imports = list(_imports(module, is_package, modules))
+    with paused_collector():
+        for module in modules.values():
+            is_package = module.name == root.name or module.name in packages
+            module.imports = list(_imports(module, is_package, modules))
     return modules
 
 
@@ -127,21 +129,22 @@ def _targets(node: ast.AST, here: str, modules: Mapping[str, Module]) -> list[st
 
 
 def _walk(body: list[ast.stmt], top: bool, runtime: bool) -> Iterator[tuple[ast.AST, bool, bool]]:
-    """Every node below `body`, with whether it runs on import and whether it runs at all."""
+    """Every statement below `body`, with whether it runs on import and whether it runs at all."""
     for statement in body:
         yield from _walk_node(statement, top, runtime)
 
 
 def _walk_node(node: ast.AST, top: bool, runtime: bool) -> Iterator[tuple[ast.AST, bool, bool]]:
     yield node, top, runtime
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         top = False
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
         yield from _walk(node.body, top, False)
         yield from _walk(node.orelse, top, runtime)
         return
     for child in ast.iter_child_nodes(node):
-        yield from _walk_node(child, top, runtime)
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _walk_node(child, top, runtime)
 
 
 # --- the checks: each returns what is wrong, in words

@@ -38,7 +38,7 @@ class Ending:
 
 # Imports what is slow to import, then forks a process for each rank of each program. A rank leaves
 # the loops, becomes the program, and ends as any Python program does. Each line of standard input
-# has a folder and programs.
+# has a folder, programs, and how many of them may run at once.
 _SERVER = """
 import gc, json, os, sys, time
 import torch, torch.distributed, torch.nn.parallel, lockstep.transports.creation
@@ -48,19 +48,24 @@ gc.freeze()  # a rank's last collection would otherwise copy every page of what 
 def become_rank():
     print("ready", flush=True)
     for line in sys.stdin:
-        folder, programs = json.loads(line)
-        for number, (source, ranks) in enumerate(programs):
-            pids = {}
-            for rank in range(ranks):
-                pid = os.fork()
-                if pid == 0:
-                    return source, rank, ranks, f"{folder}/{number}"
-                pids[pid] = rank
-            ended = []
-            while pids:
-                pid, status = os.wait()
-                ended.append((pids.pop(pid), os.waitstatus_to_exitcode(status), time.monotonic()))
-            print(json.dumps(sorted(ended)), flush=True)
+        folder, programs, at_once = json.loads(line)
+        waiting = list(enumerate(programs))
+        running = {}
+        ended = {}
+        while waiting or running:
+            while waiting and len({number for number, _ in running.values()}) < at_once:
+                number, (source, ranks) = waiting.pop(0)
+                ended[number] = []
+                for rank in range(ranks):
+                    pid = os.fork()
+                    if pid == 0:
+                        return source, rank, ranks, f"{folder}/{number}"
+                    running[pid] = number, rank
+            pid, status = os.wait()
+            number, rank = running.pop(pid)
+            ended[number].append((rank, os.waitstatus_to_exitcode(status), time.monotonic()))
+            if len(ended[number]) == programs[number][1]:
+                print(json.dumps([number, sorted(ended[number])]), flush=True)
     sys.exit()
 
 source, rank, ranks, name = become_rank()
@@ -96,8 +101,7 @@ os._exit(code)
 
 
 class ProgramServer:
-    """A process that has imported `preload`, and runs programs on their numbers of ranks, one after
-    the other.
+    """A process that has imported `preload`, and runs programs on their numbers of ranks.
 
     A program finds in `sys.argv` its rank, the number of ranks, and a path that is its own.
 
@@ -123,9 +127,20 @@ class ProgramServer:
         return server
 
     def run(
-        self, programs: Sequence[tuple[str, int]], folder: Path, timeout: float
+        self,
+        programs: Sequence[tuple[str, int]],
+        folder: Path,
+        timeout: float,
+        at_once: int = 1,
     ) -> list[list[Ending]]:
-        """Run the programs; returns how each rank of each has ended.
+        """Run the programs; returns how each rank of each has ended, in the order of the programs.
+
+        Args:
+            programs: the source of each, and its number of ranks.
+            folder: where they keep their files.
+            timeout: seconds for all of them together.
+            at_once: how many may run at the same time; more than one where they wait for most of
+                their time.
 
         Raises:
             subprocess.TimeoutExpired: all together have taken longer than `timeout` seconds; the
@@ -136,7 +151,7 @@ class ProgramServer:
             self._process = self._start()
         server = self._process
         assert server.stdin is not None and server.stdout is not None
-        server.stdin.write(json.dumps([str(folder), programs]) + "\n")
+        server.stdin.write(json.dumps([str(folder), programs, at_once]) + "\n")
         server.stdin.flush()
         limit = threading.Timer(timeout, _kill_group, [server.pid])
         limit.start()
@@ -149,9 +164,8 @@ class ProgramServer:
         if late and len(lines) < len(programs):
             raise subprocess.TimeoutExpired(f"{len(programs)} programs in {folder}", timeout)
         assert len(lines) == len(programs), f"{len(lines)} of {len(programs)} programs have ended"
-        return [
-            _endings(json.loads(line), f"{folder}/{number}") for number, line in enumerate(lines)
-        ]
+        endings = sorted(json.loads(line) for line in lines)
+        return [_endings(ended, f"{folder}/{number}") for number, ended in endings]
 
     def close(self) -> None:
         """End the server, and what its programs have left behind."""
@@ -169,15 +183,15 @@ def run_programs(
     folder: Path,
     timeout: float = 60.0,
     preload: Sequence[str] = (),
+    at_once: int = 1,
 ) -> list[list[Ending]]:
-    """Run each program on its number of ranks, one program after the other, by a `ProgramServer` of
-    their own.
+    """Run each program on its number of ranks by a `ProgramServer` of their own, so many at once.
 
     Raises:
         subprocess.TimeoutExpired: all together have taken longer than `timeout` seconds.
     """
     with closing(ProgramServer(preload)) as server:
-        return server.run(programs, folder, timeout)
+        return server.run(programs, folder, timeout, at_once)
 
 
 def _endings(ended: list[Any], name: str) -> list[Ending]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from support.sources import syntax_trees
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -151,10 +152,8 @@ def _fixed_parts(message: str) -> list[str]:
 
 
 def _texts_of_the_code() -> str:
-    sources = [ast.parse(path.read_text()) for path in (ROOT / "src/lockstep").rglob("*.py")]
-    nodes = (
-        node for source in sources for node in ast.walk(source) if isinstance(node, ast.Constant)
-    )
+    trees = syntax_trees(ROOT / "src/lockstep").values()
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
     return "\n".join(node.value for node in nodes if isinstance(node.value, str))
 
 

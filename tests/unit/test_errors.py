@@ -17,6 +17,7 @@ from lockstep.errors import (
     WorkerError,
     unknown_name,
 )
+from support.sources import syntax_trees
 
 
 def test_the_message_has_all_parts() -> None:
@@ -43,8 +44,8 @@ def test_values_are_quoted_and_words_are_not(came: dict[str, Any], shown: str) -
 
 def test_a_description_of_what_was_found_is_not_quoted() -> None:
     # a text in the place of a value would be quoted
-    for path in sorted((Path(errors.__file__).parent).rglob("*.py")):
-        for call in ast.walk(ast.parse(path.read_text())):
+    for path, tree in syntax_trees(Path(errors.__file__).parent).items():
+        for call in ast.walk(tree):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "ConfigError":
                 got = call.args[2:3] + [word.value for word in call.keywords if word.arg == "got"]
                 assert not any(map(_is_prose, got)), f"{path}:{call.lineno}: give words by found="

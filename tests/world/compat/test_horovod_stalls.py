@@ -66,7 +66,9 @@ finally:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with closing(ProgramServer(PRELOAD)) as server:
-        yield lambda programs: server.run(programs, tmp_path_factory.mktemp("programs"), 115)
+        yield lambda programs: server.run(
+            programs, tmp_path_factory.mktemp("programs"), 115, at_once=3
+        )
 
 
 def text_of(ending: Ending) -> str:

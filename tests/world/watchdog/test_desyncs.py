@@ -66,7 +66,9 @@ Run = Callable[[Sequence[tuple[str, int]]], list[list[Ending]]]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with closing(ProgramServer(PRELOAD, full_end=False)) as server:
-        yield lambda programs: server.run(programs, tmp_path_factory.mktemp("programs"), 115)
+        yield lambda programs: server.run(
+            programs, tmp_path_factory.mktemp("programs"), 115, at_once=3
+        )
 
 
 def check(name: str, ended: Sequence[Ending]) -> None:

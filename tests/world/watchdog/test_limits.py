@@ -37,7 +37,10 @@ Run = Callable[[Sequence[tuple[str, int]]], list[list[Ending]]]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with closing(ProgramServer(PRELOAD)) as server:
-        yield lambda programs: server.run(programs, tmp_path_factory.mktemp("programs"), 115)
+        # all of a test at once, as they hardly do anything but wait
+        yield lambda programs: server.run(
+            programs, tmp_path_factory.mktemp("programs"), 115, at_once=4
+        )
 
 
 def limited(text: str, seconds: float | None, backend: str, hosts: str = "") -> str:
@@ -189,7 +192,7 @@ def test_its_failure_and_its_death_end_the_wait(run: Run) -> None:
 
 HOLDS = """
 import ctypes
-hold = lambda: ctypes.PyDLL(None).sleep(5)
+hold = lambda: ctypes.PyDLL(None).sleep(3)
 if rank >= 2: hold()
 dist.all_reduce(x)
 if rank < 2: hold()
@@ -222,7 +225,7 @@ def link(name: str, state: str) -> None:
 
 
 def wait_while_the_network_fails(names: Sequence[str]) -> Ended:
-    """Four seconds without a network, which the ranks get over, and then the end of it."""
+    """A second without a network, which the ranks get over, and then the end of it."""
 
     with inside(names[int(os.environ["RANK"])]):
         watchdog.install(host_identity.host_key)
@@ -233,7 +236,7 @@ def wait_while_the_network_fails(names: Sequence[str]) -> Ended:
             if dist.get_rank() == 0:
                 link(names[1], "down")
                 if state == "back":
-                    time.sleep(4)
+                    time.sleep(1)  # what was lost is sent again within two seconds
                     link(names[1], "up")
         try:
             return attempt(lambda: dist.all_reduce(x))
@@ -247,7 +250,7 @@ def test_a_network_that_comes_back_is_no_loss_and_one_that_does_not_is(
     env = {
         "MASTER_ADDR": hosts.address,
         "GLOO_SOCKET_IFNAME": "eth0",
-        "LOCKSTEP_HEARTBEAT_TIMEOUT": "10",
+        "LOCKSTEP_HEARTBEAT_TIMEOUT": "5",
     }
     try:
         outcomes = pool.outcomes(
@@ -258,5 +261,5 @@ def test_a_network_that_comes_back_is_no_loss_and_one_that_does_not_is(
     for outcome in outcomes:
         assert outcome.ending == "returned", outcome.line() + outcome.trace
         assert outcome.value.kind == "RankLostError", outcome.value
-        assert outcome.value.seconds < 10 + SOON_S
+        assert outcome.value.seconds < 5 + SOON_S
     assert "and its host are unreachable" in outcomes[0].value.text
