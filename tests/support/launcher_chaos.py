@@ -296,7 +296,7 @@ class Job:
                 if not staying
                 else f"nobody has completed the training, though {staying} have not been lost"
             )
-        *before, _ = re.findall(r"fingerprint .* of pid (\d+)", out)
+        *before, _ = re.findall(r"fingerprint .* of process (\d+)", out)
         if not all(self.was_lost_with_all(int(worker)) for worker in before):
             return "it has trained again what was complete"
         results = {fingerprint(line) for line in self.lines if "fingerprint" in line}
