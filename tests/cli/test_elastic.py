@@ -160,13 +160,14 @@ def test_losses_leave_nothing_behind(tmp_path: Path) -> None:
             seen += job.read_until(r"step \d+ of 2")
             files.append(psutil.Process(job.pid).num_fds())
         end = time.monotonic() + DEADLINE
-        while psutil.Process(job.pid).num_fds() > files[0] and time.monotonic() < end:
+        most = max(files[:2])  # the launcher opens the records of a worker's group a moment later
+        while psutil.Process(job.pid).num_fds() > most and time.monotonic() < end:
             time.sleep(0.01)  # a pipe is closed by the thread that reads it
         files.append(psutil.Process(job.pid).num_fds())
         (tmp_path / "enough").touch()
         out, err = job.communicate(DEADLINE)
     assert job.returncode == 0, err
-    assert files[-1] <= files[0], files
+    assert files[-1] <= most, files
     # of the group and the step at the end, and none of the eight groups and steps before
     kept = re.findall(r"kept (\w+) (\d+)", out)
     assert len(kept) == 12 and all(int(number) <= 2 for _, number in kept), kept

@@ -33,8 +33,10 @@ trainer = lockstep.Trainer(
 )
 trainer.fit(data, EPOCHS, validate=data)
 if comm.rank == 0:
-    bits = lockstep.fingerprint(model, trainer.optimizer)
-    print("fingerprint", len(trainer.history), bits, "of process", os.getpid(), flush=True)
+    print(
+        "fingerprint", len(trainer.history), lockstep.fingerprint(model, trainer.optimizer),
+        "of process", os.getpid(), flush=True,
+    )
 """
 
 
