@@ -15,6 +15,7 @@ import lockstep
 
 # layers, width, vocabulary
 SIZES = {
+    "tiny": (1, 64, 64),
     "1M": (4, 128, 1024),
     "10M": (6, 384, 1024),
     "30M": (8, 512, 8192),
@@ -26,18 +27,9 @@ CONTEXT = 32
 STEPS = 4
 
 
-def main() -> None:
-    """Train, and write what this worker has needed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("size", choices=SIZES)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shard-optimizer", action="store_true")
-    args = parser.parse_args()
-    comm = lockstep.init("cpu")
-    (args.folder / f"{comm.rank}.pid").write_text(str(os.getpid()))
-    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    before = next(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
-    layers, width, vocabulary = SIZES[args.size]
+def train(size: str, shard_optimizer: bool) -> tuple[lockstep.TrainStep, list[float]]:
+    """Train a model of a size; returns its step, and the processor time of each."""
+    layers, width, vocabulary = SIZES[size]
     torch.manual_seed(0)
     texts = torch.randint(vocabulary, (VIRTUAL_WORKERS * STEPS, CONTEXT + 1))
     model = lockstep.models.gpt(vocabulary, CONTEXT, layers, width // 64, width, dropout=0.1)
@@ -48,7 +40,7 @@ def main() -> None:
         lockstep.models.next_token_loss,
         virtual_workers=VIRTUAL_WORKERS,
         max_grad_norm=0.5,
-        shard_optimizer=args.shard_optimizer,
+        shard_optimizer=shard_optimizer,
     )
     data = TensorDataset(texts[:, :-1], texts[:, 1:])
     loader = lockstep.Loader(data, VIRTUAL_WORKERS, virtual_workers=VIRTUAL_WORKERS)
@@ -57,11 +49,33 @@ def main() -> None:
         began = time.process_time()
         step(batch)
         processor.append(time.process_time() - began)
-    status = Path("/proc/self/status").read_text().splitlines()
+    return step, processor
+
+
+def number_in(file: str, name: str) -> int:
+    """A number of kB that the kernel tells of this process."""
+    lines = Path("/proc/self", file).read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def main() -> None:
+    """Train, and write what this worker has needed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shard-optimizer", action="store_true")
+    args = parser.parse_args()
+    comm = lockstep.init("cpu")
+    train("tiny", args.shard_optimizer)  # all code is loaded, and all connections are made
+    comm.barrier()
+    before = number_in("smaps_rollup", "Pss")
+    comm.barrier()
+    (args.folder / f"{comm.rank}.pid").write_text(str(os.getpid()))
+    step, processor = train(args.size, args.shard_optimizer)
     found = {
-        "resident": next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")),
+        "resident": number_in("status", "VmHWM"),
         "before": before,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in step.model.parameters()),
         "processor": round(min(processor[1:]), 3),
         "fingerprint": step.fingerprint()[:12],
     }

@@ -4,8 +4,8 @@ on several, with the optimizer whole on each and divided among them.
 Each job trains a GPT for a few steps with AdamW; its optimizer state is all there after the first.
 This program watches the workers from outside: the peak of the resident set (VmHWM), and the largest
 proportional set size seen (Pss, which divides what is shared among those that share it). Bytes a
-parameter are those of the largest Pss beyond what the worker has before it makes the model. The
-fingerprints of all jobs must be equal.
+parameter are those of the largest Pss beyond that of the worker when it has trained a tiny model in
+the same way. The fingerprints of all jobs must be equal.
 
     python benchmarks/worker_memory.py             # some five minutes; needs 16 GB of memory
     python benchmarks/worker_memory.py --quick     # a smoke run with a small model

@@ -886,6 +886,12 @@ def main(words: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--backend", choices=["shm", "gloo"])
     parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        help="seconds after which a job counts as one that hangs; more on a busy machine",
+    )
+    parser.add_argument(
         "--kept", action="store_true", help="a model with state outside of its state dict"
     )
     parser.add_argument(
@@ -917,7 +923,7 @@ def main(words: list[str]) -> int:
         if options.shard_optimizer:
             plan = plan.sharding(seed)
         begun = time.monotonic()
-        outcome = run_job(plan)
+        outcome = run_job(plan, options.limit)
         kind = plan.model, plan.virtual, plan.loaders, plan.parts, plan.on_spike, plan.shards
         expected = undisturbed(*kind, plan.precision)
         wrong = check(plan, outcome, expected)

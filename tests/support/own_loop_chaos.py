@@ -25,7 +25,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import lockstep
 from lockstep.parallel.fingerprints import fingerprint_of
 from support import elastic_chaos
-from support.elastic_chaos import BATCH, EPOCHS, VIRTUAL_WORKERS, Chaos, Plan, arm, make_trainer
+from support.elastic_chaos import (
+    BATCH,
+    EPOCHS,
+    LIMIT_S,
+    VIRTUAL_WORKERS,
+    Chaos,
+    Plan,
+    arm,
+    make_trainer,
+)
 
 # There is no fp16 in these loops.
 PLACES = {"unscale": "meet", "unscaled": "give out"}
@@ -145,6 +154,12 @@ def main(words: list[str]) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--backend", choices=["shm", "gloo"])
     parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        help="seconds after which a job counts as one that hangs; more on a busy machine",
+    )
+    parser.add_argument(
         "--kept", action="store_true", help="a model with state outside of its state dict"
     )
     parser.add_argument(
@@ -175,7 +190,7 @@ def main(words: list[str]) -> int:
             plan = replace(plan, model="kept", replaces=True)
         if plan.model not in expected:
             expected[plan.model] = elastic_chaos.undisturbed(plan.model, True, 0, 0)
-        outcome = elastic_chaos.run_job(plan)
+        outcome = elastic_chaos.run_job(plan, options.limit)
         # The first batch shows whether a loop can be repeated, and is not repeated itself.
         is_in_first = any(fault.count == 1 for fault in plan.faults)
         checked = replace(plan, shards=False) if is_in_first else plan
