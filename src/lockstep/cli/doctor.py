@@ -27,7 +27,7 @@ once, as the job. Ends with a list of problems and their fixes.
 """
 
 # options of `lockstep run` that this command has too
-_OF_RUN = ("hosts", "hostfile", "ssh_port", "identity")
+_OF_RUN = ("hosts", "hostfile", "ssh_port", "identity", "remote_python")
 _INDENT = 16  # columns before the text of a line: its mark and name
 
 _EXAMPLES = """

@@ -250,7 +250,8 @@ def compare_nodes(found: Mapping[int, _Node], what: str) -> tuple[str, list[Prob
         )
         for node in found.values()
         for name, version in first.versions.items()
-        if node.versions.get(name) != version
+        if this_host.must_match(name, node.versions.get(name, ""))
+        != this_host.must_match(name, version)
     ]
     if problems:
         return f"differ between {what}s", problems

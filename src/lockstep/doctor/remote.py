@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from .. import messages
-from ..hosts import Host
+from ..hosts import Host, is_this_host
 from ..launcher.options import JobOptions
 from ..launcher.remote_hosts.remote_command import ssh_command
 from . import this_host
@@ -51,6 +53,10 @@ _FIXES = {
 
 _LIMIT_S = 10.0  # in which a host must answer
 
+# Exit codes by which a host says what it has not. Shells, Python and ssh (255) use others.
+_NO_FOLDER = 91
+_NO_PYTHON = 92
+
 
 def examine_hosts(job: JobOptions, limit: float = _LIMIT_S) -> Section:
     """Log in on all hosts of `job` concurrently, and compare their versions with this host's.
@@ -75,10 +81,16 @@ def login_command(job: JobOptions, host: Host, program: str, limit: float) -> li
 
 
 def _examine(job: JobOptions, host: Host, limit: float) -> tuple[str, list[Problem]]:
-    # the same path of Python as on this host, if it exists there
-    python = shlex.quote(sys.executable)
-    code = shlex.quote(_PROGRAM)
-    program = f"p={python}; [ -x $p ] || p=python3; exec $p -c {code}"
+    if is_this_host(host.name):  # where `lockstep run` needs no ssh either
+        local = this_host.versions()
+        return compare(host, {**local, "cores": os.cpu_count()}, local)
+    # as `lockstep run` would begin there: in this folder, with this Python
+    python = job.remote_python or sys.executable
+    folder = shlex.quote(str(Path.cwd()))
+    program = (
+        f"cd {folder} || exit {_NO_FOLDER}; command -v {shlex.quote(python)} > /dev/null || exit "
+        f"{_NO_PYTHON}; exec {shlex.quote(python)} -c {shlex.quote(_PROGRAM)}"
+    )
     try:
         done = subprocess.run(
             login_command(job, host, program, limit),
@@ -96,7 +108,23 @@ def _examine(job: JobOptions, host: Host, limit: float) -> tuple[str, list[Probl
         return "not reached", [_unreachable(host, f"no answer within {2 * limit:g} s")]
     answers = [line for line in done.stdout.splitlines() if line.startswith("lockstep-doctor ")]
     if answers:
-        return _read_answer(host, answers[-1].partition(" ")[2])
+        return _read_answer(host, answers[-1].partition(" ")[2], python)
+    if done.returncode == _NO_FOLDER:
+        return "cannot run the program", [
+            Problem(
+                f"{host.name} has no folder {Path.cwd()}, in which the program would run",
+                "Copy the program there, to the same path, or use a file system that all hosts "
+                "share.",
+            )
+        ]
+    if done.returncode == _NO_PYTHON:
+        return "cannot run the program", [
+            Problem(
+                f"{host.name} has no Python at {python}",
+                "Install it there at the same path, or name the one that is there with "
+                "--remote-python, also for lockstep run.",
+            )
+        ]
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     return "not reached", [
         _unreachable(host, lines[-1] if lines else f"exit code {done.returncode}", done.stderr)
@@ -112,12 +140,12 @@ class _Answer(msgspec.Struct, frozen=True):
     cores: int | None = None
 
 
-def _read_answer(host: Host, text: str) -> tuple[str, list[Problem]]:
+def _read_answer(host: Host, text: str, python: str) -> tuple[str, list[Problem]]:
     try:
         answer = messages.decode(text, _Answer)
     except ValueError as error:
         return "not examined", [_unreachable(host, f"the answer of its Python is damaged: {error}")]
-    return compare(host, structs.asdict(answer), this_host.versions())
+    return compare(host, structs.asdict(answer), this_host.versions(), python)
 
 
 def _unreachable(host: Host, reason: str, stderr: str = "") -> Problem:
@@ -126,9 +154,17 @@ def _unreachable(host: Host, reason: str, stderr: str = "") -> Problem:
     return Problem(f"{host.name}: {reason}", fix.format(login=host.login, name=host.name))
 
 
-def compare(host: Host, remote: dict[str, Any], local: dict[str, str]) -> tuple[str, list[Problem]]:
+def compare(
+    host: Host, remote: dict[str, Any], local: dict[str, str], python: str = sys.executable
+) -> tuple[str, list[Problem]]:
     """Return the line about a host that answered, and a problem for each version that differs from
     this host's.
+
+    Args:
+        host: the host.
+        remote: its versions by package, and the number of its cores.
+        local: the versions of this host.
+        python: the path of Python there.
     """
     versions = {name: remote.get(name) for name in this_host.NAMES}
     text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
@@ -136,10 +172,11 @@ def compare(host: Host, remote: dict[str, Any], local: dict[str, str]) -> tuple[
         Problem(
             f"{host.name} has {f'{name} {version}' if version else f'no {name}'}, this host "
             f"{local.get(name, 'none')}",
-            f"Install {name} {local.get(name, '')} there, in the Python at {sys.executable}.",
+            f"Install {name} {local.get(name, '')} there, in the Python at {python}.",
         )
         for name, version in versions.items()
-        if version != local.get(name)
+        if this_host.must_match(name, version or "")
+        != this_host.must_match(name, local.get(name, ""))
     ]
     slots = f"{host.slots} slot{'s'[: host.slots != 1]} on {remote.get('cores') or '?'} cores"
     return f"{slots}: {text}", problems

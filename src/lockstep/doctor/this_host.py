@@ -234,6 +234,13 @@ def versions() -> dict[str, str]:
     return installed
 
 
+def must_match(name: str, text: str) -> str:
+    """Return the part of a version that must be the same on all hosts of a job, as the launcher
+    compares it: "3.11" of Python 3.11.7, and the whole version of others.
+    """
+    return ".".join(text.split(".")[:2]) if name == "python" else text
+
+
 def examine_versions() -> Section:
     """List the versions of Python, torch and Lockstep, and of the libraries that torch is built
     with.

@@ -451,6 +451,30 @@ def test_a_host_that_cannot_be_reached_is_a_problem(ssh: Path, told: str, fix: s
     assert told.splitlines()[-1] in fixes(section)
 
 
+def test_a_host_without_the_folder_or_the_python_of_the_job_cannot_run_it(
+    ssh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As `lockstep run` would find out: another Python there is of no use to it."""
+    ssh.write_text(ssh.read_text() + 'exec sh -c "$3"\n')
+    hosts = (Host("a"),)
+    missing = remote.examine_hosts(JobOptions((), hosts=hosts, remote_python="/no/python"), 30)
+    assert "a has no Python at /no/python" in fixes(missing) and "--remote-python" in fixes(missing)
+    named = remote.examine_hosts(JobOptions((), hosts=hosts, remote_python=sys.executable), 30)
+    assert fixes(named) == ""
+    here_alone = tmp_path / "here alone"
+    monkeypatch.setattr(remote.Path, "cwd", lambda: here_alone)
+    elsewhere = remote.examine_hosts(JobOptions((), hosts=hosts), 30)
+    assert f"a has no folder {here_alone}" in fixes(elsewhere)
+    assert is_good(elsewhere, "a") is False
+
+
+def test_nobody_logs_in_on_this_host(ssh: Path) -> None:
+    ssh.write_text("#!/bin/sh\nexit 255\n")
+    section = remote.examine_hosts(JobOptions((), hosts=(Host("localhost", 2),)), 30)
+    assert fixes(section) == ""
+    assert text_of(section, "localhost").startswith("2 slots on ")
+
+
 @pytest.mark.parametrize(
     "answer", ["[1]", "{}", '{"python": 3}', '{"python": "3.11", "cores": "many"}', "{"]
 )
@@ -482,6 +506,9 @@ def test_other_versions_are_problems() -> None:
         "a has no lockstep, this host 0.1.0",
     ]
     assert remote.compare(Host("a"), json.loads(json.dumps(HERE)), HERE)[1] == []
+    # the launcher does not mind another release of the same Python
+    assert remote.compare(Host("a"), {**HERE, "python": "3.11.9"}, HERE)[1] == []
+    assert len(remote.compare(Host("a"), {**HERE, "python": "3.12.0"}, HERE)[1]) == 1
 
 
 def test_the_line_of_an_error_output_that_says_what_went_wrong() -> None:
