@@ -56,21 +56,31 @@ def pytest_configure(config: pytest.Config) -> None:
     fresh_store()
 
 
-# Files that take minutes, which begin first where several processes run the tests.
+# Files that take a minute or more, which begin first where several processes run the tests: the
+# longest first, so that none of them is left when the others are done.
 LONGEST = (
+    "test_faults.py",
+    "test_examples.py",
+    "test_job_schedules.py",
+    "test_elastic.py",
+    "test_verified_programs.py",
     "test_desyncs.py",
     "test_run_hosts.py",
     "test_equal_bits.py",
     "test_collectives.py",
     "test_run.py",
+    "test_testing.py",
+    "test_election.py",
+    "test_launchers.py",
+    "test_proof.py",
     "test_limits.py",
     "test_transcripts.py",
-    "test_examples.py",
     "test_horovodrun.py",
     "test_resume_commands.py",
     "test_shm_endings.py",
     "test_horovod_scripts.py",
     "test_launch.py",
+    "test_hang_up.py",
     "test_properties.py",
     "test_mpi.py",
 )

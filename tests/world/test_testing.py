@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from support import warm_python
+
 # each starts a pytest, which starts workers a dozen times: more than the usual limit on a busy host
 pytestmark = pytest.mark.timeout(600)
 
@@ -46,11 +48,25 @@ def fit(folder, resume="latest"):
 """
 
 
+# the plugin by its module: an entry point is there only where the package has been installed anew
+PLUGINS = ("-p", "no:lockstep", "-p", "lockstep.testing.plugin", "-p", "no:cacheprovider")
+
+
 def run(pytester: pytest.Pytester, tests: str, *options: str) -> pytest.RunResult:
     pytester.makepyfile(test_users=BEGINNING + tests)
-    # the plugin by its module: an entry point is there only where the package has been installed anew
-    plugins = ("-p", "no:lockstep", "-p", "lockstep.testing.plugin", "-p", "no:cacheprovider")
-    return pytester.runpytest_subprocess(*plugins, *options)
+    return pytester.runpytest_subprocess(*PLUGINS, *options)
+
+
+def run_without_workers(pytester: pytest.Pytester, tests: str, *options: str) -> pytest.RunResult:
+    """As `run`, in a process that has PyTorch loaded: workers would find in it what pytest has
+    put there.
+    """
+    pytester.makepyfile(test_users=BEGINNING + tests)
+    done = warm_python.run(["-m", "pytest", *PLUGINS, *options], pytester.path, timeout=100.0)
+    print(done.stdout, done.stderr)
+    return pytest.RunResult(
+        done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), duration=0.0
+    )
 
 
 def test_the_same_bits_and_the_same_up_to_rounding(pytester: pytest.Pytester) -> None:
@@ -110,26 +126,26 @@ def test_survives(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(passed=1)
 
 
-def test_golden(pytester: pytest.Pytester) -> None:
+def test_golden(pytester: pytest.Pytester, warm: None) -> None:
     tests = "\ndef test_golden(lockstep_golden):\n    lockstep_golden({'a': torch.arange(3.)})\n"
-    run(pytester, tests).stdout.fnmatch_lines(["*there is no golden result yet*"])
-    stored = run(pytester, tests, "--lockstep-update-golden")
+    run_without_workers(pytester, tests).stdout.fnmatch_lines(["*there is no golden result yet*"])
+    stored = run_without_workers(pytester, tests, "--lockstep-update-golden")
     stored.assert_outcomes(passed=1)
     stored.stdout.fnmatch_lines(["lockstep: stored the golden result *test_golden.json"])
-    run(pytester, tests).assert_outcomes(passed=1)
-    changed = run(pytester, tests.replace("arange(3.)", "arange(3.) + 1"))
+    run_without_workers(pytester, tests).assert_outcomes(passed=1)
+    changed = run_without_workers(pytester, tests.replace("arange(3.)", "arange(3.) + 1"))
     changed.assert_outcomes(failed=1)
     changed.stdout.fnmatch_lines(
         ["*the first: a is float32 of shape (3,); begins with 1.0, 2.0, 3.0*"]
     )
     path = pytester.path / "golden" / "test_users" / "test_golden.json"
     path.write_text(path.read_text().replace('"torch": "', '"torch": "of another host '))
-    run(pytester, tests).assert_outcomes(skipped=1)
-    elsewhere = run(pytester, tests, "--lockstep-golden-elsewhere=fail")
+    run_without_workers(pytester, tests).assert_outcomes(skipped=1)
+    elsewhere = run_without_workers(pytester, tests, "--lockstep-golden-elsewhere=fail")
     elsewhere.assert_outcomes(failed=1)
     elsewhere.stdout.fnmatch_lines(["*were made elsewhere: by torch of another host*"])
     path.write_text("{")
-    run(pytester, tests).stdout.fnmatch_lines(
+    run_without_workers(pytester, tests).stdout.fnmatch_lines(
         ["*expected a file of golden results, got one that is*"]
     )
 

@@ -122,7 +122,8 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Endings:
         for n in (2, 3)
     }
     programs["interrupted"] = (start + INTERRUPTED, 3)
-    ended = run_programs(list(programs.values()), tmp_path_factory.mktemp("programs"), timeout=110)
+    folder = tmp_path_factory.mktemp("programs")
+    ended = run_programs(list(programs.values()), folder, timeout=110, at_once=2)
     return dict(zip(programs, ended, strict=True))
 
 
