@@ -41,7 +41,6 @@ from lockstep.elastic.membership import (
     Regroup,
     Up,
     View,
-    Wish,
     WorkerState,
 )
 from lockstep.errors import LockstepError
@@ -347,11 +346,11 @@ class Node:
 
     def take(self, message: object) -> None:
         match message:
-            case Regroup(generation, at_once):
+            case Regroup(generation, "agreed"):
+                self.wished = generation - 1
+            case Regroup(generation, when):
                 self.next = max(self.next, generation)
-                self.due = self.next if at_once else self.due
-            case Wish(generation):
-                self.wished = generation
+                self.due = self.next if when == "at once" else self.due
             case View():
                 self.view, self.next = message, max(self.next, message.generation)
                 if message.fit >= 0:

@@ -26,7 +26,6 @@ from .membership import (
     Regroup,
     Up,
     View,
-    Wish,
     WorkerState,
 )
 
@@ -66,7 +65,7 @@ class MembershipClient:
         self._due = self._next = (
             0  # the newest generation to enter at once, and the newest that is open
         )
-        self._wished = -1
+        self._to_agree_on = 0  # the generation for which to ask the other members
         self._signal = 0
         self._leased_until = math.inf  # in a job on one host there are no leases
         self._view: View | None = None
@@ -86,7 +85,7 @@ class MembershipClient:
         with self._changed:
             self._take(message)
             self._changed.notify_all()
-        if isinstance(message, Regroup) and message.at_once:
+        if isinstance(message, Regroup) and message.when == "at once":
             with suppress(OSError):  # of the group's sockets, which say nothing of the connection
                 self.on_change()
 
@@ -98,12 +97,12 @@ class MembershipClient:
 
     def _take(self, message: Down) -> None:
         match message:
-            case Regroup(generation, at_once):
+            case Regroup(generation, "agreed"):
+                self._to_agree_on = generation
+            case Regroup(generation, when):
                 self._next = max(self._next, generation)
-                if at_once:
+                if when == "at once":
                     self._due = self._next
-            case Wish():
-                self._wished = message.generation
             case View():
                 self._view = message
                 self._next = max(self._next, message.generation)
@@ -133,7 +132,7 @@ class MembershipClient:
     @property
     def wants_to_regroup(self) -> bool:
         """Whether this worker asks the others to regroup after the step in progress."""
-        return self.leaving or self._wished == self.generation
+        return self.leaving or self._to_agree_on == self.generation + 1
 
     @property
     def stop_signal(self) -> int:

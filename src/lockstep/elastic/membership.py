@@ -45,7 +45,6 @@ __all__ = [
     "Regroup",
     "Up",
     "View",
-    "Wish",
     "WorkerState",
 ]
 
@@ -126,23 +125,19 @@ class Keep(Tagged, frozen=True):
         return structs.replace(self, value=value)
 
 
-class Wish(Tagged, frozen=True):
-    """Agree with the members of `generation` to regroup after a step."""
-
-    generation: Integer
-
-
 class Regroup(Tagged, frozen=True):
-    """`generation` is open: leave the group, and arrive.
+    """Leave the group, and arrive for `generation`.
 
     Attributes:
         generation: the new one.
-        at_once: whether to do so wherever this worker waits in its group, and not only when the
-            step in progress is complete.
+        when: "agreed": it opens after a step on which all members agree, which this worker has to
+            ask of the others in each step; "after the step": it is open, and the members are to
+            complete the step in progress; "at once": it is open, and this worker leaves wherever it
+            waits in its group.
     """
 
     generation: Integer
-    at_once: bool
+    when: Literal["agreed", "after the step", "at once"]
 
 
 class View(Tagged, frozen=True):
@@ -200,7 +195,7 @@ class Finish(Tagged, frozen=True):
 Up = Hello | WorkerState | Keep | StoreRequest
 """From a worker to the coordinator."""
 
-Down = Regroup | Wish | View | Lease | Answer | Keep | Finish
+Down = Regroup | View | Lease | Answer | Keep | Finish
 """From the coordinator to a worker."""
 
 
@@ -347,6 +342,8 @@ class HostMemory:
     def note_down(self, number: int, message: Down) -> None:
         """A worker is sent a message."""
         match message:
+            case Regroup(when="agreed"):
+                pass  # it is not open yet
             case Regroup():
                 self.generation = max(self.generation, message.generation)
             case View():
@@ -440,7 +437,7 @@ class Coordinator:
     _published: list[Keep] = field(default_factory=list)
     _keys: dict[int, Keys] = field(default_factory=dict)
     _seniority: int = 0
-    _wished: bool = False
+    _is_agreeing: bool = False  # whether the members are to agree on a step
     _at_boundary: bool = False  # whether the members regroup between two steps, and not within one
     _newest: View | None = None
     _stop: Finish | None = None
@@ -718,15 +715,15 @@ class Coordinator:
     def _plan(self) -> None:
         """Open the next generation after a step on which all members agree."""
         if (
-            self._wished
+            self._is_agreeing
             or self.formed != self.generation
             or not self._in_training()
             or self.complete
         ):
             return  # the next view is followed by another plan, if there is still something to do
-        self._wished = True
+        self._is_agreeing = True
         for number in self.members:
-            self._send(self._workers[number], Wish(self.generation))
+            self._send(self._workers[number], Regroup(self.generation + 1, "agreed"))
 
     def _open_next(self) -> None:
         """Open the next generation at once."""
@@ -738,9 +735,10 @@ class Coordinator:
     def _open(self, at_once: bool) -> None:
         self._at_boundary = not at_once or self.waiting  # those that wait are still there
         self.generation += 1
-        self._wished = self.waiting = False
+        self._is_agreeing = self.waiting = False
+        when: Literal["after the step", "at once"] = "at once" if at_once else "after the step"
         for number in self.members:
-            self._send(self._workers[number], Regroup(self.generation, at_once))
+            self._send(self._workers[number], Regroup(self.generation, when))
 
     def _give_view(self) -> None:
         """Send the view of the open generation if all of its members have arrived."""
@@ -815,7 +813,7 @@ class Coordinator:
         new = [*stay, *ready]
         self.formed = self.generation
         self.view = tuple(worker.number for worker in new)
-        self.waiting = self._wished = False
+        self.waiting = self._is_agreeing = False
         self._keys = {
             number: keys for number, keys in self._keys.items() if number >= self.generation
         }

@@ -69,7 +69,7 @@ def test_who_has_to_leave_its_group_waits_no_more(
     job.receive(Lease(0.0))
     thread = begun(client)
     if end == "change":
-        job.receive(Regroup(1, at_once=True))
+        job.receive(Regroup(1, "at once"))
     else:
         job.lose()
     thread.join(20.0)

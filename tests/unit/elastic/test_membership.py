@@ -26,7 +26,6 @@ from lockstep.elastic.membership import (
     Regroup,
     Up,
     View,
-    Wish,
     WorkerState,
 )
 from support.worker_states import say
@@ -88,11 +87,11 @@ class Node:
 
     def take(self) -> None:
         match self.inbox.popleft():
-            case Regroup(generation, at_once):
+            case Regroup(generation, "agreed"):
+                self.wished = generation - 1
+            case Regroup(generation, when):
                 self.next = max(self.next, generation)
-                self.due = self.next if at_once else self.due
-            case Wish(generation):
-                self.wished = generation
+                self.due = self.next if when == "at once" else self.due
             case View() as view:
                 self.view, self.next = view, max(self.next, view.generation)
                 if view.fit >= 0:
@@ -487,17 +486,17 @@ def test_members_that_wait_below_the_minimum_save_and_end_when_they_are_told_to(
 def lose_the_second(coordinator: Coordinator) -> None:
     """The second of two workers is lost in a step, which the first completes alone."""
     coordinator.lost(1)
-    assert told(coordinator) == [(0, Regroup(2, at_once=True))]
+    assert told(coordinator) == [(0, Regroup(2, "at once"))]
     say(coordinator, 0, phase="arrived", generation=2, commit=(0, 5, 0))
     (_, view), (_, wish) = told(coordinator)
     assert (
         isinstance(view, View)
         and view.members == (0,)
-        and wish == Wish(2)
+        and wish == Regroup(3, "agreed")
         and not coordinator.waiting
     )
     say(coordinator, 0, phase="left", generation=2)
-    assert told(coordinator) == [(0, Regroup(3, at_once=False))]
+    assert told(coordinator) == [(0, Regroup(3, "after the step"))]
     say(coordinator, 0, phase="arrived", generation=3, commit=(0, 6, 0))
 
 
@@ -554,13 +553,13 @@ def test_who_is_lost_while_the_others_wait_below_the_minimum_leaves_them_waiting
 def test_after_a_loss_those_that_are_left_make_the_step_and_then_others_join() -> None:
     coordinator = formed(3)
     start(coordinator, 3)
-    assert told(coordinator) == [(number, Wish(1)) for number in range(3)]
+    assert told(coordinator) == [(number, Regroup(2, "agreed")) for number in range(3)]
     coordinator.lost(2)
     told(coordinator)
     say(coordinator, 0, phase="arrived", generation=2, commit=(0, 5))
     say(coordinator, 1, phase="arrived", generation=2, commit=(0, 4))
     assert coordinator.view == (0, 1)
-    assert told(coordinator)[2:] == [(0, Wish(2)), (1, Wish(2))]
+    assert told(coordinator)[2:] == [(0, Regroup(3, "agreed")), (1, Regroup(3, "agreed"))]
     say(coordinator, 1, phase="left", generation=2)
     say(coordinator, 1, phase="arrived", generation=3, commit=(0, 5))
     say(coordinator, 0, phase="arrived", generation=3, commit=(0, 5))
@@ -582,7 +581,7 @@ def test_a_member_whose_host_has_let_it_leave_the_group_takes_the_others_with_it
     say(
         coordinator, 1, phase="arrived", generation=2, commit=(0, 5, 0)
     )  # the coordinator knows of no change
-    assert told(coordinator) == [(0, Regroup(2, at_once=True)), (1, Regroup(2, at_once=True))]
+    assert told(coordinator) == [(0, Regroup(2, "at once")), (1, Regroup(2, "at once"))]
     say(coordinator, 0, phase="arrived", generation=2, commit=(0, 5, 0))
     assert [view.members for _, view in told(coordinator) if isinstance(view, View)] == [(0, 1)] * 2
 
@@ -603,16 +602,16 @@ def test_who_alone_has_the_state_hands_it_over_before_it_leaves() -> None:
     coordinator.receive(1, Hello(1))
     coordinator.receive(1, WorkerState("ready"))
     say(coordinator, 0, leaving=True)
-    assert told(coordinator) == [(0, Wish(1))]
+    assert told(coordinator) == [(0, Regroup(2, "agreed"))]
     say(coordinator, 0, phase="left", generation=1)
-    assert told(coordinator) == [(0, Regroup(2, at_once=False))]
+    assert told(coordinator) == [(0, Regroup(2, "after the step"))]
     say(coordinator, 0, phase="arrived", generation=2, commit=(0, 3, 0), leaving=True)
     messages = told(coordinator)
     assert [(number, type(message)) for number, message in messages] == [
         (0, View),
         (1, View),
-        (0, Wish),
-        (1, Wish),
+        (0, Regroup),
+        (1, Regroup),
     ]
     say(coordinator, 0, phase="left", generation=2)
     say(coordinator, 0, phase="arrived", generation=3, commit=(0, 4, 0), leaving=True)

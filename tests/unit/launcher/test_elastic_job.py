@@ -547,7 +547,7 @@ def test_all_members_are_held_wherever_they_are() -> None:
     world.train()
     assert world.job.hold()
     held = [(host, message.number, message.message) for host, message in world.of(ToWorker)]
-    assert held == [(0, 0, Regroup(2, at_once=True)), (1, 1, Regroup(2, at_once=True))]
+    assert held == [(0, 0, Regroup(2, "at once")), (1, 1, Regroup(2, "at once"))]
 
 
 def waiting_below_the_minimum(

@@ -18,17 +18,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from lockstep.launcher.elastic_jobs.election import (
-    Accept,
     Accepted,
     Ballot,
-    Decided,
     Election,
     ElectionMessage,
     HostView,
     Prepare,
     Promise,
+    Proposal,
     Reject,
-    Vote,
 )
 from lockstep.launcher.elastic_jobs.mesh import Link
 
@@ -458,20 +456,20 @@ def test_an_older_attempt_is_rejected() -> None:
     host.receive(2, Prepare(view, Ballot(1, 9, 2)))
     list(host.take_messages())
     host.receive(2, Prepare(view, Ballot(1, 8, 2)))
-    host.receive(2, Accept(Vote(Ballot(1, 8, 2), HostView(1, 2, (1, 2)))))
+    host.receive(2, Proposal(Ballot(1, 8, 2), HostView(1, 2, (1, 2))))
     assert list(host.take_messages()) == [(2, Reject(Ballot(1, 9, 2)))] * 2
 
 
 def test_a_connection_begins_with_what_its_host_has_accepted() -> None:
-    vote = Vote(Ballot(1, 1, 0), HostView(1, 0, (0, 1)))
+    proposal = Proposal(Ballot(1, 1, 0), HostView(1, 0, (0, 1)))
     host = Election(1, HostView(0, 0, (0, 1, 2)))
     host.set_link(0, Link.CONNECTED)
-    host.receive(0, Accept(vote))
+    host.receive(0, proposal)
     list(host.take_messages())
     host.set_link(2, Link.CONNECTED)
     assert list(host.take_messages()) == [
-        (2, Decided(HostView(0, 0, (0, 1, 2)))),
-        (2, Accepted(vote)),
+        (2, HostView(0, 0, (0, 1, 2))),
+        (2, Accepted(proposal)),
     ]
 
 

@@ -389,7 +389,7 @@ class ElasticJob:
         there are any.
         """
         members = self.coordinator.members_in_training
-        regroup = Regroup(self.coordinator.generation + 1, at_once=True)
+        regroup = Regroup(self.coordinator.generation + 1, "at once")
         for number in members:
             self.send(self._living.get(number, -1), ToWorker(number, regroup))
         return bool(members)

@@ -51,14 +51,13 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
 from ...messages import Integer, List, Tagged
 from .mesh import Link
 
 
-class HostView(msgspec.Struct, frozen=True, array_like=True):
-    """The hosts of the job at one time.
+class HostView(Tagged, frozen=True):
+    """The hosts of the job at one time; as a message, the newest view that the sender knows to be
+    decided.
 
     Attributes:
         number: increased by one with each view.
@@ -88,13 +87,6 @@ class Ballot(NamedTuple):
     host: Integer
 
 
-class Vote(msgspec.Struct, frozen=True, array_like=True):
-    """What a host has accepted: a view, and in which attempt."""
-
-    ballot: Ballot
-    view: HostView
-
-
 class Prepare(Tagged, frozen=True):
     """Phase 1: promise to accept no smaller ballot for the view after `view`."""
 
@@ -102,20 +94,27 @@ class Prepare(Tagged, frozen=True):
     ballot: Ballot
 
 
+class Proposal(Tagged, frozen=True):
+    """Phase 2: accept this view in this attempt; after that what a host has accepted."""
+
+    ballot: Ballot
+    view: HostView
+
+
 class Promise(Tagged, frozen=True):
     """The answer to `Prepare`.
 
     Attributes:
         ballot: of the attempt.
-        vote: what the sender has accepted for the next view.
+        accepted: what the sender has accepted for the next view.
         ended: the hosts whose connection the sender has read to the end, each with what it had
             accepted.
         lost: those that have ended otherwise, which may have accepted more than the sender knows.
     """
 
     ballot: Ballot
-    vote: Vote | None
-    ended: List[tuple[Integer, Vote | None]]
+    accepted: Proposal | None
+    ended: List[tuple[Integer, Proposal | None]]
     lost: List[Integer]
 
 
@@ -125,25 +124,13 @@ class Reject(Tagged, frozen=True):
     ballot: Ballot
 
 
-class Accept(Tagged, frozen=True):
-    """Phase 2: accept this view."""
-
-    vote: Vote
-
-
 class Accepted(Tagged, frozen=True):
     """The sender has accepted a view."""
 
-    vote: Vote
+    proposal: Proposal
 
 
-class Decided(Tagged, frozen=True):
-    """The newest view that the sender knows to be decided."""
-
-    view: HostView
-
-
-ElectionMessage = Prepare | Promise | Reject | Accept | Accepted | Decided
+ElectionMessage = Prepare | Promise | Reject | Proposal | Accepted | HostView
 """Between the launchers of two hosts."""
 
 _NO_BALLOT = Ballot(0, 0, -1)
@@ -157,7 +144,7 @@ class _Attempt:
     Attributes:
         promises: by host.
         ended, lost: the hosts that did not count, or not fully, when the value was chosen.
-        vote: the value that was chosen; None in phase 1.
+        proposal: the value that was chosen; None in phase 1.
         accepted_by: the hosts that have accepted it.
     """
 
@@ -165,7 +152,7 @@ class _Attempt:
     promises: dict[int, Promise] = field(default_factory=dict)
     ended: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
-    vote: Vote | None = None
+    proposal: Proposal | None = None
     accepted_by: set[int] = field(default_factory=set)
 
 
@@ -188,12 +175,13 @@ class Election:
     _links: dict[int, Link] = field(default_factory=dict)
     _joining: set[int] = field(default_factory=set)
     _excluded: set[int] = field(default_factory=set)
-    _folder: str | None = (
-        None  # the claims that the next view shall have; None for those of this one
-    )
+    # the claims that the next view shall have; None for those of this one
+    _folder: str | None = None
     _promised: Ballot = _NO_BALLOT
-    _vote: Vote | None = None  # for the next view
-    _heard: dict[int, Vote] = field(default_factory=dict)  # what other hosts have accepted for it
+    _accepted: Proposal | None = None  # for the next view
+    _heard: dict[int, Proposal] = field(
+        default_factory=dict
+    )  # what other hosts have accepted for it
     _attempt: _Attempt | None = None
     _round: int = 0  # the greatest that was seen
     _must_confirm: bool = False
@@ -330,7 +318,7 @@ class Election:
         if self.view is not None and not self.is_settled:
             for host, link in self._links.items():
                 if link is Link.CONNECTED:
-                    self._send(host, Decided(self.view))  # who knows a newer one answers
+                    self._send(host, self.view)  # who knows a newer one answers
 
     def claimed(self, winner: HostView) -> None:
         """The file of a view holds `winner`."""
@@ -347,13 +335,13 @@ class Election:
                 self._note_promise(host, message)
             case Reject(ballot):
                 self._note_rejection(ballot)
-            case Accept(vote):
-                self._accept(host, vote)
-            case Accepted(vote):
-                self._note_accepted(host, vote)
-            case Decided(view):
-                self._tell_if_older(host, view)
-                self._learn(view)
+            case Proposal():
+                self._accept(host, message)
+            case Accepted(proposal):
+                self._note_accepted(host, proposal)
+            case HostView():
+                self._tell_if_older(host, message)
+                self._learn(message)
 
     def _link(self, host: int) -> Link:
         return Link.CONNECTED if host == self.me else self._links.get(host, Link.SILENT)
@@ -361,9 +349,9 @@ class Election:
     def _greet(self, host: int) -> None:
         """Begin a connection with what its end is to have told."""
         if self.view is not None:
-            self._send(host, Decided(self.view))
-        if self._vote is not None:
-            self._send(host, Accepted(self._vote))
+            self._send(host, self.view)
+        if self._accepted is not None:
+            self._send(host, Accepted(self._accepted))
 
     @property
     def _wanted_hosts(self) -> tuple[int, ...]:
@@ -403,7 +391,7 @@ class Election:
 
     def _tell_if_older(self, host: int, view: HostView) -> None:
         if self.view is not None and view.number < self.view.number:
-            self._send(host, Decided(self.view))
+            self._send(host, self.view)
 
     def _answer(self, host: int, view: HostView, ballot: Ballot) -> None:
         self._tell_if_older(host, view)
@@ -422,29 +410,29 @@ class Election:
         ended = tuple(
             (host, self._heard.get(host)) for host in self.hosts if self._link(host) is Link.ENDED
         )
-        return Promise(ballot, self._vote, ended, tuple(self.lost))
+        return Promise(ballot, self._accepted, ended, tuple(self.lost))
 
-    def _accept(self, host: int, vote: Vote) -> None:
+    def _accept(self, host: int, proposal: Proposal) -> None:
         if self.view is None or self.is_outside:
             return
-        if vote.view.number != self.view.number + 1:
+        if proposal.view.number != self.view.number + 1:
             # one of the two is behind, and the other one answers
-            self._send(host, Decided(self.view))
-        elif vote.ballot < self._promised:
+            self._send(host, self.view)
+        elif proposal.ballot < self._promised:
             self._send(host, Reject(self._promised))
         else:
-            self._cast(vote)
-            self._send(host, Accepted(vote))
+            self._note_own(proposal)
+            self._send(host, Accepted(proposal))
 
-    def _cast(self, vote: Vote) -> None:
+    def _note_own(self, proposal: Proposal) -> None:
         """Accept, and tell all hosts but the proposer, also those that do not answer: they may read
         it later.
         """
-        self._promised = vote.ballot
-        self._vote = vote
+        self._promised = proposal.ballot
+        self._accepted = proposal
         for host in self.hosts:
-            if host not in (self.me, vote.ballot.host):
-                self._send(host, Accepted(vote))
+            if host not in (self.me, proposal.ballot.host):
+                self._send(host, Accepted(proposal))
 
     def _begin(self, view: HostView) -> None:
         self._round = max(self._round, self._promised.round) + 1
@@ -470,7 +458,7 @@ class Election:
 
     def _note_promise(self, host: int, promise: Promise) -> None:
         attempt = self._attempt
-        if attempt is None or promise.ballot != attempt.ballot or attempt.vote is not None:
+        if attempt is None or promise.ballot != attempt.ballot or attempt.proposal is not None:
             return
         attempt.promises[host] = promise
         if all(other in attempt.promises for other in self.hosts if self.is_connected(other)):
@@ -490,36 +478,39 @@ class Election:
             return
         if not self._is_quorum(attempt.promises, attempt):
             return  # this side of a cut network pauses
-        votes = [promise.vote for promise in promises] + [
-            vote for promise in promises for _, vote in promise.ended
+        known = [promise.accepted for promise in promises] + [
+            accepted for promise in promises for _, accepted in promise.ended
         ]
         newest = max(
-            (vote for vote in votes if vote is not None), key=lambda vote: vote.ballot, default=None
+            (accepted for accepted in known if accepted is not None),
+            key=lambda accepted: accepted.ballot,
+            default=None,
         )
         if newest is not None and newest.ballot > attempt.ballot:
             self._round = max(self._round, newest.ballot.round)
             self._give_up()
             return
-        vote = attempt.vote = Vote(attempt.ballot, value if newest is None else newest.view)
+        proposal = Proposal(attempt.ballot, value if newest is None else newest.view)
+        attempt.proposal = proposal
         for host in attempt.promises:
             if host != self.me:
-                self._send(host, Accept(vote))
-        self._cast(vote)
+                self._send(host, proposal)
+        self._note_own(proposal)
         self._count(self.me, attempt)
 
-    def _note_accepted(self, host: int, vote: Vote) -> None:
-        if self.view is None or vote.view.number != self.view.number + 1:
+    def _note_accepted(self, host: int, proposal: Proposal) -> None:
+        if self.view is None or proposal.view.number != self.view.number + 1:
             return
-        if host not in self._heard or vote.ballot > self._heard[host].ballot:
-            self._heard[host] = vote
-        if self._attempt is not None and self._attempt.vote == vote:
+        if host not in self._heard or proposal.ballot > self._heard[host].ballot:
+            self._heard[host] = proposal
+        if self._attempt is not None and self._attempt.proposal == proposal:
             self._count(host, self._attempt)
 
     def _count(self, host: int, attempt: _Attempt) -> None:
         attempt.accepted_by.add(host)
         if self._is_quorum(attempt.accepted_by, attempt):
-            assert attempt.vote is not None
-            self._decide(attempt.vote.view)
+            assert attempt.proposal is not None
+            self._decide(attempt.proposal.view)
 
     def _is_quorum(self, hosts: Iterable[int], attempt: _Attempt) -> bool:
         """Return whether so many hosts of the view may decide on the next one."""
@@ -531,7 +522,7 @@ class Election:
     def _decide(self, view: HostView) -> None:
         told = {*self.hosts, *view.hosts, *self._joining} - {self.me}
         for host in sorted(told):
-            self._send(host, Decided(view))
+            self._send(host, view)
         self._learn(view)
 
     def _learn(self, view: HostView) -> None:
@@ -543,7 +534,7 @@ class Election:
         self.view = view
         self.is_outside = not is_in
         self._promised = Ballot(view.number + 1, 0, -1)
-        self._vote = None
+        self._accepted = None
         self._heard.clear()
         self._attempt = None
         self._claim = None

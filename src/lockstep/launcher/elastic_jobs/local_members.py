@@ -86,7 +86,7 @@ class LocalMembers:
     def hold(self) -> bool:
         """Let the members that train leave their group at once; returns whether there are any."""
         members = self._knowledge.memory.members_in_training
-        regroup = Regroup(self._knowledge.memory.generation + 1, at_once=True)
+        regroup = Regroup(self._knowledge.memory.generation + 1, "at once")
         for number in members:
             self.deliver(number, regroup)
         return bool(members)
