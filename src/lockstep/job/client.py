@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from .connection import Connection, connect_to_launcher
-from .messages import Failure, Hello, Note, Peers, Release, ToAnyWorker
+from .messages import Failure, Finished, Hello, Note, Peers, ToAnyWorker
 
 _TURN_S = 0.5  # between two calls of `on_turn`, at most
 
@@ -114,7 +114,7 @@ class JobClient:
         match message:
             case Peers(pids):
                 self.peers = frozenset(pids)
-            case Release():
+            case Finished():
                 self._released.set()
             case _:
                 with self._lock:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
 from msgspec import structs
 
 from ..errors import WorkerError
@@ -18,22 +17,17 @@ from ..messages import Integer, List, Tagged
 
 __all__ = [
     "WATCHDOG_ERROR_KINDS",
-    "Begin",
     "Failure",
     "Finished",
     "FromAgent",
     "FromAnyWorker",
     "Hello",
     "HostDescription",
-    "HostFailure",
     "JobEnd",
-    "Listen",
-    "Listening",
+    "MeetingPoint",
     "Note",
-    "Outcome",
     "Output",
     "Peers",
-    "Release",
     "Reply",
     "Request",
     "Say",
@@ -48,24 +42,35 @@ class Hello(Tagged, frozen=True):
     worker: Integer
 
 
+WATCHDOG_ERROR_KINDS = ("DesyncError", "RankLostError", "StallError")
+"""The errors with which a worker repeats the watchdog's report, if there is one."""
+
+
 class Failure(Tagged, frozen=True):
-    """A worker ends early, because of an exception or a signal.
+    """A worker has ended early, because of an exception or a signal: as it says itself, and as the
+    first failure of a host's workers, or of all hosts'.
 
     Attributes:
-        rank: its number on its host; where failures of several hosts are combined, its rank.
-        time: nanoseconds since the epoch, when the exception was caught.
-        kind: class name of the exception.
-        reason: its message.
-        traceback: its traceback as text.
+        rank: the rank that failed; as a worker says it, its number on its host.
+        time: nanoseconds since the epoch, when the exception was caught; between hosts on the clock
+            of the first one.
+        kind: class name of the exception, or "exit" if the worker died.
+        reason: its message, of one or more lines.
+        traceback: its traceback as text, "" if there is none.
         exit_code: the process's exit code.
+        host: the name of its host.
+        others: a summary of workers that failed later.
+        report: the watchdog's report on all ranks, as JSON; "" if there is none.
+        repeats_watchdog: whether the error only repeats that report.
+        checkpoint: the newest one that this worker, or its host's workers, have saved; None without
+            one.
         dead_peers: the workers of its host that had ended by then, so that this failure probably
             follows from theirs; its launcher fills it in.
         signal_number: the signal on which the worker shut down cleanly; 0 if it failed.
-        checkpoint: the checkpoint that it saved before it stopped.
-        pickled: the exception, pickled, in Base64, if it is one of Lockstep's; else "".
+        pickled: the exception, pickled, in Base64, if it is one of Lockstep's; else "". It stays on
+            its host.
         in_collective: whether it was raised in communication with other ranks, as happens after one
             of them exits.
-        repeats_watchdog: whether it only repeats the watchdog's report on all ranks.
         call_site: where the user's program was, e.g. ``train.py:31 in main``; "" if that is not
             known.
     """
@@ -76,12 +81,15 @@ class Failure(Tagged, frozen=True):
     reason: str
     traceback: str = ""
     exit_code: Integer = 1
+    host: str = ""
+    others: str = ""
+    report: str = ""
+    repeats_watchdog: bool = False
+    checkpoint: str | None = None
     dead_peers: List[Integer] = ()
     signal_number: Integer = 0
-    checkpoint: str | None = None
     pickled: str = ""
     in_collective: bool = False
-    repeats_watchdog: bool = False
     call_site: str = ""
 
     @property
@@ -89,10 +97,74 @@ class Failure(Tagged, frozen=True):
         """Whether the worker shut down cleanly on a signal."""
         return self.signal_number > 0
 
+    def as_error(self) -> WorkerError:
+        """Return the failure as an exception."""
+        error = WorkerError(self.rank, self.kind, self.reason, self.traceback, self.exit_code)
+        error.host = self.host
+        error.others = self.others
+        error.time = self.time
+        error.report_json = self.report
+        error.checkpoint = self.checkpoint
+        return error
+
+    @staticmethod
+    def from_error(error: WorkerError, host: str = "", clock_offset_ns: int = 0) -> Failure:
+        """Return the failure described by `error`, on `host`, whose clock is `clock_offset_ns`
+        ahead.
+        """
+        traceback = error.worker_traceback
+        code = error.exit_code
+        where = error.host or host
+        at = error.time - clock_offset_ns
+        report = error.report_json
+        repeats_watchdog = bool(error.report_json) and error.kind in WATCHDOG_ERROR_KINDS
+        return Failure(
+            error.rank,
+            at,
+            error.kind,
+            error.reason,
+            traceback,
+            code,
+            where,
+            error.others,
+            report,
+            repeats_watchdog,
+            error.checkpoint,
+        )
+
+    @staticmethod
+    def earliest(failures: Sequence[Failure]) -> Failure | None:
+        """Return the earliest failure, with a summary of the later ones; None if there is none.
+
+        A worker that fails because of a failure on another host fails later than that one. A worker
+        whose error repeats the watchdog's report has seen another rank's failure, or failed
+        together with all.
+        """
+        if not failures:
+            return None
+        first, *rest = sorted(
+            failures, key=lambda failure: (failure.repeats_watchdog, failure.time)
+        )
+        others = [
+            first.others,
+            *(text for each in rest if not each.repeats_watchdog for text in each._summary()),
+        ]
+        report = first.report or next((failure.report for failure in rest if failure.report), "")
+        checkpoint = next(
+            (failure.checkpoint for failure in (first, *rest) if failure.checkpoint), None
+        )
+        texts = "; ".join(text for text in others if text)
+        return structs.replace(first, others=texts, report=report, checkpoint=checkpoint)
+
+    def _summary(self) -> tuple[str, str]:
+        return f"rank {self.rank} on {self.host} failed later with {self.kind}", self.others
+
 
 class Finished(Tagged, frozen=True):
-    """The work of the sender is done: of a worker, so that the end of its process is no failure; of
-    a launcher, that of all workers of its host; from the coordinator, that of all hosts.
+    """The work is done: of a worker, so that the end of its process is no failure; from a launcher
+    to the coordinator, that of all workers of its host, and back, that of all hosts. To a worker:
+    nothing more is to be expected from any other one of its host, and one that has failed need not
+    wait any longer for them to report the same error.
     """
 
 
@@ -116,14 +188,10 @@ class Peers(Tagged, frozen=True):
     pids: List[Integer]
 
 
-class Release(Tagged, frozen=True):
-    """A worker that has failed need not wait any longer for the others to report the same error."""
-
-
 FromAnyWorker = Hello | Failure | Finished | Note
 """From any worker to its launcher."""
 
-ToAnyWorker = Peers | Release
+ToAnyWorker = Peers | Finished
 """From a launcher to any of its workers."""
 
 
@@ -160,102 +228,19 @@ class HostDescription(Tagged, frozen=True):
         return next(iter(self.connection.split()[:1]), "")
 
 
-WATCHDOG_ERROR_KINDS = ("DesyncError", "RankLostError", "StallError")
-"""The errors with which a worker repeats the watchdog's report, if there is one."""
-
-
-class HostFailure(msgspec.Struct, frozen=True):
-    """The first failure of a host's workers.
+class MeetingPoint(Tagged, frozen=True):
+    """Where the launchers of the hosts meet: to the launcher of a host, that it shall listen there,
+    if there is no port, and else take part in the job of the launcher that listens there; from it,
+    where it listens, said again when it takes part in an elastic job.
 
     Attributes:
-        rank: the rank that failed.
-        kind: the class name of its exception, or "exit" if it died.
-        reason: the message, of one or more lines.
-        traceback: as text, "" if there is none.
-        exit_code: of the process.
-        host: the name of its host.
-        others: a summary of workers that failed later.
-        time: nanoseconds since the epoch, on the clock of the first host.
-        report: the watchdog's report on all ranks, as JSON; "" if there is none.
-        repeats_watchdog: whether the worker's error only repeats that report.
-        checkpoint: the newest checkpoint that this host's workers have saved; None without one.
+        address: from a launcher the one by which others may join the job there; "" as long as it
+            takes no part.
+        port: 0 for one that the system chooses.
     """
 
-    rank: int
-    kind: str
-    reason: str
-    traceback: str = ""
-    exit_code: int = 1
-    host: str = ""
-    others: str = ""
-    time: int = 0
-    report: str = ""
-    repeats_watchdog: bool = False
-    checkpoint: str | None = None
-
-    def as_error(self) -> WorkerError:
-        """Return the failure as an exception."""
-        error = WorkerError(self.rank, self.kind, self.reason, self.traceback, self.exit_code)
-        error.host = self.host
-        error.others = self.others
-        error.time = self.time
-        error.report_json = self.report
-        error.checkpoint = self.checkpoint
-        return error
-
-    @staticmethod
-    def from_error(error: WorkerError, host: str = "", clock_offset_ns: int = 0) -> HostFailure:
-        """Return the failure described by `error`, on `host`, whose clock is `clock_offset_ns`
-        ahead.
-        """
-        traceback = error.worker_traceback
-        code = error.exit_code
-        where = error.host or host
-        at = error.time - clock_offset_ns
-        report = error.report_json
-        repeats_watchdog = bool(error.report_json) and error.kind in WATCHDOG_ERROR_KINDS
-        texts = error.kind, error.reason, traceback, code, where, error.others
-        return HostFailure(error.rank, *texts, at, report, repeats_watchdog, error.checkpoint)
-
-    @staticmethod
-    def earliest(failures: Sequence[HostFailure]) -> HostFailure | None:
-        """Return the earliest failure, with a summary of the later ones; None if there is none.
-
-        A worker that fails because of a failure on another host fails later than that one. A worker
-        whose error repeats the watchdog's report has seen another rank's failure, or failed
-        together with all.
-        """
-        if not failures:
-            return None
-        first, *rest = sorted(
-            failures, key=lambda failure: (failure.repeats_watchdog, failure.time)
-        )
-        others = [
-            first.others,
-            *(text for each in rest if not each.repeats_watchdog for text in each._summary()),
-        ]
-        report = first.report or next((failure.report for failure in rest if failure.report), "")
-        checkpoint = next(
-            (failure.checkpoint for failure in (first, *rest) if failure.checkpoint), None
-        )
-        texts = "; ".join(text for text in others if text)
-        return structs.replace(first, others=texts, report=report, checkpoint=checkpoint)
-
-    def _summary(self) -> tuple[str, str]:
-        return f"rank {self.rank} on {self.host} failed later with {self.kind}", self.others
-
-
-class Listening(Tagged, frozen=True):
-    """The launcher of a host listens for those of the other hosts: the answer to `Listen`, and said
-    again when it takes part in an elastic job.
-
-    Attributes:
-        port: where it listens.
-        address: by which others may join the job there; "" as long as it takes no part.
-    """
-
-    port: Integer
-    address: str = ""
+    address: str
+    port: Integer = 0
 
 
 class Output(Tagged, frozen=True):
@@ -284,21 +269,9 @@ class Say(Tagged, frozen=True):
     text: str
 
 
-class Outcome(Tagged, frozen=True):
-    """The part of the sender is over, or its workers have failed: of one host, or from the
-    coordinator of all.
-
-    Attributes:
-        failure: the first one of its workers, if there is one.
-        error: another error with which a launcher ends; "" without one.
-    """
-
-    failure: HostFailure | None = None
-    error: str = ""
-
-
 class JobEnd(Tagged, frozen=True):
-    """The job is over, or cannot go on.
+    """The job is over, or cannot go on; from the launcher of a host to the coordinator, and with a
+    reason to the starter: there.
 
     Attributes:
         reason: why it does not end well; "" if it does.
@@ -308,20 +281,7 @@ class JobEnd(Tagged, frozen=True):
 
     reason: str = ""
     signal: Integer = 0
-    failure: HostFailure | None = None
-
-
-class Listen(Tagged, frozen=True):
-    """Listen at this address for the launchers of the other hosts."""
-
-    address: str
-
-
-class Begin(Tagged, frozen=True):
-    """Take part in the job of the launcher that listens there."""
-
-    address: str
-    port: Integer
+    failure: Failure | None = None
 
 
 class Request(Tagged, frozen=True):
@@ -333,8 +293,8 @@ class Request(Tagged, frozen=True):
             reply.
         what: "resize" to `count` workers; "remove" the host `host`; "address", for how another host
             can join; "leave", of the host that is asked; "slots", that it shall have `count` of
-            them; "signal", forward the signal `count` to the job; "stop" by the signal `count`;
-            "end" the job.
+            them; "signal", forward the signal `count` to the job; "stop" by the signal `count`,
+            in a job of fixed size that of the launcher on `host`; "end" the job.
     """
 
     number: Integer
@@ -351,8 +311,10 @@ class Reply(Tagged, frozen=True):
     accepted: bool
 
 
-FromAgent = HostDescription | Listening | Output | Say | Outcome | JobEnd
-"""From the launcher of a host to the one that was typed in, and has started it."""
+FromAgent = HostDescription | MeetingPoint | Output | Say | Failure | JobEnd
+"""From the launcher of a host to the one that was typed in, and has started it; the failure is the
+first one of its workers.
+"""
 
-ToAgent = Listen | Begin | Request
+ToAgent = MeetingPoint | Request
 """Back."""

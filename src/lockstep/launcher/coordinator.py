@@ -11,24 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ..job.messages import Finished, HostFailure, JobEnd, Outcome, Say
+from ..job.messages import Failure, Finished, JobEnd, Request, Say
 from ..messages import Integer, Tagged
 
 
 class Join(Tagged, frozen=True):
-    """This host can start so many workers in a round: after so many restarts."""
+    """This host can start so many workers in a round: after so many restarts. From the coordinator,
+    that a host has begun a further round, which all join.
+    """
 
     round: Integer
     workers: Integer
-
-
-class Interrupted(Tagged, frozen=True):
-    """The launcher of a host has received a signal; from the coordinator, that of the first such
-    host.
-    """
-
-    host: str
-    signal: Integer
 
 
 class Round(Tagged, frozen=True):
@@ -47,17 +40,15 @@ class Round(Tagged, frozen=True):
     port: Integer
 
 
-class NextRound(Tagged, frozen=True):
-    """The workers of some host have failed, and all are started again, so often before."""
+ToCoordinator = Join | Finished | Request | JobEnd
+"""From the launcher of a host: the request is to stop, as it has received a signal; with the end of
+the job its part is over.
+"""
 
-    number: Integer
-
-
-ToCoordinator = Join | Finished | Interrupted | Outcome
-"""From the launcher of a host; its outcome ends its part."""
-
-FromCoordinator = Round | NextRound | Finished | Interrupted | JobEnd | Outcome | Say
-"""To the launchers of all hosts; the outcome is that of all parts, once they are over."""
+FromCoordinator = Round | Join | Finished | Request | JobEnd | Failure | Say
+"""To the launchers of all hosts: the request is that of the host that was first to receive a
+signal; the failure is the first one of all hosts, said once all parts are over.
+"""
 
 
 _FINISHED = "workers cannot be restarted, because another host's have finished already"
@@ -84,8 +75,8 @@ class Coordinator:
     _round: int = 0
     _joined: dict[int, int] = field(default_factory=dict)  # workers, by host
     _done: set[int] = field(default_factory=set)
-    _failures: dict[int, HostFailure] = field(default_factory=dict)
-    _interruption: Interrupted | None = None
+    _failures: dict[int, Failure] = field(default_factory=dict)
+    _interruption: Request | None = None
     _is_over: bool = False
 
     def receive(self, host: int, message: ToCoordinator) -> None:
@@ -97,11 +88,11 @@ class Coordinator:
                 self._done.add(host)
                 if len(self._done) == len(self.names):
                     self._tell_all(Finished())
-            case Interrupted():
+            case Request(what="stop"):
                 if self._interruption is None:
                     self._interruption = message
                     self._tell_all(message)
-            case Outcome(failure):
+            case JobEnd(failure=failure):
                 self._end(host, failure)
 
     def lost(self, host: int, reason: str) -> None:
@@ -112,7 +103,7 @@ class Coordinator:
         self.end_job(reason)
         self._tell_outcome()
 
-    def end_job(self, reason: str, failure: HostFailure | None = None) -> None:
+    def end_job(self, reason: str, failure: Failure | None = None) -> None:
         """The job cannot go on."""
         if not self._is_over:
             self._is_over = True
@@ -134,7 +125,7 @@ class Coordinator:
         if number > self._round:
             self._round = number
             self._joined.clear()
-            self._tell_all(NextRound(number))
+            self._tell_all(Join(number, workers))
         if number == self._round:
             self._joined[host] = workers
         if len(self._joined) == len(self.names):
@@ -149,16 +140,17 @@ class Coordinator:
             self.send(host, Round(self._round, first_rank, world_size, port))
             first_rank += self._joined[host]
 
-    def _end(self, host: int, failure: HostFailure | None) -> None:
+    def _end(self, host: int, failure: Failure | None) -> None:
         self.ended.add(host)
         if failure is not None:
             self._failures[host] = failure
-            self.end_job(_FAILED, HostFailure.earliest(list(self._failures.values())))
+            self.end_job(_FAILED, Failure.earliest(list(self._failures.values())))
         self._tell_outcome()
 
     def _tell_outcome(self) -> None:
-        if self.ended >= self.names.keys():
-            self._tell_all(Outcome(HostFailure.earliest(list(self._failures.values()))))
+        failure = Failure.earliest(list(self._failures.values()))
+        if failure is not None and self.ended >= self.names.keys():
+            self._tell_all(failure)
 
     def _tell_all(self, message: FromCoordinator) -> None:
         for host in self.names:

@@ -22,16 +22,14 @@ import msgspec
 from .. import environment
 from ..errors import ConfigError, LockstepError, counted
 from ..job.connection import AT_ONCE, Connection, take_turn, watch_unsent
-from ..job.messages import Finished, HostDescription, HostFailure, JobEnd, Outcome, Say
+from ..job.messages import Failure, Finished, HostDescription, JobEnd, Request, Say
 from ..stores import LOOPBACK, listen, serve_store
 from ..system.heartbeat import keep_alive
 from ..system.strangers import Strangers
 from .coordinator import (
     Coordinator,
     FromCoordinator,
-    Interrupted,
     Join,
-    NextRound,
     Round,
     ToCoordinator,
 )
@@ -90,7 +88,7 @@ class OneHost:
         all_done: whether the workers of all hosts have finished.
         reason: why the job cannot go on, because of another host; "" while it can.
         failure: of another host's workers, if that is why.
-        interruption: the host that has received a signal first, and the signal.
+        interruption: the request of the host that has received a signal first.
         signals: that this launcher has received, in order; who starts it in another way than by a
             command may append some, from any thread.
     """
@@ -106,8 +104,8 @@ class OneHost:
         self.next_is_open = False
         self.all_done = False
         self.reason = ""
-        self.failure: HostFailure | None = None
-        self.interruption: Interrupted | None = None
+        self.failure: Failure | None = None
+        self.interruption: Request | None = None
         self.signals: list[int] = []
         self._store: Any = None
         self._rounds = 0
@@ -161,7 +159,7 @@ class FixedHosts(OneHost):
 
     Attributes:
         is_disconnected: whether the launcher of the first host is gone.
-        outcome: of the job, once the parts of all hosts are over.
+        outcome: the first failure of all hosts, once the parts of all are over; None without one.
     """
 
     def __init__(self, address: str, port: int, node: int, nodes: int) -> None:
@@ -172,7 +170,7 @@ class FixedHosts(OneHost):
         self.port = port
         self.run_id = f"{address}-{port}"
         self.is_disconnected = False
-        self.outcome: Outcome | None = None
+        self.outcome: Failure | None = None
         self._key = environment.job_key()
         self._limit_s = environment.heartbeat_timeout()
         self._silence = SilenceWatch(Patience.of(several_hosts=True))
@@ -434,16 +432,16 @@ class FixedHosts(OneHost):
 
     def interrupt(self, number: int) -> None:
         """Say that this launcher has received a signal, before its workers get it and exit."""
-        self._to_coordinator(Interrupted(socket.gethostname(), number))
+        self._to_coordinator(Request(0, "stop", number, socket.gethostname()))
 
-    def end(self, failure: HostFailure | None, seconds: float) -> HostFailure | None:
+    def end(self, failure: Failure | None, seconds: float) -> Failure | None:
         """Say that this host's part is over; returns the first failure on any host.
 
         Args:
             failure: of this host's workers.
             seconds: how long to wait for the other hosts, if there is a failure.
         """
-        self._to_coordinator(Outcome(failure))
+        self._to_coordinator(JobEnd(failure=failure))
         known = failure or self.failure
         deadline = time.monotonic() + seconds
         while known is not None and self.outcome is None and not self.is_disconnected:
@@ -453,7 +451,7 @@ class FixedHosts(OneHost):
                 self._coordinator.give_up()
             elif time.monotonic() > deadline:
                 break
-        return known if self.outcome is None else self.outcome.failure
+        return known if self.outcome is None else self.outcome
 
     def _to_coordinator(self, message: ToCoordinator) -> None:
         if self._coordinator is not None:
@@ -471,17 +469,17 @@ class FixedHosts(OneHost):
         match message:
             case Round():
                 self.place = message
-            case NextRound(number):
+            case Join(number):
                 self.next_is_open = number > self._rounds
                 self._rounds = max(self._rounds, number)
             case Finished():
                 self.all_done = True
-            case Interrupted():
+            case Request():
                 self.interruption = message
             case JobEnd(reason, _, failure):
                 self.reason = self.reason or reason
                 self.failure = self.failure or failure
-            case Outcome():
+            case Failure():
                 self.outcome = message
             case Say(text):
                 self._notes.append(text)

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from .. import environment
 from ..errors import InterruptedRunError, LockstepError, WorkerError
-from ..job.messages import HostDescription, HostFailure, JobEnd, Outcome, Request
+from ..job.messages import Failure, HostDescription, JobEnd, Request
 from ..system.heartbeat import address_towards
 from .links import FIRST, FixedHosts, interface_with_address, listen_for_hosts
 from .local import run_host_share
@@ -75,7 +75,7 @@ class HostPart(ABC):
     def lose_starter(self) -> None:
         """The starter or the connection to it is gone."""
 
-    def failure_of(self, error: LockstepError) -> HostFailure | None:
+    def failure_of(self, error: LockstepError) -> Failure | None:
         """Return the failure of a worker that the starter is to be told with `error`."""
         return None
 
@@ -111,12 +111,14 @@ def run_as_node(part: HostPart, config: JobOptions, starter: Starter | None) -> 
     connection = environment.variables().get("SSH_CONNECTION", "")
     description = msgspec.structs.replace(part.description, connection=connection)
     # only now is it known by which address the other hosts reach this one
-    begin = starter.meet(description, lambda address: part.listen(address, 0))
-    if begin is None:
+    meeting_point = starter.meet(description, lambda address: part.listen(address, 0))
+    if meeting_point is None:
         return
     starter.follow(part.take, part.lose_starter)
     try:
-        part.run(replace(config, quiet=True), starter.log, begin.address, begin.port)
+        part.run(
+            replace(config, quiet=True), starter.log, meeting_point.address, meeting_point.port
+        )
     except (LockstepError, KeyboardInterrupt) as error:
         failure = part.failure_of(error) if isinstance(error, LockstepError) else None
         starter.end(error, failure)
@@ -154,9 +156,9 @@ class FixedPart(HostPart):
         run_workers = partial(run_host_share, self.script, config, workers, log, hosts)
         run_host(hosts, self.description, config, self._listener, run_workers, self._report)
 
-    def _report(self, failure: HostFailure) -> None:
+    def _report(self, failure: Failure) -> None:
         if self.starter is not None:
-            self.starter.send(Outcome(failure))
+            self.starter.send(failure)
 
 
 def run_host(
@@ -165,7 +167,7 @@ def run_host(
     config: JobOptions,
     listener: socket.socket | None,
     run_workers: Callable[[], None],
-    report: Callable[[HostFailure], object] = lambda failure: None,
+    report: Callable[[Failure], object] = lambda failure: None,
 ) -> None:
     """Run one host's part of a job on several, and agree with the others on the first failure.
 
@@ -182,7 +184,7 @@ def run_host(
         WorkerError: the rank that failed first, on any host; its cause is the error of this host.
         as `run_workers`.
     """
-    own: HostFailure | None = None
+    own: Failure | None = None
     error: LockstepError | None = None
     with closing(hosts):
         hosts.meet(description, config, listener)
@@ -221,19 +223,19 @@ def _check_interruption(error: LockstepError, hosts: FixedHosts) -> None:
     else:
         follows = bool(hosts.reason)  # that host, or the first one, is gone
     if interruption is not None and follows:
-        name = signal.Signals(interruption.signal).name
+        name = signal.Signals(interruption.count).name
         text = f"stopped by {name} on {interruption.host}: its workers have exited"
-        raise InterruptedRunError(text, interruption.signal)
+        raise InterruptedRunError(text, interruption.count)
 
 
-def failure_of(error: LockstepError, clock_offset_ns: int = 0) -> HostFailure | None:
+def failure_of(error: LockstepError, clock_offset_ns: int = 0) -> Failure | None:
     """Return the failure of a worker; an error that all of this host's workers share counts as the
     first worker's.
     """
     cause = error if isinstance(error, WorkerError) else error.__cause__
     if not isinstance(cause, WorkerError):
         return None
-    return HostFailure.from_error(cause, socket.gethostname(), clock_offset_ns)
+    return Failure.from_error(cause, socket.gethostname(), clock_offset_ns)
 
 
 def _choose_interface(config: JobOptions, hosts: FixedHosts) -> None:

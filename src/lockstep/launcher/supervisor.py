@@ -27,7 +27,7 @@ from ..environment.variable_table import (
 from ..errors import DataError
 from ..flight_recorder import jobs, layout, open_job
 from ..flight_recorder.jobs import MessageReader
-from ..job.messages import HostFailure
+from ..job.messages import Failure
 from ..system.job_folders import JobFolderLock
 from ..system.processes import TERM_GRACE_S, end_orphans, is_stopped
 from ..watchdog import report as reports
@@ -370,7 +370,7 @@ class WatchdogFiles:
         report = self.report()
         return {row.rank: row.state for row in report.ranks} if report is not None else {}
 
-    def deliver_failure(self, failure: HostFailure) -> None:
+    def deliver_failure(self, failure: Failure) -> None:
         """Make this host's workers raise the `failure` of another host, unless there is a report
         already.
         """
@@ -401,7 +401,7 @@ class WatchdogFiles:
         jobs.remove(job)
 
 
-def _report_on_failure(failure: HostFailure, folder: Path) -> reports.Report:
+def _report_on_failure(failure: Failure, folder: Path) -> reports.Report:
     """Return a report on a worker of another host, with the states of this host's workers from
     their records.
     """

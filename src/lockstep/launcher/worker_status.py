@@ -2,7 +2,7 @@
 error of a run.
 
 After the last worker has ended, the launcher collects everything in `WorkerResults`, from which
-`raise_failure` selects the error. `HostFailure` is the form in which the first failure of a host
+`raise_failure` selects the error. `Failure` is the form in which the first failure of a host
 travels to the other hosts.
 """
 

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from .. import environment
 from ..job.connection import AT_ONCE, Connection, watch_unsent
-from ..job.messages import Failure, Finished, FromAnyWorker, Hello, Note, Peers, Release
+from ..job.messages import Failure, Finished, FromAnyWorker, Hello, Note, Peers
 from ..system.strangers import Strangers
 from .worker_process.fork_server import note_how_to_know, starting_processes
 
@@ -322,7 +322,7 @@ class Workers:
         """Let the workers end that have failed, if nothing more is to be expected from any."""
         if all(worker.has_reported for worker in self._workers.values()):
             for number in self.living:
-                self.send(number, Release())
+                self.send(number, Finished())
 
     def _note_end(self, number: int) -> None:
         """The process of a worker has ended."""

@@ -10,13 +10,11 @@ from itertools import count
 import pytest
 from msgspec.structs import replace
 
-from lockstep.job.messages import Finished, HostFailure, JobEnd, Outcome, Say
+from lockstep.job.messages import Failure, Finished, JobEnd, Request, Say
 from lockstep.launcher.coordinator import (
     Coordinator,
     FromCoordinator,
-    Interrupted,
     Join,
-    NextRound,
     Round,
 )
 
@@ -56,8 +54,8 @@ def job() -> Job:
     return Job()
 
 
-def failure(rank: int, at: int, host: str = "") -> HostFailure:
-    return HostFailure(rank, "ValueError", f"of {rank}", host=host, time=at)
+def failure(rank: int, at: int, host: str = "") -> Failure:
+    return Failure(rank, at, "ValueError", f"of {rank}", host=host)
 
 
 def test_workers_start_when_all_hosts_are_ready_in_the_order_of_the_hosts(job: Job) -> None:
@@ -74,7 +72,7 @@ def test_a_host_that_starts_its_workers_again_is_followed_by_all_with_another_st
     job.start()
     job.take()
     job.receive(1, Join(1, 3))
-    assert job.take() == [[NextRound(1)]] * 3
+    assert job.take() == [[Join(1, 3)]] * 3
     job.receive(2, Join(1, 1))
     job.receive(0, Join(1, 2))
     assert job.take() == [[Round(1, 0, 6, 1001)], [Round(1, 2, 6, 1001)], [Round(1, 5, 6, 1001)]]
@@ -110,16 +108,16 @@ def test_the_job_is_done_when_all_hosts_have_finished(job: Job) -> None:
 def test_a_failure_ends_the_job_and_all_name_the_earliest(job: Job) -> None:
     job.start()
     job.take()
-    job.receive(1, Outcome(failure(1, 20, "b")))
+    job.receive(1, JobEnd(failure=failure(1, 20, "b")))
     assert (
         job.take()
         == [[JobEnd("another host's workers have failed", failure=failure(1, 20, "b"))]] * 3
     )
-    job.receive(2, Outcome(failure(2, 10, "c")))
+    job.receive(2, JobEnd(failure=failure(2, 10, "c")))
     assert job.take() == [[]] * 3
-    job.receive(0, Outcome())
+    job.receive(0, JobEnd())
     earliest = replace(failure(2, 10, "c"), others="rank 1 on b failed later with ValueError")
-    assert job.take() == [[Outcome(earliest)]] * 3
+    assert job.take() == [[earliest]] * 3
     job.receive(2, Join(1, 4))  # it had not heard yet
     assert job.take() == [[], [], [JobEnd("another host's workers have failed")]]
 
@@ -129,14 +127,14 @@ def test_a_lost_host_ends_the_job_and_is_not_waited_for(job: Job) -> None:
     job.take()
     job.coordinator.lost(2, "the launcher on c has ended")
     assert job.take() == [[JobEnd("the launcher on c has ended")]] * 3
-    job.receive(0, Outcome())
-    job.receive(1, Outcome(failure(1, 20)))
-    assert job.take() == [[Outcome(failure(1, 20))]] * 3
+    job.receive(0, JobEnd())
+    job.receive(1, JobEnd(failure=failure(1, 20)))
+    assert job.take() == [[failure(1, 20)]] * 3
 
 
 def test_the_loss_of_a_host_whose_part_is_over_changes_nothing(job: Job) -> None:
     job.start()
-    job.receive(2, Outcome())
+    job.receive(2, JobEnd())
     job.take()
     job.coordinator.lost(2, "the launcher on c has ended")
     assert job.take() == [[]] * 3
@@ -144,18 +142,18 @@ def test_the_loss_of_a_host_whose_part_is_over_changes_nothing(job: Job) -> None
 
 def test_hosts_that_take_too_long_to_end_are_not_waited_for(job: Job) -> None:
     job.start()
-    job.receive(1, Outcome(failure(1, 20)))
+    job.receive(1, JobEnd(failure=failure(1, 20)))
     job.take()
     job.coordinator.give_up()
-    assert job.take() == [[Outcome(failure(1, 20))]] * 3
+    assert job.take() == [[failure(1, 20)]] * 3
 
 
 def test_all_know_the_host_that_was_interrupted_first(job: Job) -> None:
     job.start()
     job.take()
-    job.receive(1, Interrupted("b", 2))
-    job.receive(0, Interrupted("a", 15))
-    assert job.take() == [[Interrupted("b", 2)]] * 3
+    job.receive(1, Request(0, "stop", 2, "b"))
+    job.receive(0, Request(0, "stop", 15, "a"))
+    assert job.take() == [[Request(0, "stop", 2, "b")]] * 3
 
 
 def test_all_hosts_can_be_told_something(job: Job) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.errors import ConfigError, LockstepError, WorkerError
 from lockstep.job.connection import Connection
-from lockstep.job.messages import HostDescription, HostFailure
+from lockstep.job.messages import Failure, HostDescription
 from lockstep.launcher.coordinator import Round
 from lockstep.launcher.links import (
     Challenge,
@@ -48,8 +48,8 @@ def described(host: str, **given: Any) -> HostDescription:
     )
 
 
-def failure(rank: int, at: int, host: str = "") -> HostFailure:
-    return HostFailure(rank, "ValueError", f"of {rank}", f"trace of {rank}", 3, host, "", at)
+def failure(rank: int, at: int, host: str = "") -> Failure:
+    return Failure(rank, at, "ValueError", f"of {rank}", f"trace of {rank}", 3, host)
 
 
 def meet(descriptions: Sequence[HostDescription], **given: Any) -> list[FixedHosts | str]:
@@ -420,16 +420,16 @@ def test_the_signal_of_one_launcher_is_known_to_all() -> None:
         hosts[1].interrupt(2)
         turn_until(hosts, lambda: all(each.interruption is not None for each in hosts))
         assert (
-            hosts[0].interruption.host == socket.gethostname() and hosts[0].interruption.signal == 2
+            hosts[0].interruption.host == socket.gethostname() and hosts[0].interruption.count == 2
         )
 
 
 def test_a_failure_travels_as_it_is_and_on_the_common_clock() -> None:
     error = WorkerError(3, "ValueError", "no", "trace", 7)
     error.time, error.others = 1000, "rank 2 failed"
-    sent = HostFailure.from_error(error, "b", clock_offset_ns=100)
+    sent = Failure.from_error(error, "b", clock_offset_ns=100)
     assert (sent.host, sent.time, sent.others) == ("b", 900, "rank 2 failed")
     back = sent.as_error()
     assert (back.rank, back.exit_code, back.host, str(back)) == (3, 7, "b", str(back))
     assert str(back).startswith("rank 3 on b: ValueError: no\n(rank 2 failed)\n\ntrace")
-    assert HostFailure.earliest([]) is None
+    assert Failure.earliest([]) is None

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from lockstep.errors import DesyncError, LockstepError, WorkerError
 from lockstep.flight_recorder import FlightRecorder, layout
-from lockstep.job.messages import Failure, HostFailure
+from lockstep.job.messages import Failure
 from lockstep.launcher import local
 from lockstep.launcher.links import OneHost
 from lockstep.launcher.local import _raise_failure
@@ -159,7 +159,7 @@ def test_a_report_is_printed_though_another_node_was_the_first_to_fail() -> None
             ),
             why,
         )
-    failure = HostFailure.from_error(caught.value, "alpha")
+    failure = Failure.from_error(caught.value, "alpha")
     assert failure.repeats_watchdog and from_json(failure.report).sentence == DIED.sentence
     for joint in (None, DIED):  # ended by the launcher, before it could say anything
         with pytest.raises(LockstepError, match=f"the run was ended: {why}"):
@@ -299,18 +299,15 @@ def test_errors_that_repeat_the_report_are_not_shown_again() -> None:
 
 
 def test_between_hosts_a_failure_comes_before_the_reports_of_others_about_it() -> None:
-    echo = HostFailure(0, "RankLostError", "", host="a", time=1, report="{}", repeats_watchdog=True)
-    cause = HostFailure(5, "exit", "killed", host="b", time=2)
-    first = HostFailure.earliest([echo, cause])
+    echo = Failure(0, 1, "RankLostError", "", host="a", report="{}", repeats_watchdog=True)
+    cause = Failure(5, 2, "exit", "killed", host="b")
+    first = Failure.earliest([echo, cause])
     assert first == replace(cause, report="{}", others="")
     assert first.as_error().report_json == "{}"
     error = WorkerError(0, "RankLostError", "")
-    assert not HostFailure.from_error(error).repeats_watchdog
+    assert not Failure.from_error(error).repeats_watchdog
     error.report_json = "{}"
-    assert (
-        HostFailure.from_error(error).repeats_watchdog
-        and HostFailure.from_error(error).report == "{}"
-    )
+    assert Failure.from_error(error).repeats_watchdog and Failure.from_error(error).report == "{}"
 
 
 def test_what_workers_find_in_their_environment(
@@ -346,27 +343,27 @@ def test_what_workers_find_in_their_environment(
 
 FAILURES = [
     (
-        HostFailure(2, "exit", "killed by SIGABRT", host="beta"),
+        Failure(2, 0, "exit", "killed by SIGABRT", host="beta"),
         "lost",
         "Rank 2 on beta died: killed by SIGABRT.",
     ),
     (
-        HostFailure(2, "SystemExit", "left with exit code 3", host="beta"),
+        Failure(2, 0, "SystemExit", "left with exit code 3", host="beta"),
         "left",
         "left with exit code 3",
     ),
     (
-        HostFailure(2, "ValueError", "two\nlines", "trace", host="beta"),
+        Failure(2, 0, "ValueError", "two\nlines", "trace", host="beta"),
         "raised",
         "raised ValueError: two.",
     ),
-    (HostFailure(2, "DesyncError", "x", host="beta", report=DIED.to_json()), "lost", DIED.sentence),
+    (Failure(2, 0, "DesyncError", "x", host="beta", report=DIED.to_json()), "lost", DIED.sentence),
 ]
 
 
 @pytest.mark.parametrize(("failure", "kind", "said"), FAILURES)
 def test_workers_get_the_failure_of_those_of_another_node(
-    failure: HostFailure, kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failure: Failure, kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "parent", lambda: tmp_path)
     monkeypatch.setattr(local, "LOCAL_DETECTION_SECONDS", 0.0)
@@ -423,7 +420,5 @@ def test_reports_of_an_attempt_are_awaited_unless_workers_are_restarted_after_it
 def test_the_newest_checkpoint_travels_with_the_failure_of_a_host() -> None:
     error = WorkerError(1, "exit", "killed")
     error.checkpoint = "runs/é/checkpoints/step-6"
-    first = HostFailure.earliest(
-        [HostFailure(0, "ValueError", "x", time=1), HostFailure.from_error(error)]
-    )
+    first = Failure.earliest([Failure(0, 1, "ValueError", "x"), Failure.from_error(error)])
     assert first is not None and first.as_error().run_dir == "runs/é"

@@ -20,7 +20,7 @@ import pytest
 from lockstep.elastic.keys import StoreRequest
 from lockstep.job.client import JobClient
 from lockstep.job.connection import Connection, connect_to_launcher, take_turn
-from lockstep.job.messages import Failure, Finished, Hello, Note, Peers, Release, ToAnyWorker
+from lockstep.job.messages import Failure, Finished, Hello, Note, Peers, ToAnyWorker
 from lockstep.launcher.supervisor import WorkerSupervisor
 from lockstep.launcher.workers import Workers
 
@@ -223,7 +223,7 @@ def test_one_that_has_failed_is_released_when_nothing_more_is_to_come(launcher: 
     assert list(first.receive_available()) == []
     third.close()
     launcher.turn_until(lambda: launcher.workers[2].has_ended)
-    assert Release() in list(first.receive_available())
+    assert Finished() in list(first.receive_available())
 
 
 def test_workers_know_the_processes_of_all_once_all_have_connected(launcher: Launcher) -> None:

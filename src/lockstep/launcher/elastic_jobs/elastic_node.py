@@ -31,7 +31,7 @@ from ... import environment, messages
 from ...activity import Activity
 from ...errors import ConfigError, LockstepError, counted
 from ...job.connection import Connection, take_turn
-from ...job.messages import HostFailure, Listening, Request
+from ...job.messages import Failure, MeetingPoint, Request
 from ...stores import listen
 from ...system.heartbeat import address_towards
 from ..handshake import HostEntry, HostHello, HostRefused, HostWelcome
@@ -165,7 +165,7 @@ class ElasticPart(HostPart):
         self._host = host
         if host is not None and self.starter is not None:
             own = host.mesh.own
-            self.starter.send(Listening(own.port, own.address))
+            self.starter.send(MeetingPoint(own.address, own.port))
 
     @override
     def take(self, request: Request) -> None:
@@ -196,7 +196,7 @@ class ElasticPart(HostPart):
             self._host.user.job_signals.append(number)
 
     @override
-    def failure_of(self, error: LockstepError) -> HostFailure | None:
+    def failure_of(self, error: LockstepError) -> Failure | None:
         return failure_of(error)
 
     @property

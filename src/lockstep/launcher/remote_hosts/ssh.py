@@ -30,14 +30,11 @@ from ...hosts import Host
 from ...interruption import collect_signals
 from ...job.connection import START, Connection
 from ...job.messages import (
-    Begin,
+    Failure,
     FromAgent,
     HostDescription,
-    HostFailure,
     JobEnd,
-    Listen,
-    Listening,
-    Outcome,
+    MeetingPoint,
     Output,
     Request,
     Say,
@@ -93,7 +90,7 @@ class _HostLauncher:
     port: int = 0
     address: str = ""
     has_begun: bool = False
-    failure: HostFailure | None = None
+    failure: Failure | None = None
     error: str = ""
     is_over: bool = False
     last_lines: list[str] = field(default_factory=list)
@@ -130,7 +127,7 @@ class _HostLauncher:
     def begin(self, address: str, port: int) -> None:
         """Let it begin, as another launcher of the job serves or listens there."""
         self.has_begun = True
-        self.send(Begin(address, port))
+        self.send(MeetingPoint(address, port))
 
     def exit_code(self) -> int | None:
         """Return the exit code once the launcher has ended and all its output is read; None
@@ -300,16 +297,17 @@ class _RemoteRun:
                 launcher.ready = message
                 launcher.last_lines.clear()  # from ssh or a login shell
                 launcher.connection.is_strange = False
-            case Listening(port, address):
+            case MeetingPoint(address, port):
                 launcher.port = port
                 launcher.address = address
             case Say(text):
                 self._multiplexer.write_message(text)
-            case Outcome(failure, error):
-                launcher.failure = failure or launcher.failure
-                launcher.error = error or launcher.error
-            case JobEnd():
+            case Failure():
+                launcher.failure = message
+            case JobEnd(""):
                 launcher.is_over = True
+            case JobEnd(reason):
+                launcher.error = reason
         self._events.put(None)
 
     def _read_errors(self, launcher: _HostLauncher) -> None:
@@ -348,7 +346,7 @@ class _RemoteRun:
         address = self._address(descriptions)
         write_start_line_of_hosts(self._multiplexer, self._config, self._hosts)
         first = self._launchers[0]
-        first.send(Listen(address))
+        first.send(MeetingPoint(address))
         self._wait_until([first], lambda launcher: launcher.port > 0)
         for launcher in self._launchers:
             launcher.begin(address, first.port)
@@ -460,7 +458,7 @@ class _RemoteRun:
 
     def _raise_failure(self) -> None:
         """Raise the error of the run, if it failed."""
-        first = HostFailure.earliest(
+        first = Failure.earliest(
             [each.failure for each in self._launchers if each.failure is not None]
         )
         failed = next(

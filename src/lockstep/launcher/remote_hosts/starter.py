@@ -16,12 +16,10 @@ import msgspec
 from ...errors import LockstepError
 from ...job.connection import Connection, connect_over_standard_streams
 from ...job.messages import (
-    Begin,
+    Failure,
     HostDescription,
-    HostFailure,
-    Listen,
-    Listening,
-    Outcome,
+    JobEnd,
+    MeetingPoint,
     Output,
     Request,
     Say,
@@ -53,7 +51,9 @@ class Starter:
             return False
         return True
 
-    def meet(self, description: HostDescription, listen: Callable[[str], int]) -> Begin | None:
+    def meet(
+        self, description: HostDescription, listen: Callable[[str], int]
+    ) -> MeetingPoint | None:
         """Say that this host is ready, and wait until it is to take part; None if the starter ends
         before.
 
@@ -65,14 +65,14 @@ class Starter:
         self.send(description)
         while True:
             match self._receive():
-                case Listen(address):
+                case MeetingPoint(address, 0):
                     try:
                         port = listen(address)
                     except LockstepError as error:
                         self.end(error)
-                    self.send(Listening(port))
-                case Begin() as begin:
-                    return begin
+                    self.send(MeetingPoint("", port))
+                case MeetingPoint() as meeting_point:
+                    return meeting_point
                 case None:
                     return None
 
@@ -87,11 +87,14 @@ class Starter:
 
         threading.Thread(target=run, name="lockstep starter", daemon=True).start()
 
-    def end(self, error: BaseException, failure: HostFailure | None = None) -> NoReturn:
+    def end(self, error: BaseException, failure: Failure | None = None) -> NoReturn:
         """Tell the starter the error of this host, which it shows, and end this process with its
         exit code.
         """
-        self.send(Outcome(error=str(error)) if failure is None else Outcome(failure))
+        if failure is not None:
+            self.send(failure)
+        elif str(error):
+            self.send(JobEnd(str(error)))
         raise SystemExit(error.exit_code if isinstance(error, LockstepError) else 130) from None
 
     def _receive(self) -> Any:
