@@ -37,19 +37,13 @@ def write_message(folder: Path | None, text: str) -> None:
         sys.stderr.write(f"lockstep: {text}\n")
         sys.stderr.flush()
         return
-    while len(line := messages.encode(_Message(text)) + "\n") > _MAX_CHARACTERS:
+    while len(line := messages.encode(text) + "\n") > _MAX_CHARACTERS:
         text = text[: len(text) * 3 // 4]
     descriptor = os.open(folder / "messages", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(descriptor, line.encode())
     finally:
         os.close(descriptor)
-
-
-class _Message(msgspec.Struct, frozen=True):
-    """A message from a rank to the user."""
-
-    text: str
 
 
 class MessageReader:
@@ -74,7 +68,7 @@ class MessageReader:
 
 def _parse_message(line: bytes) -> str:
     try:
-        return "\n".join(map(plain, messages.decode(line, _Message).text.split("\n")))
+        return "\n".join(map(plain, messages.decode(line, str).split("\n")))
     except ValueError:  # not written by `write_message`
         return ""
 

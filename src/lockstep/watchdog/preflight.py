@@ -76,12 +76,8 @@ class CallInfo(msgspec.Struct, frozen=True):
     name: int
 
 
-class _CallRanks(msgspec.Struct, frozen=True):
-    """A call, and the ranks that are about to make it."""
-
-    call: CallInfo
-    ranks: Ranges
-
+_Calls = list[tuple[CallInfo, Ranges]]
+"""The distinct calls, each with the ranks that are about to make it."""
 
 _RECORD_FIELDS = ("fingerprint", "line", "batch", "loop", "name")
 
@@ -490,11 +486,10 @@ class PreflightCheck:
             state.rendezvous.store, name, place, text, size, _group_by_call, _TIMEOUT
         )
         calls = [mine] * size
-        for group in read_message(
-            combined, list[_CallRanks], "the pre-flight check, the calls of all ranks"
-        ):
-            for rank in from_ranges(group.ranks, size):
-                calls[rank] = group.call
+        distinct = read_message(combined, _Calls, "the pre-flight check, the calls of all ranks")
+        for call, ranges in distinct:
+            for rank in from_ranges(ranges, size):
+                calls[rank] = call
         return calls
 
     def compare_calls(self, pending: PendingCall, calls: Sequence[CallInfo]) -> None:
@@ -626,9 +621,7 @@ def _group_by_call(published: Mapping[int, str]) -> str:
     for rank, text in published.items():
         call = read_message(text, CallInfo, f"the pre-flight check, the call of rank {rank}")
         ranks_of_call.setdefault(call, []).append(rank)
-    return messages.encode(
-        [_CallRanks(call, to_ranges(ranks)) for call, ranks in ranks_of_call.items()]
-    )
+    return messages.encode([(call, to_ranges(ranks)) for call, ranks in ranks_of_call.items()])
 
 
 def _read_record(store: Any, key: str) -> Record:
