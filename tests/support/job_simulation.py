@@ -48,15 +48,18 @@ from lockstep.launcher.elastic_jobs import (
     elastic_host,
     elastic_job,
     host_knowledge,
+    job_news,
     leadership,
     local_members,
     other_hosts,
     user_requests,
     waiting,
+    worker_ends,
 )
 from lockstep.launcher.elastic_jobs.elastic_host import ElasticHost
-from lockstep.launcher.elastic_jobs.elastic_job import Ended, JobState, Limits, Start
 from lockstep.launcher.elastic_jobs.election import Accepted, HostView
+from lockstep.launcher.elastic_jobs.host_messages import Ended, JobState, Start
+from lockstep.launcher.elastic_jobs.job_size import Limits
 from lockstep.launcher.elastic_jobs.mesh import NEW, WAITS_TO_JOIN, Link
 from lockstep.launcher.elastic_jobs.waiting import ALONE_S, OutsideError
 from lockstep.launcher.handshake import HostEntry, HostHello, HostRefused, HostWelcome
@@ -281,7 +284,8 @@ class SimulatedPath:
 def simulated() -> Iterator[None]:
     """Let hosts have simulated surroundings."""
     with ExitStack() as stack:
-        for module in (elastic_host, elastic_job, local_members, other_hosts, waiting):
+        with_clock = (elastic_host, elastic_job, job_news, local_members, other_hosts, waiting)
+        for module in (*with_clock, worker_ends):
             stack.enter_context(patch.object(module, "time", CLOCK))
         for module in (host_knowledge, leadership):
             stack.enter_context(patch.object(module, "Path", SimulatedPath))

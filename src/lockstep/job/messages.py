@@ -2,7 +2,7 @@
 launcher typed in.
 
 Messages of launchers of several hosts to each other are in `launcher/coordinator.py`, those of
-elastic jobs in `elastic/membership.py` and `launcher/elastic_jobs/elastic_job.py`.
+elastic jobs in `elastic/membership.py` and `launcher/elastic_jobs/host_messages.py`.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.job.messages import Request
 from lockstep.launcher.elastic_jobs import elastic_node
 from lockstep.launcher.elastic_jobs.elastic_host import ElasticHost
-from lockstep.launcher.elastic_jobs.elastic_job import Ended, FromWorker, HostMessages, Kept
 from lockstep.launcher.elastic_jobs.elastic_node import Listener
 from lockstep.launcher.elastic_jobs.elastic_workers import HostSetup
+from lockstep.launcher.elastic_jobs.host_messages import Ended, FromWorker, HostMessages, Kept
 from lockstep.launcher.elastic_jobs.mesh import (
     NEW,
     NOBODY_LEADS,

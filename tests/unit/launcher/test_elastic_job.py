@@ -23,16 +23,9 @@ from lockstep.elastic.membership import (
 from lockstep.errors import LockstepError
 from lockstep.job.messages import Failure, Request
 from lockstep.launcher.elastic_jobs import elastic_job
-from lockstep.launcher.elastic_jobs.elastic_job import (
-    FENCE_S,
-    ElasticJob,
-    Ended,
-    JobState,
-    Kill,
-    Limits,
-    Start,
-    ToWorker,
-)
+from lockstep.launcher.elastic_jobs.elastic_job import FENCE_S, ElasticJob
+from lockstep.launcher.elastic_jobs.host_messages import Ended, JobState, Kill, Start, ToWorker
+from lockstep.launcher.elastic_jobs.job_size import Limits
 from lockstep.launcher.handshake import HostEntry
 from support.worker_states import say
 
@@ -427,7 +420,7 @@ def test_who_leads_next_ends_a_job_whose_programs_have_ended() -> None:
     world.job.supervise()
     assert world.job.is_over and not world.job.outcome.failure and not world.of(Start)
     other = World((1, 1), 2)
-    other.job.state = JobState(2, first=5)  # all workers have been started again since
+    other.job.take_over(JobState(2, first=5))  # all workers have been started again since
     other.job.resume([memory.report()], ())
     assert not other.job.state.is_ending
 
@@ -607,7 +600,7 @@ def test_orders_that_may_be_lost_are_sent_again_to_a_host_that_is_back() -> None
 
 def reports_of(world: World, leaving: int = -1) -> list[HostReport]:
     """What the hosts tell of the workers that were started."""
-    places, view = world.job._living, world.job.coordinator.view
+    places, view = world.job._workers.living, world.job.coordinator.view
     newest = View(
         world.job.coordinator.formed,
         view,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.elastic.membership import Finish, Keep, View, WorkerState
-from lockstep.launcher.elastic_jobs.elastic_job import JobState
+from lockstep.launcher.elastic_jobs.host_messages import JobState
 from support.job_simulation import World, simulated
 
 SLOTS = [1, 2, 2]  # of three hosts, with a worker each

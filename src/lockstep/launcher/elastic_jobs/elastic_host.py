@@ -26,10 +26,10 @@ from ..handshake import HostEntry, HostWelcome
 from ..pulse import Pulse
 from .admission import Admission
 from .claims import SharedFolder
-from .elastic_job import ForLeader, HostMessages, JobState, Kill, Start, ToWorker
 from .elastic_workers import HostSetup
 from .election import Election, ElectionMessage, HostView
 from .host_knowledge import HostKnowledge
+from .host_messages import ForLeader, HostMessages, JobState, Kill, Start, ToWorker
 from .leadership import Leadership
 from .local_members import LocalMembers
 from .mesh import Link, Mesh

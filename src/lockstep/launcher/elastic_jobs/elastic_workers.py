@@ -36,7 +36,8 @@ from ..worker_process import worker
 from ..worker_process.fork_server import threads_per_worker
 from ..worker_process.script import Script
 from ..workers import Workers
-from .elastic_job import Ended, JobState, Limits, Start
+from .host_messages import Ended, JobState, Start
+from .job_size import Limits
 
 __all__ = ["HostSetup", "HostWorkers", "elastic_setup"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...elastic.membership import HostMemory
-from .elastic_job import AgentState, JobState
 from .election import Election, HostView
+from .host_messages import AgentState, JobState
 from .peers import Peers
 
 

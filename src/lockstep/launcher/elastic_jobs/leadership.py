@@ -13,19 +13,12 @@ from ...errors import InterruptedRunError, LockstepError, WorkerError
 from ...job.messages import JobEnd, Reply, Request
 from ..worker_status import WorkerResults, raise_failure
 from .claims import SharedFolder
-from .elastic_job import (
-    AgentState,
-    ElasticJob,
-    Ended,
-    ForLeader,
-    FromWorker,
-    Kept,
-    Limits,
-    ToWorker,
-)
+from .elastic_job import ElasticJob
 from .elastic_workers import HostWorkers
 from .election import Election, HostView
 from .host_knowledge import HostKnowledge
+from .host_messages import AgentState, Ended, ForLeader, FromWorker, Kept, ToWorker
+from .job_size import Limits
 from .other_hosts import Inbox, UnreachableHosts
 from .peers import Peers
 
@@ -181,7 +174,7 @@ class Leadership:
         self._resumes = False
         for state in states:
             if state.job.version > job.state.version:  # of which who led told that host only
-                job.state = state.job
+                job.take_over(state.job)
         self._knowledge.take_job_state(job.state)
         for state in states:
             self._add_to_job(job, state.host.number)

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 from ...elastic.membership import LEASE_S, Down, Keep, Lease, Regroup, Up, View, WorkerState
-from .elastic_job import FromWorker, Kept, Start
 from .elastic_workers import HostSetup, HostWorkers
 from .election import Election
 from .host_knowledge import HostKnowledge
+from .host_messages import FromWorker, Kept, Start
 from .peers import Peers
 
 _LEASE_EVERY_S = 0.5

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from .elastic_job import Ended, FromWorker, HostMessages
+from .host_messages import Ended, FromWorker, HostMessages
 
 _CUT_OFF_S = (
     5.0  # after which this host itself would have noticed that one of the two does not answer

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from typing import Any
 
 from ..handshake import HostEntry
-from .elastic_job import HostMessages
 from .election import Election, ElectionMessage
+from .host_messages import HostMessages
 from .mesh import Mesh, Wire
 
 WireMessage = Wire | ElectionMessage | HostMessages
