@@ -66,17 +66,17 @@ def from_the_last(topic: str, message: Any) -> dict[str, str]:
             "rank 1: .* missing required field `uneven`",
         ),
         (
-            from_the_last(CALLS, [[CALL, [[0, 2]]]]),
+            from_the_last(CALLS, [{"call": CALL}]),
             exchange_calls,
-            "the calls of all ranks: .* got `array`",
+            "the calls of all ranks: .* got `object`",
         ),
         (
-            from_the_last(CALLS, [{"call": CALL, "ranks": [[0, 1 << 60]]}]),
+            from_the_last(CALLS, [(CALL, [[0, 1 << 60]])]),
             exchange_calls,
             r"from 0 to 1, got \[0, ",
         ),
         (
-            from_the_last(CALLS, [{"call": CALL, "ranks": [[-1, 1]]}]),
+            from_the_last(CALLS, [(CALL, [[-1, 1]])]),
             exchange_calls,
             r"from 0 to 1, got \[-1, 1\]",
         ),

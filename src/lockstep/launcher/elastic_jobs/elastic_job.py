@@ -21,10 +21,9 @@ from ...job.messages import Request
 from ..handshake import HostEntry
 from .host_messages import Ended, HostMessages, JobState, ToWorker
 from .job_news import JobNews
-from .job_record import JobRecord
+from .job_record import JobRecord, KeptValues
 from .job_size import JobSize, Limits
 from .job_workers import JobWorkers, describe_workers
-from .kept_values import KeptValues
 from .worker_ends import JobOutcome, WorkerEnds
 
 _MOST_RESTARTS = 3  # of all workers, one after the other, without any progress

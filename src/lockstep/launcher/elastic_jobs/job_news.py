@@ -68,12 +68,12 @@ class JobNews:
         """
         self._record.change(lost=self._record.state.lost + lost)
         self._losses.append(f"{what} at {time.strftime('%H:%M:%S')}")
-        is_enough = left >= self._minimum or self._workers.coordinator.complete
-        remaining = f"{describe_workers(left)} on"
-        if not is_enough:
-            are_left = describe_workers(left, "is", "are")
-            remaining = f"{are_left} left of the {self._minimum} that the training needs"
-        self._record.tell(f"{what}; {remaining}")
+        if left >= self._minimum or self._workers.coordinator.complete:
+            self._record.tell(f"{what}; {describe_workers(left)} on")
+            return
+        are_left = describe_workers(left, "is", "are")
+        few = f"{are_left} left of the {self._minimum} that the training needs"
+        self._record.tell(f"{what}; {few}")
 
     def tell_waiting(self) -> None:
         """Say once that the members wait because they are too few."""
