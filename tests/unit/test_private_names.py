@@ -275,6 +275,22 @@ def _backward_goes_through(module: Any) -> Callable[[], bool]:
     ) and hasattr(module, "_engine_run_backward")
 
 
+def _graph_shows_a_linear_layer() -> bool:
+    layer = torch.nn.Linear(3, 2)
+    inputs = torch.ones(5, 3)
+    node: Any = layer(inputs).grad_fn
+    *_, transposition = (following for following, _ in node.next_functions)
+    return (
+        node.name() == "AddmmBackward0"
+        and node._saved_alpha == 1
+        and node._saved_mat1.equal(inputs)
+        and node._saved_mat1_sym_sizes == (5, 3)
+        and node._raw_saved_mat1.unpack_hook is None
+        and transposition.name() == "TBackward0"
+        and transposition.next_functions[0][0].variable is layer.weight
+    )
+
+
 def _compiled_model_has_the_original() -> bool:
     model = nn.Linear(1, 1)
     compiled = torch.compile(model, backend="eager")
@@ -502,6 +518,10 @@ LISTED: dict[str, Callable[[], Any]] = {
     "_orig_forward": lambda: "_orig_forward"
     in inspect.getsource(import_module("torch.distributed.pipelining._IR")),
     "_enabled": _autocast_is_enabled,
+    **dict.fromkeys(
+        ("_saved_alpha", "_saved_mat1", "_saved_mat1_sym_sizes", "_raw_saved_mat1"),
+        _graph_shows_a_linear_layer,
+    ),
     "_engine_run_backward": _backward_goes_through(torch.autograd),
     "_get_current_graph_task_keep_graph": _graph_is_kept,
     "_is_view": lambda: torch.ones(2)[:1]._is_view() and not torch.ones(2)._is_view(),

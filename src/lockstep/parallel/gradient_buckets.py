@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from .tree_sum import Node, TreeSum
+from .weight_gradients import Sum, Value, formed
 
 __all__ = [
     "ALONE",
@@ -32,6 +33,9 @@ __all__ = [
 
 Gradients = list[torch.Tensor | None]
 """One gradient for each parameter of a bucket; None for an unused parameter, which adds nothing."""
+
+Values = list[Value | None]
+"""The same, where some are not computed yet."""
 
 
 class GradientExchange(Protocol):
@@ -79,9 +83,9 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], virtual_workers: int) -> None:
         self.parameters = list(parameters)
-        self._unused: list[Gradients] = []
+        self._unused: list[Values] = []
         # with a method of the bucket, both would stay until Python looks for cycles
-        self.tree: TreeSum[Gradients] = TreeSum(virtual_workers, partial(_add, self._unused))
+        self.tree: TreeSum[Values] = TreeSum(virtual_workers, partial(_add, self._unused))
         self.pending = len(self.parameters)
         self.exchange: GradientExchange | None = None
         self.is_sent = False
@@ -107,9 +111,14 @@ class Bucket:
         self.tree.clear()
         self._unused.clear()
 
-    def collect(self, node: Node) -> None:
+    def collect(self, node: Node, products: dict[nn.Parameter, Value]) -> None:
         """Move the parameters' gradients into the tree as the sum of `node`, the next subtree; sets
         them to None.
+
+        Args:
+            node: the subtree.
+            products: the gradients of weights that the passes have not computed, see
+                `weight_gradients`; those of this bucket are removed.
 
         Raises:
             ConfigError: if a gradient is sparse.
@@ -118,9 +127,32 @@ class Bucket:
         _check_dense(gradients)
         for p in self.parameters:
             p.grad = None
-        self.tree.push(
-            node, [None if gradient is None else in_own_memory(gradient) for gradient in gradients]
-        )
+        values: Values = [
+            None if gradient is None else in_own_memory(gradient) for gradient in gradients
+        ]
+        if products:
+            for number, p in enumerate(self.parameters):
+                value = values[number]
+                product = products.pop(p, None)
+                if product is not None:
+                    # of a pair of shards one may have been computed; of two the order is no matter
+                    values[number] = product if value is None else Sum(value, product)
+        self.tree.push(node, values)
+
+    def partial_sums(self) -> list[tuple[Node, Gradients]]:
+        """Return the complete subtrees of the tree with their sums, all of them computed."""
+        return [(node, self._formed_in_place(values)) for node, values in self.tree.partial_sums]
+
+    def total(self) -> Gradients:
+        """Return the sums over all shards, all of them computed."""
+        return self._formed_in_place(self.tree.total())
+
+    def _formed_in_place(self, values: Any) -> Gradients:
+        for number, value in enumerate(values):
+            if value is not None and not isinstance(value, torch.Tensor):
+                values[number] = formed(value, self.parameters[number])
+        gradients: Gradients = values
+        return gradients
 
     def memory_of(self, gradients: Gradients) -> torch.Tensor | None:
         """Return the memory of the gradient of the bucket's only parameter, flat, if it has the
@@ -143,20 +175,30 @@ class Bucket:
         ]
 
 
-def _add(unused: list[Gradients], left: Gradients, right: Gradients) -> Gradients:
+def _add(unused: list[Values], left: Values, right: Values) -> Values:
     """Add two sets of gradients in place of `left`, and keep the memory of the other one."""
     unused.append(right)
     return add_gradients(left, right)
 
 
-def add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """Add two sets of gradients in place of `left`, and return the sums."""
-    if not any(gradient is None for gradient in (*left, *right)):
-        torch._foreach_add_(left, right)  # type: ignore[arg-type]
-        return left
-    return [
-        b if a is None else a if b is None else a.add_(b) for a, b in zip(left, right, strict=True)
-    ]
+def add_gradients(left: Values, right: Values) -> Values:
+    """Add two sets of gradients in place of `left`, and return the sums; that of one that is not
+    computed is not computed either.
+    """
+    sums: Values = []
+    present: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for a, b in zip(left, right, strict=True):
+        if a is None or b is None:
+            sums.append(b if a is None else a)
+        elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            sums.append(a)
+            present[0].append(a)
+            present[1].append(b)
+        else:
+            sums.append(Sum(a, b))
+    if present[0]:
+        torch._foreach_add_(*present)
+    return sums
 
 
 def _owners_of_memory(tensor: torch.Tensor) -> int:
@@ -371,6 +413,15 @@ class GradientHooks:
         self._on_ready = on_ready
         self._on_further_pass = on_further_pass
         self._passes_left = {p: passes for bucket in buckets for p in bucket.parameters}
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Take a gradient that this pass does not compute as complete; before `expect` nothing is
+        done.
+        """
+        for bucket in self._buckets:
+            if any(p is parameter for p in bucket.parameters):
+                self._on_gradient(bucket, parameter)
+                return
 
     def _on_gradient(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         left = self._passes_left[parameter] - 1

@@ -31,6 +31,7 @@ from .gradient_buckets import (
 )
 from .shards import bounds, check_virtual_workers
 from .tree_sum import Node, TreeSum
+from .weight_gradients import Product, Sum, Value, WeightGradients
 
 __all__ = ["Reducer"]
 
@@ -98,6 +99,8 @@ class Reducer:
         self._trained: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
         self._hooks = GradientHooks()
+        self._weight_gradients = WeightGradients(self._note_product)
+        self._products: dict[nn.Parameter, Value] = {}  # of shards that are not in the tree yet
         self._numbers: TreeSum[torch.Tensor] = self._layout.tree()
         self._wait_for_sums: Callable[[], torch.Tensor] | None = None
         self._sent = 0  # buckets of this step
@@ -164,6 +167,7 @@ class Reducer:
         self.sums = None
         self._wait_for_sums = None
         self._sent = 0
+        self._products.clear()
         for bucket in self._buckets:
             bucket.tree.clear()
             bucket.pending = len(bucket.parameters)
@@ -234,6 +238,26 @@ class Reducer:
         """
         return self.one_pass and shard % 2 == 1 and shard - 1 in self.local_shards
 
+    def leaves_of(self, loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the leaves whose gradients the only backward pass of the open shard has to
+        compute, as the ``inputs`` of `torch.autograd.backward`; none for all.
+
+        The gradients of the other leaves, weights of large linear layers, are computed later for
+        all shards of this worker at once, with the same bits; see
+        `lockstep.parallel.weight_gradients`.
+
+        Args:
+            loss: of the shard, right before its backward pass.
+        """
+        if not self.one_pass or len(self.local_shards) == 1:
+            return ()
+        return self._weight_gradients.leaves_of(loss, self._trained)
+
+    def _note_product(self, weight: nn.Parameter, product: Product) -> None:
+        first = self._products.get(weight)  # of the other shard of a pair
+        self._products[weight] = product if first is None else Sum(first, product)
+        self._hooks.note(weight)
+
     def add(self, numbers: torch.Tensor) -> None:
         """Add numbers of this shard, such as its loss, to a sum in the same tree; call it before
         the backward pass.
@@ -282,9 +306,10 @@ class Reducer:
         if self._in_place:
             self._send(bucket, [((shard, 1), [p.grad for p in bucket.parameters])])
             return
-        bucket.collect((shard - 1, 2) if self._is_second(shard) else (shard, 1))
+        node = (shard - 1, 2) if self._is_second(shard) else (shard, 1)
+        bucket.collect(node, self._products)
         if self._has_exchanges and shard == self.local_shards[-1]:
-            self._send(bucket, bucket.tree.partial_sums)
+            self._send(bucket, bucket.partial_sums())
             if self._owner_of is None:
                 bucket.retire()
             else:
@@ -314,6 +339,7 @@ class Reducer:
     def abandon(self) -> None:
         """Take no more notice of gradients, and of messages under way, until the next `open`."""
         self._hooks.remove()
+        self._weight_gradients.forget()
         self._pieces.abandon()  # what they do on arrival refers to them
 
     def finish(self) -> None:
@@ -348,7 +374,7 @@ class Reducer:
                 # -0.0 as with several workers, see `BucketExchange`.
                 sums: Gradients = [
                     torch.full_like(p, -0.0) if gradient is None else gradient
-                    for p, gradient in zip(bucket.parameters, bucket.tree.total(), strict=True)
+                    for p, gradient in zip(bucket.parameters, bucket.total(), strict=True)
                 ]
             else:
                 sums = bucket.exchange.wait()

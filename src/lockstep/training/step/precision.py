@@ -16,7 +16,7 @@ from ...communicator import Communicator
 from ...errors import ConfigError
 from ...flight_recorder import named
 from ..formats import PRECISIONS
-from .torch_calls import FirstGradients, run_backward, take_step
+from .torch_calls import FirstGradients, LeavesOf, run_backward, take_step
 
 __all__ = ["Number", "Precision", "clip", "full_precision", "scale_gradients"]
 
@@ -92,12 +92,20 @@ class Precision:
         with self.autocast():
             return computation(*arguments)
 
-    def backward(self, loss: torch.Tensor, factor: float) -> None:
+    def backward(
+        self, loss: torch.Tensor, factor: float, leaves_of: LeavesOf | None = None
+    ) -> None:
         """Run the backward pass of `loss`, a scalar, times `factor`; gradients are scaled up with
         fp16.
+
+        Args:
+            loss: the loss.
+            factor: the factor.
+            leaves_of: tells which gradients have to be computed; None for all. Not asked with fp16,
+                where layers compute in another format than their weights have.
         """
         if self._scaler is None:
-            run_backward(loss, self._first_gradients.of(loss, factor))
+            run_backward(loss, self._first_gradients.of(loss, factor), leaves_of)
         else:
             torch.autograd.backward(self._scaler.scale(loss * factor / self._count_per_sample))
 

@@ -19,6 +19,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.overrides import has_torch_function
 
+LeavesOf = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+"""Returns the leaves of the graph of a loss whose gradients a backward pass has to compute; () for
+all.
+"""
+
 _zero_grad = Optimizer.zero_grad
 _backward = torch.autograd.backward
 _profiler_runs: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
@@ -97,9 +102,16 @@ def clear_gradients(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) ->
         parameter.grad = None
 
 
-def run_backward(loss: torch.Tensor, gradient: torch.Tensor) -> None:
+def run_backward(
+    loss: torch.Tensor, gradient: torch.Tensor, leaves_of: LeavesOf | None = None
+) -> None:
     """Do ``loss.backward(gradient)`` for tensors of the same shape and dtype; torch's checks of
     that take 15 µs.
+
+    Args:
+        loss: the loss.
+        gradient: that the pass begins with.
+        leaves_of: called right before the pass, if it is torch's own.
     """
     # By its name in that module, where the watchdog replaces it.
     run: Any = getattr(torch.autograd, "_engine_run_backward", None)
@@ -108,7 +120,10 @@ def run_backward(loss: torch.Tensor, gradient: torch.Tensor) -> None:
     if replaced or has_torch_function((loss,)):
         torch.autograd.backward(loss, gradient)
     else:
-        run((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        leaves = () if leaves_of is None else leaves_of(loss)
+        run(
+            (loss,), (gradient,), False, False, leaves, allow_unreachable=True, accumulate_grad=True
+        )
 
 
 class FirstGradients:

@@ -94,7 +94,7 @@ class ShardPasses:
                 )
             reducer.add(numbers)
             if total is not None:
-                step.precision.backward(total, scale)
+                step.precision.backward(total, scale, reducer.leaves_of)
 
     def _run_jointly(self, step: StepInputs, parts: Parts) -> None:
         """Run all shards with barriers at the layers that use all shards, and sum their results in
