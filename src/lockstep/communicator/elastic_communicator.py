@@ -183,15 +183,17 @@ class ElasticCommunicator(Communicator):
         self._store = GenerationStore(self.client, view.generation)
         bound = devices.bound_to(self.device, self._backend)
         before = sys.excepthook
-        with interruptible_gloo(self.client.check):
-            dist.init_process_group(
-                self._backend,
-                store=self._store,
-                rank=rank,
-                world_size=len(view.members),
-                device_id=bound,
-            )
-        self._hooks = before, sys.excepthook
+        try:
+            with interruptible_gloo(self.client.check):
+                dist.init_process_group(
+                    self._backend,
+                    store=self._store,
+                    rank=rank,
+                    world_size=len(view.members),
+                    device_id=bound,
+                )
+        finally:  # the next change may come when torch's hook is in place
+            self._hooks = before, sys.excepthook
         return cast(dist.ProcessGroup, dist.group.WORLD)
 
     def _interrupt(self) -> None:
