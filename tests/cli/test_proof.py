@@ -135,6 +135,19 @@ def test_a_run_made_on_one_worker_is_replayed_with_its_bits(
     assert files(made) == before
 
 
+def test_who_quits_the_debugger_ends_the_replay(made: Path) -> None:
+    words = [sys.executable, "-m", "lockstep", "replay", "a", "--step", "18", "--debug"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    text = "p len(indices)\nup\nq\n"
+    ended = subprocess.run(
+        words, cwd=made, env=variables, input=text, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended
+    assert "(Pdb) 16" in ended.stdout
+    assert "2 steps compared with the ledger: the same bits" in ended.stdout
+    assert "Quit" not in ended.stderr and "Traceback" not in ended.stderr
+
+
 @pytest.mark.leaks("matplotlib keeps its fonts open")
 def test_a_run_of_lockstep_train_is_replayed_with_its_bits(
     tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch

@@ -4,9 +4,11 @@ outputs of all modules.
 
 from __future__ import annotations
 
-from typing import Any
+import pdb  # noqa: T100 - what `lockstep replay --debug` asks for
+from typing import Any, NoReturn
 
 import torch
+from typing_extensions import override
 
 from ..communicator import Communicator
 from ..data.loader import Batch
@@ -14,6 +16,7 @@ from ..parallel.fingerprints import checksum_of
 from ..parallel.nested import tensors_of
 from ..training.step.shards_alone import shards_of, why_not_alone
 from ..training.trainer import Trainer
+from .replaying import DebuggerLeft
 
 
 def gathered(comm: Communicator, part: list[Any]) -> list[Any]:
@@ -101,10 +104,19 @@ def trace(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any])
     return weights + gathered(trainer.comm, found)
 
 
+class _Debugger(pdb.Pdb):
+    """Python's debugger; who quits it ends the replay."""
+
+    @override
+    def do_quit(self, arg: str) -> NoReturn:
+        """Quit the debugger, and end the replay before the end of its step."""
+        raise DebuggerLeft(0)
+
+    do_q = do_exit = do_EOF = do_quit
+
+
 def debug(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any]) -> None:
     """Open the debugger of Python, with the model, the batch and the samples' numbers at hand."""
-    import pdb  # noqa: T100 - what --debug asks for
-
     model = trainer.model  # noqa: F841 - for whoever debugs
     indices = batch.indices.tolist()  # noqa: F841 - for whoever debugs
     shards = [] if why_not_alone(trainer.step) else shards_of(trainer.step, batch)  # noqa: F841
@@ -113,4 +125,4 @@ def debug(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any])
         f"step {step}, before its passes. At hand: model, batch, indices, shards, dataset, trainer"
     )
     print("for example: p indices; p shards[0].losses(); c goes on to the end of the step")
-    pdb.set_trace()  # noqa: T100
+    _Debugger().set_trace()

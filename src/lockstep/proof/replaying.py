@@ -100,6 +100,10 @@ class ReplayEnded(SystemExit):
     """The step is replayed: the program ends, as by `sys.exit`, on every rank."""
 
 
+class DebuggerLeft(ReplayEnded):
+    """The user has quit the debugger of the step: the program ends before the step's end."""
+
+
 class Replay(RunGuard):
     """Lets a trainer replay, if it is the one whose ledger is compared; any other trains nothing.
 
@@ -166,7 +170,11 @@ class Replay(RunGuard):
             first = self._ledger.starts[0]
             if not self._request.checkpoint and first.weights != now.weights:
                 self._changed.append("the initial weights: seed them (torch.manual_seed)")
-        yield
+        try:
+            yield
+        except DebuggerLeft:
+            self._write_answer(trainer)
+            raise
 
     def before_passes(self, step: int, batch: Batch) -> None:
         """Look at the step of the request, before anything of it is changed; and at the weights
@@ -208,14 +216,17 @@ class Replay(RunGuard):
                 self._difference = first_difference(pending.step, was, now, request.rounding)
         if pending.step == request.step:
             if trainer.comm.rank == 0:
-                answer = Answer(
-                    trainer.comm.size,
-                    self._compared,
-                    self._difference,
-                    self._changed,
-                    self._found,
-                    self._bad_weights,
-                )
-                Path(request.folder, ANSWER).write_bytes(msgspec.msgpack.encode(answer))
+                self._write_answer(trainer)
             trainer.comm.barrier()
             raise ReplayEnded(0)
+
+    def _write_answer(self, trainer: Trainer) -> None:
+        answer = Answer(
+            trainer.comm.size,
+            self._compared,
+            self._difference,
+            self._changed,
+            self._found,
+            self._bad_weights,
+        )
+        Path(self._request.folder, ANSWER).write_bytes(msgspec.msgpack.encode(answer))
