@@ -291,9 +291,10 @@ class Ledger:
         recomputed: likewise, the earlier computations of steps that were computed again, in the
             order of the file.
         fingerprints: structured array, a row for each: `step` updates were done, and checksums of
-            `parameters`, `buffers`, the `optimizer`'s state, the content of rank 0's part of the
-            last `batch` (with virtual workers, of the first one's) and the learning `rates`. That
-            of the batch is 0 where rank 0 was lost before it had written the record.
+            `parameters`, `buffers`, the `optimizer`'s state, the content of the first 64 samples
+            of rank 0's part of the last `batch` (with virtual workers, of the first one's) and the
+            learning `rates`. That of the batch is 0 where rank 0 was lost before it had written
+            the record.
         rollbacks: (step, step whose beginning was restored).
         faults: (step, rank of a worker that has computed something else than the others).
         starts: what is known of each start of the program, in order.
