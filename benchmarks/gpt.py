@@ -1,14 +1,16 @@
 """Measures how many tokens per second a small GPT is trained on: Lockstep, and nanoGPT's program
 under torchrun.
 
-Both sides train a GPT of the same sizes on the same text with the same global batch, on one worker
-and on two with one thread each: `lockstep.models.gpt` with `Trainer.fit` (side_gpt.py), and
-nanoGPT's model and loop with Gloo (side_nanogpt.py). Nothing is compiled, as nanoGPT's
-documentation says for a CPU. All jobs of a size are started at once and take turns: a round is one
-block of steps of each, every second round in the opposite order. A block's first steps, and the
-first round, are not counted. A round gives one ratio; the median over the rounds counts.
+There are two models of the same sizes, `lockstep.models.gpt` and nanoGPT's (gpt_models.py), each
+with an optimizer of its own, and two loops: `Trainer.fit` (side_gpt.py), and nanoGPT's with Gloo
+(side_nanogpt.py). Each loop trains each model, so that what the loop costs and what the model costs
+are told apart. All have the same text and global batch, on one worker and on two with one thread
+each. Nothing is compiled, as nanoGPT's documentation says for a CPU. All jobs of a size are started
+at once and take turns: a round is one block of steps of each, every second round in the opposite
+order. A block's first steps, and the first round, are not counted. A round gives one ratio; the
+median over the rounds counts.
 
-    python benchmarks/gpt.py             # some four minutes on two idle cores
+    python benchmarks/gpt.py             # some nine minutes on two idle cores
     python benchmarks/gpt.py --quick     # a smoke run; its figures say nothing
     python benchmarks/gpt.py --write     # also the table in docs/language-models.md
 """
@@ -21,21 +23,22 @@ from typing import Any
 
 from common import Spread, describe_machine, markdown_table, ratio
 from frame import Benchmark, chosen
+from gpt_models import LOCKSTEP, NANOGPT, GPTJob
 from gpt_text import SIZES, TITLES
-from meter import Job
 from turns import command_of, last_losses, speeds_of, train_in_turns
 
 BENCHMARK = Benchmark("gpt", __doc__, "language-models.md")
 WORKERS = (1, 2)
 
-# name → (title, script, whether torchrun starts it when there are several workers)
-SIDES = {
-    "lockstep": ("Lockstep", "side_gpt.py", False),
-    "nanogpt": ("nanoGPT, torchrun", "side_nanogpt.py", True),
+# loop → (title, script, whether torchrun starts it when there are several workers)
+LOOPS = {
+    LOCKSTEP: ("`Trainer.fit`", "side_gpt.py", False),
+    NANOGPT: ("nanoGPT's loop, torchrun", "side_nanogpt.py", True),
 }
+OWNERS = {LOCKSTEP: "`lockstep.models.gpt`", NANOGPT: "nanoGPT's model"}
 
-SideAt = tuple[str, int]
-"""(side, workers)."""
+Side = tuple[str, str, int]
+"""(whose loop, whose model, workers)."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +51,18 @@ class Case:
     timed_steps: int
     rounds: int
 
-    def job(self, workers: int, meter: str) -> Job:
+    def job(self, side: Side, meter: str) -> GPTJob:
         """One side's job; the first round is not counted."""
-        epochs = self.rounds + 1
-        return Job(
+        _, owner, workers = side
+        return GPTJob(
             self.model,
             self.global_batch_size,
             self.warm_up,
             self.timed_steps,
-            epochs,
-            workers,
-            meter,
+            epochs=self.rounds + 1,
+            workers=workers,
+            meter=meter,
+            owner=owner,
         )
 
     @property
@@ -73,58 +77,64 @@ CASES = [
 ]
 
 
-def start_of(side: str, job: Job) -> list[str]:
-    """How a user starts this side: plain Python for one worker; for more, torchrun or Lockstep's
+def start_of(loop: str, job: GPTJob) -> list[str]:
+    """How a user starts this loop: plain Python for one worker; for more, torchrun or Lockstep's
     own launcher.
     """
-    _, script, by_torchrun = SIDES[side]
+    _, script, by_torchrun = LOOPS[loop]
     python, *rest = command_of(script, job)
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.workers}"]
     return [python, *(several if by_torchrun and job.workers > 1 else []), *rest]
 
 
-def measure(case: Case) -> dict[SideAt, list[dict[str, float]]]:
-    """What each side's rank 0 reported in every round, at each number of workers."""
+def measure(case: Case) -> dict[Side, list[dict[str, float]]]:
+    """What each side's rank 0 reported in every round."""
 
-    def programs(folder: str) -> dict[SideAt, tuple[list[str], Job]]:
-        keys = [(side, workers) for side in SIDES for workers in WORKERS]
-        jobs = {
-            (side, workers): case.job(workers, f"{folder}/{side}-{workers}")
-            for side, workers in keys
-        }
-        return {key: (start_of(key[0], job), job) for key, job in jobs.items()}
+    def programs(folder: str) -> dict[Side, tuple[list[str], GPTJob]]:
+        sides = [
+            (loop, owner, workers) for loop in LOOPS for owner in OWNERS for workers in WORKERS
+        ]
+        jobs = {side: case.job(side, f"{folder}/{'-'.join(map(str, side))}") for side in sides}
+        return {side: (start_of(side[0], job), job) for side, job in jobs.items()}
 
     return train_in_turns(TITLES[case.model], case.rounds, programs)
 
 
-def summarise(case: Case, speeds: dict[SideAt, list[float]]) -> list[dict[str, Any]]:
-    """A row for each number of workers."""
+def summarise(case: Case, speeds: dict[Side, list[float]]) -> list[dict[str, Any]]:
+    """A row for each model and number of workers."""
     return [
         {
             "model": case.model,
             "global_batch_size": case.global_batch_size,
             "workers": workers,
-            "tokens_per_second": {side: asdict(Spread.of(speeds[side, workers])) for side in SIDES},
-            "lockstep_over_nanogpt": ratio(speeds, ("lockstep", workers), ("nanogpt", workers)),
+            "owner": owner,
+            "tokens_per_second": {
+                loop: asdict(Spread.of(speeds[loop, owner, workers])) for loop in LOOPS
+            },
+            "over_same_model": ratio(speeds, (LOCKSTEP, owner, workers), (NANOGPT, owner, workers)),
+            "over_nanogpt": ratio(speeds, (LOCKSTEP, owner, workers), (NANOGPT, NANOGPT, workers)),
         }
         for workers in WORKERS
+        for owner in OWNERS
     ]
 
 
 def as_table(rows: list[dict[str, Any]]) -> str:
     header = [
         "",
-        *(f"{title}, tokens/s" for title, _, _ in SIDES.values()),
-        "Lockstep over nanoGPT",
+        *(f"{title}, tokens/s" for title, _, _ in LOOPS.values()),
+        "the loops, of one model",
+        "`Trainer.fit` over nanoGPT's loop and model",
     ]
     return markdown_table(
         header,
         [
             [
-                f"{TITLES[row['model']]}, {row['global_batch_size']} blocks in a step: "
-                f"{row['workers']} worker{'s'[: row['workers'] != 1]}",
-                *(f"{row['tokens_per_second'][side]['median']:,.0f}" for side in SIDES),
-                Spread(**row["lockstep_over_nanogpt"]).text(2),
+                f"{TITLES[row['model']]}, {row['global_batch_size']} blocks in a step, "
+                f"{row['workers']} worker{'s'[: row['workers'] != 1]}: {OWNERS[row['owner']]}",
+                *(f"{row['tokens_per_second'][loop]['median']:,.0f}" for loop in LOOPS),
+                Spread(**row["over_same_model"]).text(2),
+                Spread(**row["over_nanogpt"]).text(2),
             ]
             for row in rows
         ],
@@ -149,10 +159,10 @@ def main() -> None:
         kept[case.model] = {
             "case": asdict(case),
             "tokens_per_second": {
-                f"{side}, {workers}": value for (side, workers), value in speeds.items()
+                ", ".join(map(str, side)): value for side, value in speeds.items()
             },
             "last_mean_loss": {
-                f"{side}, {workers}": value for (side, workers), value in last_losses(found).items()
+                ", ".join(map(str, side)): value for side, value in last_losses(found).items()
             },
         }
     BENCHMARK.publish(

@@ -26,9 +26,10 @@ import torch
 import lockstep
 from common import Spread, describe_machine, markdown_table, ratio
 from frame import Benchmark
+from gpt_models import NANOGPT, NanoGPT, WithLoss, known_bytes, make_optimizer
 from gpt_text import BETAS, CLIP, LEARNING_RATE, SIZES, WARM_UP, WEIGHT_DECAY, project_text
 from lockstep.cli import main as lockstep_command
-from side_nanogpt import Characters, NanoGPT, learning_rate, make_optimizer, step
+from side_nanogpt import Characters, learning_rate, step
 
 BENCHMARK = Benchmark("gpt_loss", __doc__, "language-models.md")
 BATCH = 12
@@ -75,9 +76,11 @@ def train_nanogpt(text: Path, tokens: int, seed: int) -> float:
     data = text.read_bytes()
     _, test = lockstep.data.text(text, SIZES_HERE.context, validation=VALIDATION)
     assert test is not None
-    characters = Characters(data[: len(data) - round(len(data) * VALIDATION)], text.parent)
+    train = data[: len(data) - round(len(data) * VALIDATION)]
+    known = known_bytes(NANOGPT, train)
+    characters = Characters(train, text.parent, known)
     torch.manual_seed(seed)
-    model = NanoGPT(len(characters.known), SIZES_HERE)
+    model = WithLoss(NanoGPT(len(known), SIZES_HERE))
     optimizer = make_optimizer(model)
     steps = round(tokens / BATCH / SIZES_HERE.context)
     for number in range(steps):

@@ -44,10 +44,13 @@ def project_text() -> bytes:
     return b"\n".join(page.read_text(encoding="utf-8").encode("ascii", "ignore") for page in pages)
 
 
-def write_text(path: Path, size: int) -> Path:
+def write_text(path: Path, size: int, known: bytes) -> Path:
     """Write `size` bytes of the text to a file, from its beginning again where it ends; returns the
     path.
+
+    Each byte is replaced by its number in `known`.
     """
-    text = project_text()
+    table = bytes(max(0, known.find(byte)) for byte in range(256))
+    text = project_text().translate(table)
     path.write_bytes((text * (1 + size // len(text)))[:size])
     return path

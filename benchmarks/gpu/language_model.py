@@ -2,7 +2,7 @@
 nanoGPT's program.
 
 Each side has its own model of the same sizes: nanoGPT's is written anew in
-benchmarks/side_nanogpt.py. The model FLOPS utilisation counts 6 operations for each parameter and
+benchmarks/gpt_models.py. The model FLOPS utilisation counts 6 operations for each parameter and
 token, and 12 × layers × width × context for attention (Chowdhery et al., "PaLM", 2022, appendix B),
 against the GPU's peak in bf16 without sparsity.
 
@@ -20,8 +20,8 @@ from timing import Options, Side, finish, medians, options, ratio_of, take_turns
 from torch import nn
 
 import lockstep
+from gpt_models import NanoGPT, WithLoss, make_optimizer
 from gpt_text import BETAS, CLIP, LEARNING_RATE, SIZES, WEIGHT_DECAY, Sizes
-from side_nanogpt import NanoGPT, make_optimizer
 
 # peak operations per second in bf16 without sparsity, from NVIDIA's data sheets (SXM)
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -39,7 +39,7 @@ def nanogpt(sizes: Sizes, batch: int, steps: int, given: Options) -> Side:
     """nanoGPT's loop: batches from pinned memory, autocast, clipping, a fused AdamW."""
     device = given.device
     torch.manual_seed(0)
-    model = NanoGPT(VOCABULARY, sizes).to(device)
+    model = WithLoss(NanoGPT(VOCABULARY, sizes)).to(device)
     optimizer = make_optimizer(model)
     for group in optimizer.param_groups:
         group["fused"] = device.type == "cuda"
