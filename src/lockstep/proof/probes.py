@@ -112,7 +112,8 @@ class _Debugger(pdb.Pdb):
         """Quit the debugger, and end the replay before the end of its step."""
         raise DebuggerLeft(0)
 
-    do_q = do_exit = do_EOF = do_quit
+    do_q = do_exit = do_quit
+    do_EOF = do_quit  # noqa: N815 - what the debugger calls for Ctrl-D
 
 
 def debug(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any]) -> None:
