@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -86,8 +87,8 @@ GROWTH = ("resident", "private", "allocated", "objects", "run_mb")
 
 MUST_NOT_GROW = ("descriptors", "sockets", "threads", "processes", "shm", "temporary", "run_files")
 """Of which the usual count of a window is compared, the median: at the instant of a sample a worker
-may load its last samples, write a file or answer a question; or, at the end of an epoch, have no
-loader.
+may write a file or answer a question. Windows are compared that have the same processes, and before
+which the job has had as many workers: files follow from both.
 """
 
 
@@ -325,10 +326,16 @@ class LongRun:
         return sample
 
     def settled(self) -> dict[str, Any]:
-        """What is held when as many workers train as at the start, and nothing happens to them."""
-        self.reach()
-        self.go_on(WINDOW_S)
-        self.reach()
+        """What is held when as many workers train as at the start, with all of their loaders, and
+        nothing happens to them.
+        """
+        deadline = time.monotonic() + HANG_S
+        while True:
+            self.reach()
+            self.go_on(WINDOW_S)
+            self.reach()
+            if has_all_loaders(self.take_sample()) or time.monotonic() > deadline:
+                break
         last = self.take_sample()
         return usual(
             [sample for sample in self.samples if last["seconds"] - sample["seconds"] < WINDOW_S]
@@ -344,6 +351,8 @@ class LongRun:
             f"the launcher is PID {self.job.process.pid}, the survivor {self.survivor}", flush=True
         )
         first: dict[str, Any] = {}
+        self.resize(MOST_WORKERS)  # files of the largest number of workers stay
+        self.go_on(HANG_S, lambda: self.has(MOST_WORKERS))
         finish = self.folder / "finish"
         while (time.monotonic() - self._begun < seconds and not finish.exists()) or not first:
             if not first and time.monotonic() - self._begun > warm_up:
@@ -398,10 +407,43 @@ def train_undisturbed(epochs: int) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 
 
+def processes_by_role(sample: dict[str, Any]) -> Counter[str]:
+    """How many processes of each kind the job has."""
+    return Counter(row["role"] for row in sample["held"])
+
+
+def has_all_loaders(sample: dict[str, Any]) -> bool:
+    """Whether each worker has as many loader processes as the survivor; others start theirs when
+    they first need them.
+    """
+    roles = processes_by_role(sample)
+    return roles["loader"] == roles["worker"] * roles["loader of the survivor"]
+
+
+def comparable(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The first and the last window with what the job holds as a whole, if it has the same
+    processes in both, and the first is not before the job had its largest number of workers.
+
+    Where the first window is not so, as in results that were kept before windows were chosen by
+    that, the earliest sample that is takes its place; None if there is none.
+    """
+    first = found["first"]
+    last = found["last"]
+    roles = processes_by_role(last)
+    most = max(sample["workers"] for sample in found["samples"])
+    reached = next(sample["seconds"] for sample in found["samples"] if sample["workers"] == most)
+    for sample in (first, *found["samples"]):
+        is_late = first["seconds"] <= sample["seconds"] < last["seconds"] - WINDOW_S
+        if is_late and sample["seconds"] >= reached and processes_by_role(sample) == roles:
+            return sample, last
+    return None
+
+
 def usual(window: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The last sample of a window, with the usual counts of what must not grow."""
     last = window[-1]
-    complete = [sample for sample in window if sample["workers"] == last["workers"]]
+    roles = processes_by_role(last)
+    complete = [sample for sample in window if processes_by_role(sample) == roles]
     held = []
     for row in last["held"]:
         same = [
@@ -458,9 +500,13 @@ def table(found: dict[str, Any]) -> str:
             if count in rows[0][0] and count in rows[1][0]:
                 growth = slope(found["samples"], role, count, after) if count in GROWTH else None
                 lines.append(line(f"{role}: {name}", rows[0][0][count], rows[1][0][count], growth))
-    for count, name in HOST_COUNTS.items():
-        growth = slope(found["samples"], "", count, after) if count in GROWTH else None
-        lines.append(line(f"job: {name}", first[count], last[count], growth))
+    if (windows := comparable(found)) is not None:
+        of_job = windows[0]
+        minutes = of_job["seconds"] / 60
+        since = "" if of_job is first else f", first after {minutes:.0f} min"
+        for count, name in HOST_COUNTS.items():
+            growth = slope(found["samples"], "", count, after) if count in GROWTH else None
+            lines.append(line(f"job: {name}{since}", of_job[count], last[count], growth))
     header = [
         f"with {WORKERS} workers",
         f"after {after / 60:.0f} min",
@@ -506,10 +552,14 @@ def problems(found: dict[str, Any]) -> list[str]:
                     for count in MUST_NOT_GROW
                     if count in row and later[count] > row[count]
                 ]
+    windows = comparable(found)
+    if windows is None:
+        return [*wrong, "job: never the same processes as at the end, so that nothing is compared"]
+    earlier, _ = windows
     wrong += [
-        f"job: {count} {first[count]} → {last[count]}"
+        f"job: {count} {earlier[count]} → {last[count]}"
         for count in MUST_NOT_GROW
-        if count in first and last[count] > first[count]
+        if count in earlier and last[count] > earlier[count]
     ]
     return wrong
 
