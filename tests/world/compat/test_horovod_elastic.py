@@ -129,6 +129,8 @@ def test_where_a_rank_is_killed_the_others_get_its_number_and_keep_their_last_co
         state = hvd.elastic.ObjectState(step=0)
         with pytest.raises(hvd.HorovodInternalError) as caught:
             train(state)
+        assert caught.value.__cause__ is None  # one traceback
+        assert caught.value.__suppress_context__
         hvd.shutdown()
         return str(caught.value), [*calls, state.step]
 

@@ -240,10 +240,13 @@ def _reset_after(failure: HorovodInternalError, reset: Callable[[], None]) -> No
     try:
         reset()
     except Exception as error:
-        cause = "" if str(error) in str(failure) else f" (the reset failed: {error})"
+        is_same = str(error) in str(failure)
+        cause = "" if is_same else f" (the reset failed: {error})"
         text = (
             f"{str(failure).rstrip('.')}. The job cannot continue without all of its "
             f"workers{cause}. Lost ones are replaced in an elastic job: `lockstep horovodrun -np 4 "
             "--min-np 2 --max-np 4 ...`, or `lockstep run --as-horovod --elastic 2:4 -np 4 ...`."
         )
+        if is_same:  # one traceback: of the operation in the user's function
+            raise HorovodInternalError(text).with_traceback(failure.__traceback__) from None
         raise HorovodInternalError(text) from failure
