@@ -204,8 +204,8 @@ def _hooks_of_a_parameter(name: str, register: str) -> Callable[[], bool]:
 
 
 def _node_saves(name: str) -> Callable[[], bool]:
-    """Return a test of what a node of the graph shows; the losses are those that loss_graphs.py
-    reads.
+    """Return a test of what a node of the graph shows; the losses are those that modules of
+    `prepare` read.
     """
 
     def test() -> bool:
@@ -239,7 +239,10 @@ def _node_saves(name: str) -> Callable[[], bool]:
             "_saved_result": (x.softmax(1).grad_fn, lambda value: value.shape == (3, 2)),
             "_saved_x1": (torch.cdist(x, x).grad_fn, lambda value: value.shape == (3, 2)),
             "_saved_x2": (torch.cdist(x, x).grad_fn, lambda value: value.shape == (3, 2)),
-            "_input_metadata": (x.half().grad_fn, lambda value: value[0].dtype is torch.float16),
+            "_input_metadata": (
+                (x.half()[:, :1] - torch.ones(2).half()).grad_fn,
+                lambda value: (value[0].dtype is torch.float16 and tuple(value[0].shape) == (3, 2)),
+            ),
         }
         node, is_right = nodes[name]
         return is_right(getattr(node, name))

@@ -93,6 +93,36 @@ def test_outputs_and_targets_that_are_broadcast_are_refused(loss: Any) -> None:
     assert train(lambda model, x, y: loss(model(x)[:, :1], y.float()), virtual_workers=4) == 4
 
 
+def logistic(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    p = output.sigmoid()
+    return -(targets * p.log() + (1 - targets) * (1 - p).log()).mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, targets: ((output - targets) ** 2).mean(),
+        lambda output, targets: (output - 0.1 * targets + 1).abs().mean() / 2,
+        lambda output, targets: torch.maximum(output - targets, (targets - output) / 3).mean(),
+        logistic,
+    ],
+)
+def test_targets_that_are_broadcast_in_a_loss_of_ones_own_are_refused(loss: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"\[{SAMPLES}, 1\] and \[{SAMPLES}\], which torch"):
+        train(lambda model, x, y: loss(model(x)[:, :1], y))
+    with pytest.raises(ConfigError, match=rf"\[{SAMPLES}\] and \[{SAMPLES}, 1\], which torch"):
+        train(lambda model, x, y: loss(model(x)[:, 0], y[:, None]))
+    assert train(lambda model, x, y: loss(model(x)[:, 0], y)) == 4
+    bins = torch.linspace(-1, 1, SAMPLES)  # as many as there are samples
+    assert train(lambda model, x, _: loss(model(x)[:, :1], bins)) == 4
+    assert train(lambda model, x, y: loss(model(x)[:, :1], y), virtual_workers=4) == 4
+
+
+def test_weights_of_samples_with_as_many_outputs_are_no_broadcast_targets() -> None:
+    model = nn.Linear(3, SAMPLES)
+    assert train(lambda model, x, y: (model(x).pow(2) * y.abs()[:, None]).mean(), model=model) == 4
+
+
 def hardest(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """A triplet loss with the hardest samples of the batch."""
     output = model(x)

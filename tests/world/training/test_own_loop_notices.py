@@ -251,6 +251,65 @@ def test_the_whole_batch_is_what_was_collated(pool: Pool) -> None:
 # -------------------------------------------------------------------------------------------
 
 
+def with_lines(loss: Any, batch: int = 8, rate: float = 0.1) -> list[str]:
+    """Train two epochs with a loss; returns what was said."""
+    import logging
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lockstep").addHandler(handler)
+    model = network()
+    model, optimizer, loader = lockstep.prepare(
+        model, torch.optim.SGD(model.parameters(), rate), DataLoader(data(), batch)
+    )
+    try:
+        for _ in range(2):
+            for x, _, y in loader:
+                optimizer.zero_grad()
+                loss(model(x), y).backward()
+                optimizer.step()
+    finally:
+        logging.getLogger("lockstep").removeHandler(handler)
+    return lines
+
+
+def by_fixed_number(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, y, reduction="sum") / 8
+
+
+def by_twice_the_samples(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((output - y) ** 2).sum() / (2 * len(y))
+
+
+def halved(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return 0.5 * ((output - y) ** 2).sum() / len(y)
+
+
+def test_rank_0_says_at_the_start_what_a_step_is(pool: Pool) -> None:
+    said, *others = pool.run(with_lines, halved, workers=2)
+    assert said == [
+        "lockstep.prepare() on 2 workers: a global batch of 8 samples, 4 for each worker; SGD with "
+        "learning rate 0.1; losses are means over the samples of a part, or over count="
+    ]
+    assert others == [[]]
+    assert pool.run(with_lines, by_fixed_number, workers=1) == [[]]
+
+
+def test_a_sum_divided_by_the_samples_of_the_whole_batch(pool: Pool) -> None:
+    """Where the number may be a factor times the samples of the part it is said; a part of another
+    size decides.
+    """
+    with pytest.raises(RanksFailedError, match="divided by 8 in a part of 3 samples"):
+        pool.run(with_lines, by_fixed_number, workers=3)
+    with pytest.raises(RanksFailedError, match=r"divided by 8 in a part of [123] samples"):
+        pool.run(with_lines, by_fixed_number, workers=2)  # in the last batch
+    said, *others = pool.run(with_lines, by_twice_the_samples, workers=2)
+    assert "divided by 8, the samples of the whole batch; this worker's part has 4" in said[1]
+    assert len(said) == 2
+    assert others == [[]]
+
+
 def without_loader(different: bool) -> tuple[list[str], list[torch.Tensor]]:
     import logging
 
@@ -273,9 +332,10 @@ def without_loader(different: bool) -> tuple[list[str], list[torch.Tensor]]:
 
 def test_rank_0_says_once_that_all_workers_repeat_the_same_batches(pool: Pool) -> None:
     repeated = [lines for lines, _ in pool.run(without_loader, False, workers=2)]
-    assert [len(lines) for lines in repeated] == [1, 0]
-    assert "given no loader, and all 2 workers have computed the same gradients" in repeated[0][0]
-    assert [lines for lines, _ in pool.run(without_loader, True, workers=2)] == [[], []]
+    assert [len(lines) for lines in repeated] == [2, 0]
+    assert "given no loader, and all 2 workers have computed the same gradients" in repeated[0][1]
+    different = [lines for lines, _ in pool.run(without_loader, True, workers=2)]
+    assert [len(lines) for lines in different] == [1, 0]
     assert pool.run(without_loader, False, workers=1)[0][0] == []
 
 

@@ -15,7 +15,14 @@ from torch import nn
 from ..batch_parts import BatchParts, Shard
 from ..check_schedule import is_due
 from ..losses.model_check import is_compiled
-from .loss_graphs import Refusal, divisor, refusal_of
+from .graph_nodes import parameters_reached
+from .loss_graphs import Refusal, refusal_of
+from .loss_sums import (
+    divided_by_whole_batch,
+    divisor,
+    fixed_divisor_doubt,
+    fixed_divisor_error,
+)
 from .model_calls import ModelCalls
 
 
@@ -45,6 +52,9 @@ class BodyLosses:
         self._calls: ModelCalls | None = None  # of models in the running body, if it is looked at
         # of models, in the body that was looked at before
         self._inputs_before: list[torch.Tensor] | None = None
+        # the samples of a whole batch, by which a sum was divided, and those of the part
+        self._doubted: tuple[int, int] | None = None
+        self._is_decided = False  # whether it is a fixed number
 
     def begin_batch(self, passes_before: int) -> None:
         """Begin a pass over a batch, before which there were so many over the same batch."""
@@ -59,7 +69,8 @@ class BodyLosses:
             shard: whose body it is.
             data: that of the shard.
         """
-        if self._look is None or not shard.samples:
+        decides = self._doubted is not None and self._doubted[1] != shard.samples
+        if (self._look is None and not decides) or not shard.samples:
             return
         models = [model for model in self._models if not is_compiled(model)]
         # The shards of virtual workers are the same on any number of workers, and so is what is
@@ -68,7 +79,8 @@ class BodyLosses:
         refuses_changes = exact or self._parts.comm.size > 1
         before = self._inputs_before
         self._calls = ModelCalls(models, shard.samples, data, before, not exact, refuses_changes)
-        self._latest_look = self._look
+        if self._look is not None:
+            self._latest_look = self._look
 
     def end_body(self) -> None:
         """End the look at the calls of models."""
@@ -91,7 +103,42 @@ class BodyLosses:
                 shard.divisors += [divisor(root) for root in roots if root.grad_fn is not None]
         same_on_all = shard.whole_batch or self._parts.exact
         refusals = [refusal_of(root, self._calls, self._latest_look, same_on_all) for root in roots]
+        if self._calls is not None and not same_on_all and not self._is_decided:
+            with suppress(RuntimeError):  # a part of the graph has been freed
+                refusals += [self._fixed_divisor(root, self._calls, shard) for root in roots]
         return [refusal for refusal in refusals if refusal is not None]
+
+    def _fixed_divisor(self, root: torch.Tensor, calls: ModelCalls, shard: Shard) -> Refusal | None:
+        """Return what is wrong with a loss that is a sum divided by the samples of the whole batch.
+
+        The number may be a multiple of this part's samples by chance: ``2 * len(inputs)`` on two
+        workers. A part of another size shows which it is.
+        """
+        if root.numel() != 1 or root.grad_fn is None:
+            return None
+        number = shard.total
+        if self._doubted is not None:
+            number, samples = self._doubted
+            if samples == shard.samples:
+                return None
+        if number == shard.samples:
+            return None
+        description = divided_by_whole_batch(root, calls, number)
+        is_first = self._doubted is None
+        if is_first and description is None:
+            return None
+        self._doubted = number, shard.samples
+        self._is_decided = not is_first or number % shard.samples > 0
+        if description is None:
+            return None
+        comm = self._parts.comm
+        doubt = ""
+        if not self._is_decided:
+            if comm.rank:
+                return None  # rank 0 says it
+            doubt = fixed_divisor_doubt(description, number, shard.samples, comm.size)
+        error = fixed_divisor_error(description, number, shard.samples)
+        return Refusal(error, parameters_reached(root), True, doubt=doubt)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how often losses have been looked at, on which it depends when they are looked at

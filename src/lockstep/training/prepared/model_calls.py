@@ -55,6 +55,8 @@ class ModelCalls:
         refuses_changes: whether forward passes that change parameters are an error.
 
     Attributes:
+        samples: samples of the body's part of a batch.
+        data: the body's part of a batch.
         inputs: those of this body.
     """
 
@@ -68,6 +70,7 @@ class ModelCalls:
         refuses_changes: bool,
     ) -> None:
         self.samples = samples
+        self.data = data
         self.inputs: list[torch.Tensor] = []
         self._models = models
         self._before = before

@@ -4,10 +4,12 @@ passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Never, Self
 
@@ -19,6 +21,8 @@ from ..model_state import UserState
 from .prepared_loop import PreparedLoop, watch_torch
 
 __all__ = ["PreparedLoader", "prepare"]
+
+_log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -98,10 +102,20 @@ def prepare(
     1,024th (inputs that are computed from the loader's, from batch 1 on), changes of
     ``p.grad.data`` and ``p.data`` before step 0, 1, 2, 4 and so on.
 
+    **What is said at the start**, on several workers: the samples of a global batch and of each
+    worker's part, and the learning rate. Neither is multiplied or divided by the number of workers;
+    a program that does so itself gets other results on another number of them.
+
     **What is not checked**, and may depend on the number of workers:
 
-    - a sum that is multiplied or divided, e.g. by a fixed batch size, and a sum of products such as
-      ``(log_prob * advantage).sum()``: divide by ``len(inputs)``, the samples of this part;
+    - a learning rate, a batch size or a loss that the program multiplies or divides by the number
+      of workers;
+    - a sum that is multiplied or divided by another number than the samples of the whole batch
+      (which is an error, or said once where it may be a factor times ``len(inputs)``), and a sum of
+      products such as ``(log_prob * advantage).sum()``: divide by ``len(inputs)``, the samples of
+      this part;
+    - targets that were computed from those of the batch in another way than by a factor and an
+      offset, and are broadcast in a difference that the program writes itself;
     - a number that a model keeps as an attribute, or that is part of a step with a count;
       statistics of the batch within a model;
     - of a part whose count is 0, a sum that is not zero beside terms that are not divided;
@@ -198,7 +212,38 @@ def prepare(
         else:
             loop.change(user_object)
             prepared.append(user_object)
+    comm = loop.comm
+    if comm.size > 1 and comm.rank == 0 and not comm.is_joining:
+        loaders = [each.loader for each in prepared if isinstance(each, PreparedLoader)]
+        optimizers = [each for each in prepared if isinstance(each, Optimizer)]
+        virtual_workers = loop.parts.virtual_workers if loop.parts.exact else None
+        _log.warning("%s", _start_line(comm.size, virtual_workers, loaders, optimizers))
     return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+
+def _start_line(
+    workers: int,
+    virtual_workers: int | None,
+    loaders: Sequence[Loader],
+    optimizers: Sequence[Optimizer],
+) -> str:
+    """Return what rank 0 says at the start of a loop on several workers: numbers that a program may
+    have multiplied or divided by the number of workers.
+    """
+    parts = []
+    for loader in loaders:
+        batch = loader.global_batch_size
+        of_worker = batch // workers if batch % workers == 0 else f"{batch // workers} or more"
+        parts.append(f"a global batch of {batch} samples, {of_worker} for each worker")
+    for optimizer in optimizers:
+        rates = dict.fromkeys(f"{float(g['lr']):.4g}" for g in optimizer.param_groups if "lr" in g)
+        if rates:
+            parts.append(f"{type(optimizer).__name__} with learning rate {', '.join(rates)}")
+    divided = f"{workers} workers"
+    if virtual_workers is not None:
+        divided += f", {virtual_workers} virtual workers"
+    parts.append("losses are means over the samples of a part, or over count=")
+    return f"lockstep.prepare() on {divided}: {'; '.join(parts)}"
 
 
 class PreparedLoader:

@@ -30,7 +30,8 @@ from ..step.step_arguments import parameters_of, refuse_closure
 from .all_gradients import AllGradients
 from .batch_buffers import BatchBuffers
 from .body_losses import BodyLosses
-from .loss_graphs import common_number, ignored_labels_error
+from .loss_graphs import ignored_labels_error
+from .loss_sums import common_number
 from .repeated_batches import RepeatedBatches
 from .shard_gradients import multiply
 

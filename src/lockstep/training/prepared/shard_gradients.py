@@ -4,6 +4,7 @@ them by hand.
 
 from __future__ import annotations
 
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from ...parallel.gradient_buckets import Gradients
 from ..batch_parts import Shard
 from ..step.precision import full_precision
 from .loss_graphs import Refusal
+
+_log = logging.getLogger(__name__)
 
 Seen = tuple[torch.Tensor | None, int]
 """A gradient, and its version."""
@@ -415,9 +418,12 @@ class ShardGradients:
             later = self._passes[refused.number] - refused.passes
             is_there = self.trained[refused.number].grad is gradient
             if is_there and gradient._version - refused.version == later:
-                if refused.why.ignored is None:
+                if refused.why.doubt:
+                    _log.warning("%s", refused.why.doubt)
+                elif refused.why.ignored is None:
                     raise refused.why.error
-                ignored.append(refused.why.ignored)
+                else:
+                    ignored.append(refused.why.ignored)
         return ignored
 
 
