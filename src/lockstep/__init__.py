@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .error_lines import show_warnings
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -159,6 +160,7 @@ if importlib.util.find_spec("fcntl") is None:
         "2 and run the program there."
     )
 
+show_warnings()
 register()  # the backends for init_process_group: "shm" and the others
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from . import environment
+from .error_lines import write_error_line
 from .errors import InterruptedRunError, LockstepError
 
 __all__ = [
@@ -73,7 +74,7 @@ class _ExceptHook:
                 shlex.join(sys.orig_argv) if is_script and not environment.is_launched() else ""
             )
             name = program.name if is_script else "python"
-            print(f"{name}: {error.message}{resume_hint(error, command)}", file=sys.stderr)
+            write_error_line(f"{name}: {error.message}{resume_hint(error, command)}")
         raise SystemExit(error.exit_code)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from .. import environment, messages
+from ..error_lines import write_error_line
 from ..errors import LockstepError
 from ..messages import Integer
 from ..system import private_folders
@@ -34,8 +35,7 @@ def write_message(folder: Path | None, text: str) -> None:
     None.
     """
     if folder is None:
-        sys.stderr.write(f"lockstep: {text}\n")
-        sys.stderr.flush()
+        write_error_line(f"lockstep: {text}")
         return
     while len(line := messages.encode(text) + "\n") > _MAX_CHARACTERS:
         text = text[: len(text) * 3 // 4]

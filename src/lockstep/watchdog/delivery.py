@@ -10,7 +10,6 @@ import faulthandler
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from .. import environment
+from ..error_lines import write_error_line
 from ..errors import DesyncError, LockstepError, RankLostError, StallError, TransportError
 from ..flight_recorder import FlightRecorder, RawRecord, RecorderReader
 from ..flight_recorder.layout import StateWords
@@ -204,10 +204,7 @@ def deliver_error(state: WatchdogState, delivery: ErrorDelivery, stop: threading
 
 def _exit_process(state: WatchdogState, why: str) -> None:
     with suppress(Exception):
-        sys.stderr.write(
-            f"lockstep: rank {state.rank}: {why}; the process is ended\n{state.error}\n"
-        )
-        sys.stderr.flush()
+        write_error_line(f"lockstep: rank {state.rank}: {why}; the process is ended\n{state.error}")
     os._exit(_EXIT_STATUS)
 
 

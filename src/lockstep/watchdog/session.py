@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from ..error_lines import write_error_line
 from ..errors import LockstepError, TransportError
 from ..flight_recorder import RecordLog, jobs
 from ..gloo import SocketTracker, abort_gloo
@@ -315,9 +316,8 @@ class ExitHooks:
         state.program.record_exit()
         self._close()
         if state.error is not known:  # too late to raise it
-            sys.stderr.write(f"{type(state.error).__name__}: {state.error}\n")
+            write_error_line(f"{type(state.error).__name__}: {state.error}")
             sys.stdout.flush()
-            sys.stderr.flush()
             os._exit(1)
         # The program has destroyed no groups. Gloo's threads release the last tensors a moment
         # after a collective has returned, and abort the process if the interpreter is gone by then.
