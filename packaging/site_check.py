@@ -44,6 +44,8 @@ SEARCHES = {
     "gradient accumulation": "coming-from/accelerate.html#gradient-accumulation",
     "warm-up": "training.html#warm-up-of-the-learning-rate-warmup",
     "warmup": "training.html#warm-up-of-the-learning-rate-warmup",
+    "scheduler": "training.html#schedulers-of-the-learning-rate",
+    "progress bar": "training.html#progress-bars",
     "notebook": "notebook.html",
     "GPU": "gpus.html",
 }
