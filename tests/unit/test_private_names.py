@@ -60,7 +60,7 @@ OTHERS = {
         "_reconstruct",
         "_factor",
     ),
-    *("_private", "_global_node", "_internal_kv_get", "_distributed", "_ex_iterable"),
+    *("_private", "_global_node", "_internal_kv_get", "_distributed", "_ex_iterable", "_instances"),
     *(
         "_agree_to_stop",
         "_begin",
