@@ -206,7 +206,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Result:
-    """Attributes: sum, count, and the gradients of the sum."""
+    """What a function gives for some samples.
+
+    Attributes:
+        total: the sum over them.
+        count: what it is a sum over.
+        gradients: those of the sum with respect to each leaf, None where it does not depend on it.
+    """
 
     total: float
     count: float

@@ -98,7 +98,7 @@ class Loss:
     ) -> None:
         if loss_fn is None:
             loss_fn = OwnLoss(forward)
-        self._given = loss_fn, device, forward, model
+        self._arguments = loss_fn, device, forward, model
         expected = "a function (output, target) -> loss, or a module"
         arguments.function("loss_fn", loss_fn, expected, of_class=False)
         refuse_bare_sum(loss_fn)
@@ -142,7 +142,7 @@ class Loss:
         """Return the same loss, with the same modules, for calls beside the training: it compares
         nothing.
         """
-        return Loss(*self._given)
+        return Loss(*self._arguments)
 
     def forward(self, model: nn.Module, data: Any, size: int = 0) -> tuple[Any, Any]:
         """Return the output of `model` and the target for `data`, of `size` samples; 0 if they are

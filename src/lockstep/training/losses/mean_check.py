@@ -123,12 +123,12 @@ class NotAMean:
             else ""
         )
         if difference.is_pair and not self.is_model:
-            own_means, theirs = (
-                f"{_number(a)} and the count {_number(b)}"
-                for a, b in (difference.whole, difference.halves)
+            of_samples, of_halves = (
+                f"{_number(total)} and the count {_number(count)}"
+                for total, count in (difference.whole, difference.halves)
             )
             return (
-                f"the sum {own_means} for {samples}, and the sum {theirs} for their two halves "
+                f"the sum {of_samples} for {samples}, and the sum {of_halves} for their two halves "
                 f"together{differ}"
             )
         mean, halves = self.means()
@@ -139,8 +139,8 @@ class NotAMean:
 
     def means(self) -> tuple[str, str]:
         """Return the mean over the samples, and that of their halves."""
-        (total, count) = self.difference.whole
-        (halves_total, halves_count) = self.difference.halves
+        total, count = self.difference.whole
+        halves_total, halves_count = self.difference.halves
         return _number(total / (count or 1.0)), _number(halves_total / (halves_count or 1.0))
 
     def _hint(self) -> str:
@@ -212,8 +212,12 @@ class MeanCheck:
         return self._outer.changed
 
     def expect(self, number: int, due: bool | None = None) -> None:
-        """Begin a step, or a batch of an evaluation, with this number; `due`: whether it is to be
-        checked, else see `is_due`."""
+        """Begin a step, or a batch of an evaluation.
+
+        Args:
+            number: its number.
+            due: whether it is to be checked; see `is_due` when None.
+        """
         self._number = number
         self._due = is_due(number) if due is None else due
         self._kept = None
@@ -244,7 +248,8 @@ class MeanCheck:
 
     def _unlike_sample(self, output: Any, target: Any, size: int) -> int | None:
         """Return a sample whose values are unlike those that were compared before, if there is one
-        and it is to be compared."""
+        and it is to be compared.
+        """
         if not self._due and self._extra >= _MOST_EXTRA + self._number // _STEPS_PER_EXTRA:
             return None
         return self._seen.unlike_sample(output, target, size)

@@ -18,8 +18,9 @@ class OuterValues:
     """The lists, numbers and tensors that a function reaches by name: global ones, those around it,
     and those of its object.
 
-    A list to which a metric appends has the outputs of this worker's parts only, and those of the
-    comparisons as well. The first is said, and the second is undone.
+    A list to which a metric appends has the outputs of this worker's parts only: `changed` names
+    it, for a message to the user. It would have those of the comparisons by halves as well, which
+    `restored` takes back.
 
     Args:
         fn: the function, a method, or an object that is called.

@@ -167,13 +167,12 @@ class OwnLoss:
     def _find_counting(self, model: nn.Module, data: Any) -> None:
         device = next((tensor.device for tensor in tensors_of(data)), torch.device("cpu"))
         # in full precision, and eager: a compiled model would be compiled for these few samples
-        exact = torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager")
         with (
             preserve_generators(device),
             evaluating(model),
             preserving_buffers(model),
-            exact[0],
-            exact[1],
+            torch.autocast(device.type, enabled=False),
+            torch.compiler.set_stance("force_eager"),
         ):
             counting = self._try(model, data)
         if isinstance(counting, Counting):

@@ -87,7 +87,8 @@ def numbered(run_dir: Path) -> list[Path]:
         ]
     except OSError:  # it does not exist yet
         return []
-    return [path for _, path in sorted(runs, reverse=True)] + [run_dir] * run_dir.exists()
+    own = [run_dir] if run_dir.exists() else []
+    return [path for _, path in sorted(runs, reverse=True)] + own
 
 
 def prepare(run_dir: Path, checkpoint: Path | None, fresh: bool) -> list[Path]:
@@ -315,7 +316,8 @@ def _not_writable(run_dir: Path, error: OSError) -> ConfigError:
     )
 
 
-# Before, the worker that held the lock may have been on a host that is cut off.
+# Seconds that a worker waits for the lock of the one before it, which may be on a host that is cut
+# off and never gives it back.
 _PATIENCE_S = 3.0
 
 

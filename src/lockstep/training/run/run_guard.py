@@ -50,7 +50,9 @@ class RunGuard(Guard):
 
 
 class _Count:
-    """The number of trainers of this process that keep a ledger, or would."""
+    """The number of trainers of this process that keep a ledger, or would if they were not
+    replayed: by it a replay knows the trainer that it is to repeat.
+    """
 
     trainers: ClassVar[int] = 0
 

@@ -117,8 +117,9 @@ class PendingStep:
         # As `torch.nn.utils.get_total_norm`, with half of its calls.
         norms = torch._foreach_norm(gradients)
         first = norms[0].device
-        if any(each.device != first for each in norms):
-            norms = tuple(each.to(first) for each in norms)
+        # Of a model on several devices: torch.stack takes tensors of one.
+        if any(of_gradient.device != first for of_gradient in norms):
+            norms = tuple(of_gradient.to(first) for of_gradient in norms)
         norm: Any = torch.linalg.vector_norm(torch.stack(norms))
         whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return whole
@@ -161,10 +162,11 @@ class PendingStep:
 
 
 def _floating_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """Return the floating buffers of a model, each once, in the order of `model.buffers()`, which
-    takes three times as long.
+    """Return the floating buffers of a model, each once, in the order of `model.buffers()`.
+
+    It is called in every step that is guarded, and `model.buffers()` takes three times as long.
     """
-    found: dict[int, torch.Tensor] = {}
+    buffers: dict[int, torch.Tensor] = {}
     waiting: list[nn.Module | None] = [model]
     seen: set[int] = set()
     while waiting:
@@ -174,10 +176,10 @@ def _floating_buffers(model: nn.Module) -> list[torch.Tensor]:
         seen.add(id(module))
         for buffer in module._buffers.values():
             if buffer is not None and buffer.is_floating_point():
-                found[id(buffer)] = buffer
+                buffers[id(buffer)] = buffer
         if module._modules:
             waiting.extend(reversed(module._modules.values()))
-    return list(found.values())
+    return list(buffers.values())
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def agree_on_loss_scale(
                 with precision.autocast():
                     _, count = module(data, size)
                 numbers[0] += count
-    numbers[[1 + number for number in (watched.found if known is None else known)]] = 1.0
+    numbers[[1 + number for number in (watched.converted if known is None else known)]] = 1.0
     with named("loss and sample count"):
         sums = comm.allreduce(numbers)
     precision.set_count(sums[0], samples)
@@ -75,20 +75,20 @@ class _WatchedLoss(Computation):
         finds: whether it looks for them.
 
     Attributes:
-        found: their numbers in the model.
+        converted: the numbers in the model of those that it has found.
     """
 
     def __init__(self, loss: LossModule, finds: bool) -> None:
         super().__init__(loss.model)
         self._on = loss.on
         self._finds = finds
-        self.found: set[int] = set()
+        self.converted: set[int] = set()
 
     @override
     def on(self, model: nn.Module, data: Any, size: int) -> Any:
         total, count = self._on(model, data, size)
         if self._finds:
-            self.found |= _cast_parameters(total, list(model.parameters()))
+            self.converted |= _cast_parameters(total, list(model.parameters()))
         return total, count
 
 

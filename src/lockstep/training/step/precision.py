@@ -191,7 +191,7 @@ class Precision:
         if comm is not None:
             # By name, as the scaler of FSDP does: torch has no public way.
             overflows = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            own = [found.to(self._device) for found in overflows.values()]
+            own = [overflow.to(self._device) for overflow in overflows.values()]
             most = torch.stack([torch.zeros((), device=self._device), *own]).max()
             with named("overflows of gradients"):
                 of_all = comm.allreduce(most, "max")

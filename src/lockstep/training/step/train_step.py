@@ -233,9 +233,9 @@ class AccumulatedPasses:
                 if last:
                     with named(strategy.totals_name):
                         weight = sum(size for _, size in parts) / global_size
-                        made = partial(totals.tensor, step.requests)
+                        own_totals = partial(totals.tensor, step.requests)
                         add_up = step.batch.collated is None
-                        finish = strategy.reduce_totals(made, weight, add_up=add_up)
+                        finish = strategy.reduce_totals(own_totals, weight, add_up=add_up)
                 with named(strategy.backward_name):
                     precision.backward(total, factor)
         return finish()
@@ -367,9 +367,8 @@ class TrainStep:
         self.seed = seed
         self._key = mix((seed, _RANDOM))
         self.steps_done = 0
-        self.measured: dict[
-            str, torch.Tensor
-        ] = {}  # by hooks of the step in progress, for its result
+        # by hooks of the step in progress, for its result
+        self.measured: dict[str, torch.Tensor] = {}
         self.strategy.check(optimizer, precision)
         self.shards_optimizer = shard_optimizer
         if shard_optimizer:
@@ -617,7 +616,7 @@ class TrainStep:
             unchanged.note()
         marks = self._replicas.marks(self.steps_done)
         is_compared = self.loss.expect(self.steps_done)
-        # which do not support fp16
+        # Joint passes refuse fp16 themselves: there is no scale to agree upon.
         joint = isinstance(self.strategy, Invariant) and self.strategy.joint_layers
         if self.precision.is_new and not joint:
             parts = self._passes.parts(batch)
@@ -804,19 +803,19 @@ class TrainStep:
         other parameters.
         """
         groups = self.optimizer.param_groups
-        given = (
+        of_optimizer = (
             groups[0]["params"]
             if len(groups) == 1
             else [*itertools.chain(*(group["params"] for group in groups))]
         )
-        if not self._changes.found() and are_same(given, self._parameters):
+        if not self._changes.found() and are_same(of_optimizer, self._parameters):
             return
         parameters = parameters_of(self.model, self.optimizer)
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
         _forget_others(self.optimizer, parameters)
         self.sync_model()
-        # which a strategy may have replaced
+        # asked for again, as the strategy may have replaced parameters of the model
         self._parameters = parameters_of(self.model, self.optimizer)
 
     def sync_model(self) -> None:
