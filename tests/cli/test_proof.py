@@ -13,6 +13,7 @@ import pytest
 
 import lockstep
 from lockstep.proof.ledger import ledger
+from support import warm_python
 from support.command import Here
 
 PROGRAM = """
@@ -109,8 +110,7 @@ def program(folder: Path, run: str, **variables: object) -> subprocess.Completed
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} | {
         name: str(value) for name, value in variables.items()
     }
-    words = [sys.executable, "train.py", run]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    return warm_python.run(["train.py", run], folder, environment, timeout=100.0)
 
 
 def files(folder: Path) -> dict[Path, bytes]:

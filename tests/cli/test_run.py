@@ -381,9 +381,7 @@ def test_no_process_survives_a_signal_to_the_launcher(
     folder = tmp_path / "pids"
     folder.mkdir()
     program = write(tmp_path, STUBBORN)
-    with subprocess.Popen(
-        command("-np", 2, program, folder), stderr=subprocess.DEVNULL
-    ) as launcher:
+    with warm_python.popen(["-m", "lockstep", "run", "-np", 2, program, folder]) as launcher:
         pids = [int(word) for path in wait_for(folder, 2) for word in path.read_text().split()]
         assert all(map(is_alive, pids))
         launcher.send_signal(number)
