@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Check this host's devices, memory, cores, limits and network, run an all-reduce
-of two processes on each backend, and log in on the hosts of a job. On the nodes
-of a scheduler it checks what the job's ranks would see: run it on all of them at
-once, as the job. Ends with a list of problems and their fixes.
+of two processes on each backend, and log in on the hosts of a job, where the
+folder and the Python of the job must be. On the nodes of a scheduler it checks
+what the job's ranks would see: run it on all of them at once, as the job. Ends
+with a list of problems and their fixes.
 """
 
 # options of `lockstep run` that this command has too
@@ -36,7 +37,7 @@ examples:
   lockstep doctor -H nodeA:4,nodeB:4
   lockstep doctor --hostfile hosts --ssh-port 2222 --identity ~/.ssh/cluster
   lockstep doctor --json | jq .problems
-      do the nodes of a job reach each other, and do their versions agree?
+      on the nodes of a job: whether they reach each other, and their versions:
   srun --nodes=2 --ntasks-per-node=1 lockstep doctor
 
 exit codes:

@@ -28,10 +28,10 @@ them. The script runs for some 40 steps on one worker, and on two where there
 are cores. Its steps are recorded and then simulated with more workers: the
 median duration of a step with a 90 % interval, the speed-up, and what limits it.
 
-The script is the user's own, unmodified: with Lockstep's Trainer, TrainStep or
-OrderedReducer, or with torch's DistributedDataParallel. It ends after these
-steps; its weights are not updated. A Trainer's run directory is a temporary
-one; other files that the script writes are written.
+The script is the user's own, unmodified: with Lockstep's Trainer, TrainStep,
+prepare or OrderedReducer, or with torch's DistributedDataParallel. It ends
+after these steps; its weights are set back after each. A Trainer's run
+directory is a temporary one; other files that the script writes are written.
 
 Experimental: may change in any release.
 """
