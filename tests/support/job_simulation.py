@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import math
 import re
 import signal
 import sys
@@ -63,7 +64,7 @@ from lockstep.launcher.elastic_jobs.job_size import Limits
 from lockstep.launcher.elastic_jobs.mesh import NEW, WAITS_TO_JOIN, Link
 from lockstep.launcher.elastic_jobs.waiting import ALONE_S, OutsideError
 from lockstep.launcher.handshake import HostEntry, HostHello, HostRefused, HostWelcome
-from lockstep.launcher.pulse import Patience
+from lockstep.launcher.pulse import Patience, SilenceWatch
 
 STEPS, FAULTS_UNTIL_S, PAUSE_S = 45, 25.0, 60.0
 LIMIT_S = FAULTS_UNTIL_S + 2 * PAUSE_S + 150.0
@@ -144,11 +145,11 @@ class SimulatedMesh:
     on_link: Callable[[int, Link], None]
     on_silence: object
     on_hello: object
-    patience: object
     has_unsent = False
 
     def __init__(self, world: World, own: HostEntry) -> None:
         self.world, self.own = world, own
+        self.silence = SilenceWatch(Patience(math.inf, math.inf))
 
     def send(self, host: int, message: object) -> None:
         self.world.send(self.own.number, host, message)

@@ -1,36 +1,40 @@
 """How two launchers of a job meet: each proves to the other that it knows the job's key, and says
 what it is.
 
-Who is dialled begins with a challenge, a number that no other connection has; who dials answers
-with a number of its own. Both show a code over the two (HMAC, RFC 2104), of which nobody learns the
-key, and which is worth nothing on another connection.
+Each side chooses a number that no other connection has. Who is dialled begins with its own; who
+dials answers with its own and what it is. Both show a code over the two (HMAC, RFC 2104), of which
+nobody learns the key, and which is worth nothing on another connection.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
-from typing import Literal
+import socket
+import time
+from typing import Any, Literal
 
 import msgspec
+from msgspec import structs
 
+from ..job.connection import Connection
 from ..job.messages import HostDescription
 from ..messages import Integer, List, Tagged
 
 __all__ = [
     "ANY_HOST",
-    "Challenge",
+    "Handshake",
     "HostEntry",
     "HostHello",
     "HostRefused",
     "HostWelcome",
-    "is_proof",
-    "new_nonce",
-    "prove",
+    "ask",
 ]
 
 ANY_HOST = -1
 """In place of a host's number: any."""
+
+_MOST_OF_ANSWER = 1 << 24  # bytes, before it is known that this is a launcher of the job
 
 
 class HostEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -50,26 +54,21 @@ class HostEntry(msgspec.Struct, frozen=True, array_like=True):
     slots: Integer
 
 
-class Challenge(Tagged, frozen=True):
-    """The first message, of who was dialled: a number that no other connection has."""
-
-    nonce: str
-
-
 class HostHello(Tagged, frozen=True):
-    """The answer of who dials.
+    """The first message of each side: of who was dialled its number alone, and then that of who
+    dials.
 
     Attributes:
-        proof: that it knows the job's key.
-        nonce: a number of its own.
+        nonce: a number that no other connection has.
+        proof: that the sender knows the job's key.
         node: the number that its host wants in the job; `ANY_HOST` for any.
         description: of its host; None for one that is known, or only asks.
         host: in an elastic job, its host as the others are to know it.
         to: the number of the host that is dialled; `ANY_HOST` for any.
     """
 
-    proof: str = ""
     nonce: str = ""
+    proof: str = ""
     node: Integer = ANY_HOST
     description: HostDescription | None = None
     host: HostEntry | None = None
@@ -112,26 +111,108 @@ class HostRefused(Tagged, frozen=True):
     is_number: bool = False
 
 
-def new_nonce() -> str:
-    """Return a number that no other connection has, as text."""
-    return secrets.token_hex(16)
-
-
-def prove(key: str, side: Literal["dials", "answers"], challenge: str, hello: str) -> str:
-    """Return what shows that one side of a connection knows the key.
+class Handshake:
+    """One side of the handshake on one connection.
 
     Args:
         key: of the job.
-        side: which.
-        challenge: the nonce of the challenge.
-        hello: that of the hello.
+
+    Attributes:
+        nonce: the number of this side.
+        other: that of the other side; "" until it has come.
     """
-    return hmac.new(key.encode(), f"{side} {challenge} {hello}".encode(), "sha256").hexdigest()
+
+    def __init__(self, key: str) -> None:
+        self.nonce = secrets.token_hex(16)
+        self.other = ""
+        self._key = key
+
+    def begin(self) -> HostHello:
+        """Return the first message of who was dialled."""
+        return HostHello(self.nonce)
+
+    def answer(self, first: object, hello: HostHello) -> HostHello:
+        """Return the answer of who has dialled to the first message: `hello`, with the proof.
+
+        Raises:
+            OSError: that is no such message.
+        """
+        if not isinstance(first, HostHello) or not first.nonce or self.other:
+            raise OSError("another program listens there")
+        self.other = first.nonce
+        proof = self._code("dials", self.other, self.nonce)
+        return structs.replace(hello, nonce=self.nonce, proof=proof)
+
+    def check(self, hello: object) -> HostHello:
+        """Return the answer of who has dialled, who knows the key.
+
+        Raises:
+            OSError: it is a stranger.
+        """
+        if not isinstance(hello, HostHello) or not self._is_code(
+            hello.proof, "dials", self.nonce, hello.nonce
+        ):
+            raise OSError("a stranger")
+        self.other = hello.nonce
+        return hello
+
+    @property
+    def proof(self) -> str:
+        """What shows that this side, which was dialled, knows the key."""
+        return self._code("answers", self.nonce, self.other)
+
+    def has_proved(self, answer: object) -> bool:
+        """Return whether an answer of who was dialled shows that it knows the key."""
+        return (
+            isinstance(answer, HostWelcome | HostRefused)
+            and bool(self.other)
+            and self._is_code(answer.proof, "answers", self.other, self.nonce)
+        )
+
+    def _code(self, side: Literal["dials", "answers"], dialled: str, dials: str) -> str:
+        """Return what shows that one side knows the key, over the numbers of both."""
+        return hmac.new(
+            self._key.encode(), f"{side} {dialled} {dials}".encode(), "sha256"
+        ).hexdigest()
+
+    def _is_code(
+        self, code: str, side: Literal["dials", "answers"], dialled: str, dials: str
+    ) -> bool:
+        expected = self._code(side, dialled, dials)
+        return hmac.compare_digest(code.encode(errors="replace"), expected.encode())
 
 
-def is_proof(
-    proof: str, key: str, side: Literal["dials", "answers"], challenge: str, hello: str
-) -> bool:
-    """Return whether `proof` is what `prove` returns for the other arguments."""
-    expected = prove(key, side, challenge, hello)
-    return hmac.compare_digest(proof.encode(errors="replace"), expected.encode())
+def ask(
+    connection: Connection[Any, Any], key: str, hello: HostHello, seconds: float
+) -> tuple[HostWelcome | HostRefused, bool] | None:
+    """Say on a new connection who this host is, and wait for the answer.
+
+    Args:
+        connection: to a launcher of the job, or to what listens in its place.
+        key: of the job.
+        hello: of this host, without a proof.
+        seconds: how long to wait for each message.
+
+    Returns:
+        The answer, and whether the other side has proved that it knows the key; None if the
+        connection ends before, or it is no launcher.
+
+    Raises:
+        TimeoutError: it does not answer.
+    """
+    most = connection.most
+    connection.most = _MOST_OF_ANSWER
+    connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    handshake = Handshake(key)
+    try:
+        first = connection.receive(time.monotonic() + seconds)
+        connection.send(handshake.answer(first, hello))
+        answer = connection.receive(time.monotonic() + seconds)
+    except TimeoutError:
+        raise
+    except (OSError, msgspec.DecodeError):
+        return None
+    if not isinstance(answer, HostWelcome | HostRefused):
+        return None
+    connection.most = most
+    return answer, handshake.has_proved(answer)

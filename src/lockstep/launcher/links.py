@@ -3,7 +3,7 @@ host.
 
 Hosts of an elastic job are connected each to each, see `lockstep.launcher.elastic_jobs.mesh`.
 
-Both sides prove that they know the job's key, without showing it. The kernels notice the loss of a
+The connections themselves are in `host_connections`. The kernels notice the loss of a
 host or of the network (`system.heartbeat`), the end of a connection that of a launcher; missing
 pings show one that is stopped or hangs.
 """
@@ -14,18 +14,13 @@ import selectors
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from .. import environment
 from ..errors import ConfigError, LockstepError, counted
-from ..job.connection import AT_ONCE, Connection, take_turn, watch_unsent
+from ..job.connection import Connection, take_turn
 from ..job.messages import Failure, Finished, HostDescription, JobEnd, Request, Say
 from ..stores import LOOPBACK, listen, serve_store
-from ..system.heartbeat import keep_alive
-from ..system.strangers import Strangers
 from .coordinator import (
     Coordinator,
     FromCoordinator,
@@ -33,15 +28,8 @@ from .coordinator import (
     Round,
     ToCoordinator,
 )
-from .handshake import (
-    Challenge,
-    HostHello,
-    HostRefused,
-    HostWelcome,
-    is_proof,
-    new_nonce,
-    prove,
-)
+from .handshake import HostHello, HostRefused, HostWelcome, ask
+from .host_connections import HostConnection, HostConnections
 from .options import JobOptions, check_debug_rank
 from .pulse import Patience, SilenceWatch
 from .remote_hosts.host_description import check_compatible
@@ -52,25 +40,8 @@ FIRST = 0
 """The number of the host whose launcher coordinates."""
 
 
-Wire = Challenge | HostHello | HostWelcome | HostRefused | ToCoordinator | FromCoordinator
+Wire = HostHello | HostWelcome | HostRefused | ToCoordinator | FromCoordinator
 """All messages between two launchers."""
-
-
-@dataclass(eq=False)
-class _Link:
-    """A connection to another launcher.
-
-    Attributes:
-        connection: to it.
-        nonce: that was sent on it.
-        greeting: the nonce of the other side, once it has proved that it knows the key.
-        description: of its host, likewise.
-    """
-
-    connection: Connection[Any, Any]
-    nonce: str
-    greeting: str = ""
-    description: HostDescription | None = None
 
 
 class OneHost:
@@ -174,10 +145,11 @@ class FixedHosts(OneHost):
         self._key = environment.job_key()
         self._limit_s = environment.heartbeat_timeout()
         self._silence = SilenceWatch(Patience.of(several_hosts=True))
-        self._links: dict[int, _Link] = {}
-        # who have not shown that they know the key
-        self._strangers: Strangers[_Link] = Strangers(self._close)
-        self._listener: socket.socket | None = None
+        self._links: dict[int, HostConnection] = {}
+        self._connections = HostConnections(
+            self._key, self.selector, Wire, self._limit_s, self._greet, self._handle, self._end
+        )
+        self._descriptions: dict[int, HostDescription] = {}
         self._coordinator: Coordinator | None = None
         self._ended_at: dict[int, float] = {}
         self._notes: list[str] = []
@@ -208,29 +180,23 @@ class FixedHosts(OneHost):
         """As the first host, wait until all others are there, and check that they can run the
         program together.
         """
-        listener.setblocking(False)
-        self._listener = listener
-        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._connections.listen(listener)
         deadline = time.monotonic() + config.start_timeout
         try:
             while len(self._links) < self.nodes - 1 and time.monotonic() < deadline:
                 self.turn(_TURN_S)
-                self._strangers.tick()
-            descriptions = [own]
-            for _, link in sorted(self._links.items()):
-                assert link.description is not None
-                descriptions.append(link.description)
+                self._connections.tick()
+            descriptions = [own, *(self._descriptions[node] for node in sorted(self._links))]
             self._check(descriptions, config)
         except LockstepError as error:
             verdict = str(error)  # the same on all hosts
             for link in self._links.values():
-                self._send(link, HostRefused(verdict))
+                self._connections.send(link, HostRefused(verdict))
             raise LockstepError(verdict) from None
         finally:
-            self._stop_listening()
+            self._connections.stop_listening()
         for link in self._links.values():
-            proof = prove(self._key, "answers", link.nonce, link.greeting)
-            self._send(link, HostWelcome(proof, time.time_ns()))
+            self._connections.send(link, HostWelcome(link.handshake.proof, time.time_ns()))
         names = {node: each.host for node, each in enumerate(descriptions)}
         self._coordinator = Coordinator(names, self._tell, self._serve)
 
@@ -247,79 +213,47 @@ class FixedHosts(OneHost):
 
     def _connect(self, own: HostDescription, config: JobOptions) -> None:
         """As another host, connect to the first one."""
-        end = _dial(self.address, self.port, config.start_timeout)
-        link = self._open(end)
-        self._links[FIRST] = link
-        verdict = self._ask(link, own, config.start_timeout + _VERDICT_S)
-        if isinstance(verdict, HostRefused) and verdict.is_number:
-            raise ConfigError("node_rank", "a number that no other host has", self.node)
-        if isinstance(verdict, HostRefused):
-            raise LockstepError(verdict.reason)
-        self.clock_offset_ns = time.time_ns() - verdict.sent_at_ns
-        link.connection.is_strange = False
-
-    def _ask(self, link: _Link, own: HostDescription, seconds: float) -> HostWelcome | HostRefused:
-        """Say who this host is, and return the answer of the first one."""
-        connection = link.connection
-        deadline = time.monotonic() + seconds
+        connection: Connection[Any, Any] = Connection(
+            _dial(self.address, self.port, config.start_timeout), Wire
+        )
+        seconds = config.start_timeout + _VERDICT_S
         address = f"{self.address}:{self.port}"
-        answer: Any = None
         try:
-            challenge = connection.receive(deadline)
-            if isinstance(challenge, Challenge):
-                proof = prove(self._key, "dials", challenge.nonce, link.nonce)
-                connection.send(HostHello(proof, link.nonce, self.node, own))
-                answer = connection.receive(deadline)
-                if isinstance(answer, HostWelcome) and not is_proof(
-                    answer.proof, self._key, "answers", challenge.nonce, link.nonce
-                ):
-                    raise LockstepError(f"{address} has another key")
+            answered = ask(
+                connection, self._key, HostHello(node=self.node, description=own), seconds
+            )
         except TimeoutError:
+            connection.close()
             raise LockstepError(f"no answer from the first host within {seconds:g} s") from None
-        except (OSError, msgspec.DecodeError):
-            answer = None
-        if not isinstance(answer, HostWelcome | HostRefused):
+        if answered is None:
+            connection.close()
             raise LockstepError(
                 f"{address} is no launcher of this job, has another key, or has just ended"
             )
-        connection.socket.setblocking(False)
-        self.selector.register(connection.socket, selectors.EVENT_READ, lambda: self._receive(link))
-        return answer
+        self._links[FIRST] = self._connections.adopt(connection)
+        match answered:
+            case HostRefused(is_number=True), _:
+                raise ConfigError("node_rank", "a number that no other host has", self.node)
+            case HostRefused(reason), _:
+                raise LockstepError(reason)
+            case HostWelcome(), False:
+                raise LockstepError(f"{address} has another key")
+            case HostWelcome(sent_at_ns=sent_at_ns), True:
+                self.clock_offset_ns = time.time_ns() - sent_at_ns
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        self._strangers.accept(self._listener, self._open_stranger)
-
-    def _open_stranger(self, end: socket.socket) -> _Link:
-        link = self._open(end)
-        self.selector.register(end, selectors.EVENT_READ, lambda: self._receive(link))
-        self._send(link, Challenge(link.nonce))
-        return link
-
-    def _open(self, end: socket.socket) -> _Link:
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(end, self._limit_s)
-        link = _Link(Connection(end, Wire), new_nonce())
-        link.connection.is_strange = True
-        return link
-
-    def _greet(self, link: _Link, hello: object) -> None:
-        """Take what a stranger has said of itself.
+    def _greet(self, link: HostConnection, hello: HostHello) -> None:
+        """Take what another host has said of itself.
 
         Raises:
             OSError: it is none of the job's hosts.
         """
-        if not isinstance(hello, HostHello) or hello.description is None:
+        if hello.description is None:
             raise OSError("a stranger")
-        if not is_proof(hello.proof, self._key, "dials", link.nonce, hello.nonce):
-            raise OSError("a stranger")
-        self._strangers.identified(link)
         if hello.node in self._links or not FIRST < hello.node < self.nodes:
-            self._send(link, HostRefused("", is_number=True))
-            self._close(link)
+            self._connections.send(link, HostRefused("", is_number=True))
+            self._connections.close(link)
             return
-        link.greeting = hello.nonce
-        link.description = hello.description
+        self._descriptions[hello.node] = hello.description
         link.connection.is_strange = False
         self._links[hello.node] = link
 
@@ -362,24 +296,9 @@ class FixedHosts(OneHost):
     def ping(self) -> None:
         """Show the other launchers that this one runs; another thread may call this."""
         for link in list(self._links.values()):
-            with suppress(OSError):  # which the loop finds out
-                link.connection.ping()
+            self._connections.ping(link)
 
-    def _receive(self, link: _Link) -> None:
-        try:
-            for message in link.connection.receive_available(AT_ONCE):
-                self._handle(link, message)
-            link.connection.flush()  # after what has come: one that is gone takes nothing more
-            watch_unsent(self.selector, link.connection)
-        except (EOFError, ConnectionError, msgspec.DecodeError):
-            self._end(link, "the launcher on {} has ended")
-        except OSError:  # the other kernel did not answer
-            self._end(link, f"no heartbeat from {{}} for {self._limit_s:g} s")
-
-    def _handle(self, link: _Link, message: Any) -> None:
-        if link in self._strangers:
-            self._greet(link, message)
-            return
+    def _handle(self, link: HostConnection, message: Any) -> None:
         node = self._node_of(link)
         if (
             isinstance(message, ToCoordinator)
@@ -390,26 +309,25 @@ class FixedHosts(OneHost):
         elif isinstance(message, FromCoordinator) and node == FIRST:
             self._take(message)
 
-    def _node_of(self, link: _Link) -> int | None:
+    def _node_of(self, link: HostConnection) -> int | None:
         return next((node for node, known in self._links.items() if known is link), None)
 
-    def _end(self, link: _Link, reason: str) -> None:
+    def _end(self, link: HostConnection, error: Exception) -> None:
         """A connection has ended."""
-        if link in self._strangers:
-            self._strangers.drop(link)
-            return
+        reason = "the launcher on {} has ended"
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+            reason = f"no heartbeat from {{}} for {self._limit_s:g} s"  # of the other kernel
         node = self._node_of(link)
         coordinator = self._coordinator
         if node is not None and coordinator is None:
             self._lose(node, f"the first host ({self.address}) no longer answers")
         elif node is not None and coordinator is not None:
             self._lose(node, reason.format(coordinator.names[node]))
-        self._close(link)
+        self._connections.close(link)
 
     def _lose(self, node: int, reason: str) -> None:
         """The launcher of a host, or the host, is gone."""
-        link = self._links.pop(node)
-        self._close(link)
+        self._connections.close(self._links.pop(node))
         if self._coordinator is not None:
             self._coordinator.lost(node, reason)
         elif self.node != FIRST and not self.all_done and self.outcome is None:
@@ -457,13 +375,13 @@ class FixedHosts(OneHost):
         if self._coordinator is not None:
             self._coordinator.receive(FIRST, message)
         elif FIRST in self._links:
-            self._send(self._links[FIRST], message)
+            self._connections.send(self._links[FIRST], message)
 
     def _tell(self, node: int, message: FromCoordinator) -> None:
         if node == FIRST:
             self._take(message)
         elif node in self._links:
-            self._send(self._links[node], message)
+            self._connections.send(self._links[node], message)
 
     def _take(self, message: FromCoordinator) -> None:
         match message:
@@ -491,11 +409,6 @@ class FixedHosts(OneHost):
         self._store = serve_store(self.address, several_hosts=True)
         return int(self._store.port)
 
-    def _send(self, link: _Link, message: object) -> None:
-        with suppress(OSError):  # which the loop finds out
-            link.connection.send(message)
-            watch_unsent(self.selector, link.connection)
-
     def close(self) -> None:
         """Let the last messages reach the others, and close all connections."""
         deadline = time.monotonic() + _FLUSH_S
@@ -504,22 +417,10 @@ class FixedHosts(OneHost):
         ):
             self.turn(_TURN_S)
         for link in self._links.values():
-            self._close(link)
+            self._connections.close(link)
         self._links.clear()
-        self._stop_listening()
+        self._connections.stop_listening()
         super().close()
-
-    def _stop_listening(self) -> None:
-        self._strangers.close()
-        if self._listener is not None:
-            self.selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
-
-    def _close(self, link: _Link) -> None:
-        with suppress(KeyError, ValueError):
-            self.selector.unregister(link.connection.socket)
-        link.connection.close()
 
 
 def listen_for_hosts(address: str, port: int) -> socket.socket:

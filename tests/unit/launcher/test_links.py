@@ -22,7 +22,6 @@ from lockstep.job.connection import Connection
 from lockstep.job.messages import Failure, HostDescription
 from lockstep.launcher.coordinator import Round
 from lockstep.launcher.links import (
-    Challenge,
     FixedHosts,
     HostHello,
     OneHost,
@@ -245,7 +244,7 @@ def test_a_replayed_proof_is_worth_nothing_and_nobody_is_let_in_later() -> None:
         seen.append(hello)
         greet(link, hello)
 
-    first._greet = spy  # type: ignore[method-assign]
+    first._connections._on_hello = spy
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
         meeting = [pool.submit(first.meet, described("a"), config(), listener)]
         meeting.append(pool.submit(second.meet, described("b"), config(), None))
@@ -253,7 +252,7 @@ def test_a_replayed_proof_is_worth_nothing_and_nobody_is_let_in_later() -> None:
             time.sleep(0.01)
         end = stack.enter_context(socket.create_connection((LOOPBACK, port)))
         replayed: Connection[Any, Any] = Connection(end, Wire)
-        assert isinstance(replayed.receive(), Challenge)
+        assert isinstance(replayed.receive(), HostHello)
         replayed.send(replace(seen[0], node=2))
         assert replayed.receive() is None
         third.meet(described("c"), config(), None)

@@ -26,15 +26,10 @@ from lockstep.errors import LockstepError
 from lockstep.job.connection import Connection
 from lockstep.launcher.elastic_jobs import mesh as mesh_module
 from lockstep.launcher.elastic_jobs.mesh import NEW, Link, Mesh, Wire, ask_to_join
-from lockstep.launcher.handshake import (
-    HostEntry,
-    HostHello,
-    HostRefused,
-    HostWelcome,
-    prove,
-)
-from lockstep.launcher.pulse import Patience
+from lockstep.launcher.handshake import Handshake, HostEntry, HostHello, HostRefused, HostWelcome
+from lockstep.launcher.pulse import Patience, SilenceWatch
 from lockstep.messages import Tagged
+from lockstep.watchdog import diagnosis
 
 
 class Reject(Tagged, frozen=True):
@@ -364,8 +359,8 @@ def test_a_host_that_joins_again_is_not_dialled_as_the_one_that_it_was() -> None
 
 def test_a_stranger_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     with a_host(0) as host, stranger(host) as end:
-        turn_until(lambda: len(host.mesh._strangers), host)
-        monkeypatch.setattr(host.mesh._strangers, "_limit_s", 0.05)
+        turn_until(lambda: len(host.mesh._connections.strangers), host)
+        monkeypatch.setattr(host.mesh._connections.strangers, "_limit_s", 0.05)
         turn_until(lambda: is_closed(end), host)
 
 
@@ -374,14 +369,14 @@ def test_a_stranger_that_sends_one_byte_after_another_is_dropped(
 ) -> None:
     now = 0.0
     with a_host(0) as host, stranger(host) as end:
-        monkeypatch.setattr(host.mesh._strangers, "_clock", lambda: now)
-        turn_until(lambda: len(host.mesh._strangers), host)
+        monkeypatch.setattr(host.mesh._connections.strangers, "_clock", lambda: now)
+        turn_until(lambda: len(host.mesh._connections.strangers), host)
         data = struct.pack("!I", 60000) + bytes(10)
         for byte in data[:10]:
             now += 1
             end.send(bytes([byte]))
             host.turn()
-        assert len(host.mesh._strangers) == 1
+        assert len(host.mesh._connections.strangers) == 1
         now += 0.1
         turn_until(lambda: is_closed(end), host)
 
@@ -394,14 +389,12 @@ def packed(message: object) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        packed(HostHello("\u00e9", host=HostEntry(-1, "", "", 0, 0))),
+        packed(HostHello("mine", "\u00e9", host=HostEntry(-1, "", "", 0, 0))),
         packed(HostHello(host=HostEntry(3, "", "", 0, 0), to=0)),
         packed(
-            HostHello(
-                prove("secret", "dials", "the challenge of another connection", "mine"),
-                "mine",
-                host=HostEntry(3, "", "", 0, 0),
-                to=0,
+            Handshake("secret").answer(
+                HostHello("the number of another connection"),
+                HostHello(host=HostEntry(3, "", "", 0, 0), to=0),
             )
         ),
         packed(HostWelcome("\u00e9")),
@@ -442,7 +435,7 @@ def test_a_flood_of_strangers_does_not_keep_a_host_out() -> None:
         host.mesh.on_hello = lambda request: HostWelcome(number=3)
         ends = [stack.enter_context(stranger(host)) for _ in range(100)]
         assert ask_at(host).number == 3
-        assert len(ends) == 100 and len(host.mesh._strangers) <= 64
+        assert len(ends) == 100 and len(host.mesh._connections.strangers) <= 64
 
 
 def test_who_dribbles_an_answer_is_not_waited_for() -> None:
@@ -466,28 +459,33 @@ def test_who_dribbles_an_answer_is_not_waited_for() -> None:
             thread.join()
 
 
-def test_a_launcher_that_does_not_answer_is_said_and_then_silent(two: tuple[Host, Host]) -> None:
+def test_a_launcher_that_does_not_answer_is_said_and_then_silent(
+    two: tuple[Host, Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its kernel answers: it is stopped, or hangs."""
     first, _ = two
     said: list[tuple[int, float]] = []
+    monkeypatch.setattr(diagnosis, "_LONGEST_TICK_S", math.inf)
     first.mesh.on_silence = lambda host, seconds: said.append((host, seconds))
-    first.mesh.patience = Patience(30.0, 120.0)
+    first.mesh.silence = SilenceWatch(Patience(30.0, 120.0))
     peer = first.mesh._peers[1]
 
-    def not_heard_for(seconds: float) -> None:
-        now = time.monotonic()
-        peer.heard, first.mesh._next_ping, first.mesh._pings_since = now - seconds, now, -1000.0
+    def tick_after(seconds: float) -> None:
+        first.mesh._next_ping = 0.0
+        first.mesh.silence._clock._last -= seconds
         first.mesh.tick()
 
-    not_heard_for(29)
+    tick_after(0)
+    tick_after(29)
     assert not said
     for _ in range(3):
-        not_heard_for(31)
+        tick_after(2)
     assert said == [(1, 30.0)] and first.links[-1] == (1, Link.CONNECTED)
-    not_heard_for(0)
-    not_heard_for(31)
+    peer.heard += 1
+    tick_after(0)
+    tick_after(31)
     assert said == 2 * [(1, 30.0)]
-    not_heard_for(121)
+    tick_after(90)
     assert said[2:] == [(1, 120.0)] and first.links[-1] == (1, Link.SILENT)
 
 

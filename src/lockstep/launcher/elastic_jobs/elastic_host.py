@@ -345,7 +345,7 @@ class ElasticHost:
         were_held = self._are_members_held
         self._are_members_held = False
         if self._peers.mesh is not None:  # before the job the launchers wait for each other
-            self._peers.mesh.patience = self._setup.patience
+            self._peers.mesh.silence.patience = self._setup.patience
         if view.leader != self._peers.me:
             self._leadership.resign()
             self._knowledge.look_for_claims()

@@ -1,7 +1,7 @@
 """Connections between the launchers of an elastic job on several hosts: each one has a connection
 to each other.
 
-A new host asks any host that it knows. Both sides prove that they know the key (`handshake`). The
+A new host asks any host that it knows. The connections themselves are in `host_connections`. The
 host with the greater number dials; when a connection ends, the other side looks whether the
 launcher still listens, so that an end that is certain can be told from a host that does not answer.
 All that a launcher has sent before its end is known only if its connection was read to the end:
@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -26,21 +25,11 @@ from typing import Any
 import msgspec
 
 from ...errors import LockstepError
-from ...job.connection import AT_ONCE, Connection, watch_unsent
-from ...system.heartbeat import keep_alive
-from ...system.strangers import LIMIT_S, Strangers
-from ..handshake import (
-    ANY_HOST,
-    Challenge,
-    HostEntry,
-    HostHello,
-    HostRefused,
-    HostWelcome,
-    is_proof,
-    new_nonce,
-    prove,
-)
-from ..pulse import Patience
+from ...job.connection import Connection
+from ...system.strangers import LIMIT_S
+from ..handshake import ANY_HOST, HostEntry, HostHello, HostRefused, HostWelcome, ask
+from ..host_connections import HostConnection, HostConnections
+from ..pulse import Patience, SilenceWatch
 
 NEW = ANY_HOST
 """The number of a host that wants to join."""
@@ -59,7 +48,7 @@ class Link(Enum):
     LOST = "lost"  # its launcher has ended, or takes part no more, and may have sent more
 
 
-Wire = Challenge | HostHello | HostWelcome | HostRefused
+Wire = HostHello | HostWelcome | HostRefused
 """The messages of the mesh itself."""
 
 _PING_S = 0.5
@@ -73,31 +62,9 @@ _DIAL_S = 3.0
 _CLOSING_S = 1.0
 _REDIAL_S = 1.0
 _ASKED_AFTER = 4  # looks: a host that takes part has dialled by then
-_MOST_OF_ANSWER = 1 << 24  # to a new host, before it is known that this is a launcher of the job
 
 
-@dataclass(eq=False)
-class _Peer:
-    """A connection.
-
-    Attributes:
-        host: its number, -1 until it is known.
-        heard: when something came last.
-        is_broken: whether the connection has failed, so that its end does not say that all has
-            come.
-        nonce: the number that this host has chosen for the connection.
-        challenge: that of the other side, if this one has dialled; "" until it has come.
-    """
-
-    connection: Connection[Any, Any]
-    host: int = -1
-    heard: float = field(default_factory=time.monotonic)
-    is_broken: bool = False
-    nonce: str = field(default_factory=new_nonce)
-    challenge: str = ""
-
-
-def _seconds_unanswered(peer: _Peer) -> float:
+def _seconds_unanswered(peer: HostConnection) -> float:
     """Return how long the other side's kernel has acknowledged nothing, though it is sent pings; 0
     if not known.
 
@@ -211,8 +178,8 @@ class Mesh:
             of a new number.
         on_silence: called when a launcher has not answered for that many seconds, though its host
             does: it is stopped, or hangs.
-        patience: how long such a launcher is waited for: when that is called, and when its host
-            does not count as connected any more.
+        silence: notices such a launcher; how long it is waited for says when that is called, and
+            when its host does not count as connected any more.
     """
 
     def __init__(
@@ -234,17 +201,14 @@ class Mesh:
             "this host is no job's"
         )
         self.on_silence: Callable[[int, float], None] = lambda host, seconds: None
-        self.patience = Patience(math.inf, math.inf)
-        self._said_silent: set[int] = set()
-        self._key = key
-        self._listener = listener
-        self._selector = selector
-        self._kind = kind
+        self.silence = SilenceWatch(Patience(math.inf, math.inf))
         self._limit_s = limit_s
-        self._peers: dict[int, _Peer] = {}
-        self._strangers: Strangers[_Peer] = Strangers(self._close)  # who have not said who they are
+        self._connections = HostConnections(
+            key, selector, kind, limit_s, self._answer, self._handle, self._ended
+        )
+        self._peers: dict[int, HostConnection] = {}
         self._answering: dict[
-            _Peer, float
+            HostConnection, float
         ] = {}  # who were dialled and have not answered yet, and since when
         self._dialling: dict[int, float] = {}  # hosts that are dialled, or will be at this time
         self._dialler = _Dialler(selector, self._dialled)
@@ -257,14 +221,13 @@ class Mesh:
         ] = {}  # hosts whose connection has ended: what they are if they do not listen
         self._next_ping = 0.0
         self._pings_since = 0.0
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._connections.listen(listener)
 
     def send(self, host: int, message: object) -> None:
         """Send a message to another host; ignored if it is not connected."""
         peer = self._peers.get(host)
         if peer is not None:
-            self._send(peer, message)
+            self._connections.send(peer, message)
 
     def silent_s(self, host: int) -> float:
         """Return for how many seconds nothing has come from a host; infinite if it is not
@@ -304,11 +267,7 @@ class Mesh:
 
     def adopt(self, connection: Connection[Any, Any], host: int) -> None:
         """Use a connection that `ask_to_join` has made."""
-        connection.socket.setblocking(False)
-        keep_alive(connection.socket, self._limit_s)
-        peer = _Peer(connection)
-        self._listen(peer)
-        self._connect(peer, host)
+        self._connect(self._connections.adopt(connection), host)
 
     def tick(self) -> None:
         """Ping and dial whom it is time for."""
@@ -325,33 +284,31 @@ class Mesh:
                     and _seconds_unanswered(peer) > self._limit_s
                 ):
                     self._lose(peer)
-                elif not self._is_silent(peer, now - max(peer.heard, self._pings_since)):
-                    self._ping(peer)
-        self._strangers.tick()
+                else:
+                    self._connections.ping(peer)
+        self._look_for_silence()
+        self._connections.tick()
         for peer in [peer for peer, since in self._answering.items() if now - since > LIMIT_S]:
             self._drop(peer)
         for host in [host for host, due in self._dialling.items() if now >= due]:
             self._dialling[host] = now + _DIAL_S + _REDIAL_S
             self._dialler.dial(self.hosts[host], probes=False)
 
-    def _is_silent(self, peer: _Peer, seconds: float) -> bool:
-        """Say that a launcher has not answered for long; lose it, and return True, if that has
-        lasted too long.
+    def _look_for_silence(self) -> None:
+        """Say which launchers have not answered for long, and lose those for which that has lasted
+        too long.
         """
-        patience = self.patience
-        if seconds <= patience.warning_s and seconds <= patience.limit_s:
-            self._said_silent.discard(peer.host)
-            return False
-        is_over = seconds > patience.limit_s
-        if is_over or peer.host not in self._said_silent:
-            self._said_silent.add(peer.host)
-            self.on_silence(peer.host, patience.limit_s if is_over else patience.warning_s)
-        if is_over:
-            self._said_silent.discard(peer.host)
-            self._lose(peer)
-        return is_over
+        self.silence.tick()
+        patience = self.silence.patience
+        for peer in list(self._peers.values()):
+            is_due = self.silence.is_due(peer.host, peer.heard)
+            if self.silence.is_over(peer.host, peer.heard):
+                self.on_silence(peer.host, patience.limit_s)
+                self._lose(peer)
+            elif is_due:
+                self.on_silence(peer.host, patience.warning_s)
 
-    def _lose(self, peer: _Peer) -> None:
+    def _lose(self, peer: HostConnection) -> None:
         """End a connection whose other side may go on, or not."""
         peer.heard = -math.inf
         self._drop(peer)
@@ -359,24 +316,14 @@ class Mesh:
     def ping(self) -> None:
         """Let the other launchers know that this one runs; another thread may call this."""
         for peer in list(self._peers.values()):
-            self._ping(peer)
-
-    def _ping(self, peer: _Peer) -> None:
-        """Let the launcher of a connection know that this one runs."""
-        try:
-            peer.connection.ping()
-        except OSError:
-            peer.is_broken = True  # what has come before is still read
+            self._connections.ping(peer)
 
     def close(self) -> None:
         """Listen no more, and close all connections."""
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(self._listener)
-        self._listener.close()
+        self._connections.stop_listening()
         self._dialler.close()
         for peer in [*self._peers.values(), *self._answering]:
-            self._close(peer)
-        self._strangers.close()
+            self._connections.close(peer)
 
     def _dialled(self, host: int, end: socket.socket | None, refused: bool, probes: bool) -> None:
         """Go on with what has become of an attempt to connect, or of a probe."""
@@ -385,10 +332,9 @@ class Mesh:
         ):
             end.close()
         elif end is not None:
-            peer = _Peer(self._connection(end), host)
-            peer.connection.is_strange = True
+            peer = self._connections.add(end)
+            peer.host = host
             self._answering[peer] = time.monotonic()
-            self._listen(peer)
         if end is None and refused:
             self._refused.add(host)
         if probes and host in self._probing:
@@ -408,138 +354,84 @@ class Mesh:
         self._listens[host] = self._listens.get(host, 0) + 1
         return self._listens[host] % _ASKED_AFTER == 0
 
-    def _connection(self, end: socket.socket) -> Connection[Any, Any]:
-        """Return the connection over a socket, which the kernels watch."""
-        end.setblocking(False)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(end, self._limit_s)
-        return Connection(end, self._kind)
-
-    def _accept(self) -> None:
-        """Accept connections; who they are from they have to show."""
-        self._strangers.accept(self._listener, self._open)
-
-    def _open(self, end: socket.socket) -> _Peer:
-        """Return the connection of a stranger."""
-        peer = _Peer(self._connection(end))
-        peer.connection.is_strange = True
-        self._listen(peer)
-        self._send(peer, Challenge(peer.nonce))
-        return peer
-
-    def _listen(self, peer: _Peer) -> None:
-        """Let the loop receive what comes on a connection."""
-        self._selector.register(
-            peer.connection.socket, selectors.EVENT_READ, lambda: self._receive(peer)
-        )
-
-    def _send(self, peer: _Peer, message: object) -> None:
-        """Send a message on a connection."""
-        try:
-            peer.connection.send(message)
-        except OSError:
-            peer.is_broken = True  # what has come before is still read
-            return
-        watch_unsent(self._selector, peer.connection)
-
-    def _receive(self, peer: _Peer) -> None:
-        """Take what has come on a connection, or its end."""
-        peer.heard = time.monotonic()
-        try:
-            for message in peer.connection.receive_available(AT_ONCE):
-                self._handle(peer, message)
-            peer.connection.flush()
-            watch_unsent(self._selector, peer.connection)
-        except TimeoutError:
+    def _ended(self, peer: HostConnection, error: Exception) -> None:
+        """A connection has ended."""
+        if isinstance(error, TimeoutError):
             self._lose(peer)  # the other kernel did not answer: nothing is certain
-        except EOFError:
-            self._drop(peer)
-        except (OSError, msgspec.DecodeError):
-            peer.is_broken = True
-            self._drop(peer)
+            return
+        peer.is_broken = peer.is_broken or not isinstance(error, EOFError)
+        self._drop(peer)
 
-    def _handle(self, peer: _Peer, message: object) -> None:
-        """Take a message, as whoever has sent it is a stranger, was dialled, or is a host."""
-        if peer in self._strangers:
-            self._answer(peer, message)
-        elif peer in self._answering:
+    def _handle(self, peer: HostConnection, message: object) -> None:
+        """Take a message of a host that was dialled, or is connected."""
+        if peer in self._answering:
             self._take_answer(peer, message)
         elif self._peers.get(peer.host) is peer and not isinstance(message, Wire):
             self.on_message(peer.host, message)
 
-    def _take_answer(self, peer: _Peer, message: object) -> None:
-        """Take what a host says that was dialled: its challenge, and its answer.
+    def _take_answer(self, peer: HostConnection, message: object) -> None:
+        """Take what a host says that was dialled: its first message, and its answer.
 
         Raises:
             OSError: it is none of the job's.
         """
+        handshake = peer.handshake
         match message:
-            case Challenge(nonce) if not peer.challenge:
-                peer.challenge = nonce
-                proof = prove(self._key, "dials", nonce, peer.nonce)
-                self._send(peer, HostHello(proof, peer.nonce, host=self.own, to=peer.host))
-            case HostWelcome(proof) if self._has_proved(peer, proof):
+            case HostWelcome() if handshake.has_proved(message):
                 del self._answering[peer]
                 self._connect(peer, peer.host)
             case HostRefused():
                 self._refused.add(peer.host)
                 self.forget(peer.host)
-                if self._has_proved(peer, message.proof):
+                if handshake.has_proved(message):
                     self._probing.pop(peer.host, None)
                     self.on_link(peer.host, Link.LOST)
             case _:
-                raise OSError("another program listens there")
+                hello = HostHello(host=self.own, to=peer.host)
+                self._connections.send(peer, handshake.answer(message, hello))
 
-    def _has_proved(self, peer: _Peer, proof: str) -> bool:
-        """Return whether a host that was dialled has shown that it knows the key."""
-        has_met = bool(peer.challenge)
-        return has_met and is_proof(proof, self._key, "answers", peer.challenge, peer.nonce)
-
-    def _answer(self, peer: _Peer, hello: object) -> None:
+    def _answer(self, peer: HostConnection, hello: HostHello) -> None:
         """Answer who has dialled: another host of the job, one that joins, or one that asks.
 
         Raises:
-            OSError: it is none of the job's.
+            OSError: it does not say which.
         """
-        if not isinstance(hello, HostHello) or hello.host is None:
+        if hello.host is None:
             raise OSError("a stranger")
-        if not is_proof(hello.proof, self._key, "dials", peer.nonce, hello.nonce):
-            raise OSError("a stranger")
-        self._strangers.identified(peer)
-        proof = prove(self._key, "answers", peer.nonce, hello.nonce)
+        proof = peer.handshake.proof
         if hello.host.number >= 0 and hello.to != self.own.number:
             if hello.to in self._former or self.own.number >= 0:
                 reason = f"host {hello.to} has joined again, or wants to"
-                self._send(peer, HostRefused(reason, proof=proof))
+                self._connections.send(peer, HostRefused(reason, proof=proof))
             # a host that is let in just now, and does not know its number yet, is dialled again
-            self._close(peer)
+            self._connections.close(peer)
             return
         if hello.host.number >= 0:
-            self._send(peer, HostWelcome(proof))
+            self._connections.send(peer, HostWelcome(proof))
             self.hosts.setdefault(hello.host.number, hello.host)
             self._connect(peer, hello.host.number)
             return
         answer = self.on_hello(hello)
         if isinstance(answer, HostRefused):
-            self._send(peer, answer)
-            self._close(peer)
+            self._connections.send(peer, answer)
+            self._connections.close(peer)
             return
-        self._send(peer, msgspec.structs.replace(answer, proof=proof))
+        self._connections.send(peer, msgspec.structs.replace(answer, proof=proof))
         if answer.number >= 0:
             self.hosts.setdefault(
                 answer.number, msgspec.structs.replace(hello.host, number=answer.number)
             )
             self._connect(peer, answer.number)
         else:
-            self._close(peer)
+            self._connections.close(peer)
 
-    def _connect(self, peer: _Peer, host: int) -> None:
+    def _connect(self, peer: HostConnection, host: int) -> None:
         """Use a connection as that to a host, instead of an earlier one, with which messages may
         have been lost.
         """
         before = self._peers.pop(host, None)
         if before is not None:
-            self._close(before)
+            self._connections.close(before)
         if before is not None or host in self._probing:
             self._probing.pop(host, None)
             self.on_link(host, Link.SILENT)
@@ -550,12 +442,9 @@ class Mesh:
         self._listens.pop(host, None)
         self.on_link(host, Link.CONNECTED)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: HostConnection) -> None:
         """A connection has ended: find out whether the other launcher has."""
-        if peer in self._strangers:
-            self._strangers.drop(peer)
-            return
-        self._close(peer)
+        self._connections.close(peer)
         if self._answering.pop(peer, None) is not None:
             if peer.host in self._dialling:
                 self._dialling[peer.host] = time.monotonic() + _REDIAL_S
@@ -568,12 +457,6 @@ class Mesh:
                 self.on_link(peer.host, Link.SILENT)
                 if peer.host < self.own.number and peer.host in self.hosts:
                     self._dialling[peer.host] = 0.0
-
-    def _close(self, peer: _Peer) -> None:
-        """Close a connection."""
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(peer.connection.socket)
-        peer.connection.close()
 
 
 NOBODY_LEADS = "no launcher of the job leads at the moment; try again"
@@ -615,29 +498,19 @@ def ask_to_join(
     for _ in range(8):  # launchers that lead to another one
         end = socket.create_connection((address, port), seconds)
         connection: Connection[Any, Any] = Connection(end, kind)
-        connection.most = _MOST_OF_ANSWER
-        nonce = new_nonce()
-        challenge: Any = None
-        answer: Any = None
         try:
-            challenge = connection.receive(time.monotonic() + seconds)
-            if isinstance(challenge, Challenge):
-                proof = prove(key, "dials", challenge.nonce, nonce)
-                connection.send(msgspec.structs.replace(hello, proof=proof, nonce=nonce))
-                answer = connection.receive(time.monotonic() + seconds)
-        except (OSError, msgspec.DecodeError):
-            answer = None
-        if isinstance(answer, HostWelcome) and is_proof(
-            answer.proof, key, "answers", challenge.nonce, nonce
-        ):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            answered = ask(connection, key, hello, seconds)
+        except TimeoutError:
+            answered = None
+        answer, is_proved = answered or (None, False)
+        if isinstance(answer, HostWelcome) and is_proved:
             return connection, answer
         connection.close()
         if answer is None:
             raise LockstepError(
                 f"{address}:{port} is no elastic job, has another key, or has just ended"
             )
-        if not isinstance(answer, HostRefused):
+        if isinstance(answer, HostWelcome):
             raise LockstepError(f"{address}:{port} has another key")
         if answer.ask is None:
             kinds = {NOBODY_LEADS: NobodyLeadsError, WAITS_TO_JOIN: WaitsToJoinError}
