@@ -309,11 +309,15 @@ class RecorderReader:
         raw = RawRecord(*RECORD.unpack_from(self.memory, self._ring + number % RING * RECORD.size))
         return raw if raw.number == number else None
 
-    def compared_bytes(self, slot: int, sequence: int) -> bytes:
+    def compared_bytes(self, slot: int, key: int, sequence: int) -> bytes | None:
         """Return the fields that ranks compare, see `layout.COMPARED`, of the record in the
-        position of the group's collective `sequence`; b"" if there is none.
+        position of the collective `sequence` of the group `key`; b"" if there is none, None if
+        `slot` does not belong to that group.
         """
-        number = self.uints[self._record_numbers + slot * DEPTH + sequence % DEPTH]
+        uints = self.uints
+        if slot < 0 or uints[self._slots + slot] != key:
+            return None
+        number = uints[self._record_numbers + slot * DEPTH + sequence % DEPTH]
         if not number:
             return b""
         at = self._ring + number % RING * _RECORD_BYTES

@@ -117,11 +117,13 @@ class GroupPeers:
         key = self._key
         mine = state.recorder.compared_bytes(number)
         for peer in self._peers:
-            slot = peer.find_slot(key)
-            compared = peer.reader.compared_bytes(slot, sequence) if slot >= 0 else b""
+            reader = peer.reader
+            compared = reader.compared_bytes(peer.slot, key, sequence)
+            if compared is None:  # the slot is not known yet, or has become another group's
+                compared = reader.compared_bytes(peer.find_slot(key), key, sequence)
             if compared == mine:
                 return
-            if compared[:_IDENTITY_BYTES] != mine[:_IDENTITY_BYTES]:
+            if compared is None or compared[:_IDENTITY_BYTES] != mine[:_IDENTITY_BYTES]:
                 continue  # it has not called it: the record there is of another one
             their_record = peer.record_of(key, sequence)
             if their_record is not None:

@@ -43,7 +43,9 @@ def _all_of(tensors: Sequence[torch.Tensor]) -> Key:
 
 
 def _reduced(tensors: Any, opts: Any = None, *_: Any) -> Key:
-    op = _SUM if opts is None else hash(opts.reduceOp)
+    reduce_op = ReduceOp.SUM if opts is None else opts.reduceOp
+    # its hash is a call of pybind11, which a small all-reduce notices
+    op = _SUM if reduce_op is ReduceOp.SUM else hash(reduce_op)
     if len(tensors) == 1:
         tensor = tensors[0]
         return (tensor.shape, tensor.dtype), op

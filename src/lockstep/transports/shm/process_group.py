@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 from ..device_groups import dispatch_by_device, or_device_backend
 from ..process_group import TransportGroup
@@ -22,6 +23,8 @@ from . import collectives
 from .context import ShmContext
 from .native import addresses_of, dtype_code_of
 from .rank_states import NATIVE_SUMS, SUM, native_sum_code
+
+_STRIDED = torch.strided  # each attribute of a module counts in `ShmGroup.allreduce`
 
 Reduction = tuple[ReduceFn, int]  # the Python form, and the code of the native form, or -1
 
@@ -54,11 +57,13 @@ class ShmGroup(TransportGroup):
         if opts is not None and not opts.asyncOp and len(tensors) == 1 and self._is_native:
             tensor = tensors[0]
             dtype_code = NATIVE_SUMS.get(tensor.dtype)
+            op = opts.reduceOp
             if (
                 dtype_code is not None
-                and hash(opts.reduceOp) == SUM
+                # the hash is a call of pybind11
+                and (op is ReduceOp.SUM or hash(op) == SUM)
                 and tensor.is_cpu
-                and tensor.layout is torch.strided
+                and tensor.layout is _STRIDED
                 and tensor.is_contiguous()
                 and not tensor.is_neg()  # real numbers are never lazily conjugated
                 and (nbytes := tensor.nbytes)
