@@ -75,6 +75,10 @@ class CycleSearch:
             return ()
         return cycle
 
+    def forget(self) -> None:
+        """Forget the cycle that has been found: a rank of it waits no more."""
+        self._seen = []
+
 
 def _find_cycle(job: JobStates, starts: Iterable[int]) -> tuple[int, ...]:
     for start in starts:

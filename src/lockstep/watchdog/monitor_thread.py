@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ..errors import ranks_in_words
-from ..flight_recorder import RawRecord, RecorderReader, RecordLog
+from ..flight_recorder import RawRecord, RecordLog
 from ..flight_recorder.layout import StateWords
 from .cross_host import CrossHost
 from .deadlock import CycleSearch, deadlock_finding, explained, find_other_tag
@@ -185,15 +185,15 @@ class MonitorThread:
     def _find_deadlock(self) -> Finding | None:
         """Return the cycle of ranks of this host that this rank is in."""
         state = self._state
-        readers = dict[int, RecorderReader]()
         waiting_in = state.current_wait()
-        # most waits are shorter
-        if waiting_in is not None and time.monotonic() - waiting_in.entered > _TICK_S:
-            readers = {
-                rank: reader
-                for rank, reader in state.readers.items()
-                if current_wait(reader) is not None
-            }
+        if waiting_in is None or time.monotonic() - waiting_in.entered <= _TICK_S:
+            self._cycles.forget()  # most waits are shorter
+            return None
+        readers = {
+            rank: reader
+            for rank, reader in state.readers.items()
+            if current_wait(reader) is not None
+        }
         job = JobStates([tuple(readers)], {0: collect_waits(readers)})
         cycle = self._cycles.find(job, job.waits.keys() & {state.rank}, {})
         if not cycle:

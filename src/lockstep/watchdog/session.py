@@ -58,6 +58,7 @@ class Session:
         self._stacks = StackFile(state.folder, state.recorder)
         self._sockets = sockets
         self._groups_made: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._report_path = state.folder / "report.json"
         self.is_interrupted = False
 
     def start(self, close: Callable[[], None], log: RecordLog | None) -> None:
@@ -192,10 +193,9 @@ class Session:
         is.
         """
         state = self.state
-        path = state.folder / "report.json"
-        if state.error is None and path.exists():
+        if state.error is None and self._report_path.exists():
             try:
-                self.adopt_report(reports.read(path))
+                self.adopt_report(reports.read(self._report_path))
             except LockstepError:  # the folder is gone: the job is over
                 return False
         return state.error is not None

@@ -29,6 +29,8 @@ from .rendezvous import Rendezvous
 from .report import Finding
 from .signatures import Signatures
 
+_WORDS = StateWords()
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -221,7 +223,7 @@ class WatchdogState:
 
     def current_wait(self) -> RawRecord | None:
         """Return the record of the blocking call that this rank is in, if any."""
-        number = self.own_reader.state_word(StateWords().since_record)
+        number = self.own_reader.state_word(_WORDS.since_record)
         return self.own_reader.raw(number) if self.recorder.phase == "waits" else None
 
     def enter_wait(self, thread: int) -> None:
@@ -229,7 +231,7 @@ class WatchdogState:
         self.waiting_threads.add(thread)
         if thread not in self._known_threads:
             self._known_threads.add(thread)
-            self.recorder.set_word(StateWords().threads, len(self._known_threads))
+            self.recorder.set_word(_WORDS.threads, len(self._known_threads))
 
     @contextmanager
     def blocking(

@@ -59,6 +59,7 @@ def bare_session(folder: Path, **more: Any) -> Any:
     session, state = Session.__new__(Session), WatchdogState.__new__(WatchdogState)
     session.state, state.folder, state.error, state.lock = state, folder, None, threading.RLock()
     state.fail, state.poll_report = session.fail, session.poll_report
+    session._report_path = folder / "report.json"
     state.recorder = cast("Any", SimpleNamespace(world_size=2))
     session.cross_host = cast("Any", SimpleNamespace(publish_report=lambda made: made))
     state.program = Program(cast("Any", None))
