@@ -4,10 +4,11 @@ of torch.
 The images are JPEG files of 256 × 256 noisy pixels, decoded by Pillow, cut at a random place to 224
 × 224 and converted to tensors. Each side has two loader processes and batches of 32, and nothing
 but loading happens in the main process. The sides are `torch.utils.data.DataLoader` over the
-folder, `lockstep.Loader` over the folder, and `lockstep.Loader` over a `lockstep.data.Stream` of
-tar files with the same images. All are started at once and take turns: a round is an epoch of each,
-every second round in the opposite order; the first round is not counted. A round gives one ratio;
-the median over the rounds counts.
+folder, `lockstep.Loader` over the folder, `lockstep.Loader` over a `lockstep.data.Stream` of tar
+files with the same images, and, where it is installed, LitData's `StreamingDataLoader` over its own
+format with the bytes of the same files. All are started at once and take turns: a round is an epoch
+of each, every second round in the opposite order; the first round is not counted. A round gives one
+ratio; the median over the rounds counts.
 
     python benchmarks/image_loading.py             # some two minutes on two idle cores
     python benchmarks/image_loading.py --quick     # a smoke run; its figures say nothing
@@ -17,6 +18,7 @@ the median over the rounds counts.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import tarfile
 import tempfile
@@ -47,6 +49,7 @@ TITLES = {
     "torch": "`DataLoader` of torch",
     "lockstep": "`lockstep.Loader`",
     "stream": "`lockstep.Loader` over a `Stream` of tar files",
+    "litdata": "LitData's `StreamingDataLoader`",
 }
 
 
@@ -88,6 +91,35 @@ def write_images(folder: Path, count: int) -> None:
                 archive.add(path, path.name)
 
 
+def whole_file(path: str) -> dict[str, Any]:
+    """Return what LitData keeps of an image."""
+    return {"jpg": Path(path).read_bytes(), "label": int(Path(path).stem) % 10}
+
+
+def of_litdata(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """Return what `Folder` does of such a sample."""
+    return decode(io.BytesIO(sample["jpg"])), sample["label"]
+
+
+def litdata_loader(images: Path, folder: Path) -> Iterable[Any]:
+    """Write the images in the format of LitData, and return its loader of them."""
+    import litdata
+
+    litdata.optimize(
+        fn=whole_file,
+        inputs=[str(path) for path in sorted(images.glob("*.jpg"))],
+        output_dir=str(folder),
+        chunk_bytes="4MB",
+        num_workers=1,
+        verbose=False,
+    )
+    data = litdata.StreamingDataset(str(folder), shuffle=True, transform=of_litdata)
+    loader: Iterable[Any] = litdata.StreamingDataLoader(
+        data, batch_size=BATCH, num_workers=PROCESSES, persistent_workers=True
+    )
+    return loader
+
+
 def read_epoch(batches: Iterable[Any]) -> float:
     """Return the images per second of an epoch."""
     began = time.perf_counter()
@@ -101,8 +133,10 @@ def measure(images: int, rounds: int) -> dict[str, list[float]]:
     """Return the images per second of each side in each round."""
     torch.set_num_threads(1)
     lockstep.init("cpu")
-    speeds: dict[str, list[float]] = {side: [] for side in TITLES}
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark-") as name,
+        tempfile.TemporaryDirectory(prefix="benchmark-") as other,
+    ):
         folder = Path(name)
         write_images(folder, images)
         data = Folder(folder)
@@ -119,6 +153,10 @@ def measure(images: int, rounds: int) -> dict[str, list[float]]:
                 "lockstep": lambda: ours,
                 "stream": lambda: from_tar,
             }
+            if importlib.util.find_spec("litdata") is not None:
+                streaming = litdata_loader(folder, Path(other))
+                sides["litdata"] = lambda: streaming
+            speeds: dict[str, list[float]] = {side: [] for side in sides}
             for number in range(rounds + 1):
                 print(f"\rround {number} of {rounds}", end="", flush=True)
                 for side in list(sides)[:: 1 if number % 2 else -1]:
