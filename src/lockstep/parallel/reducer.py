@@ -99,7 +99,7 @@ class Reducer:
         self._trained: list[nn.Parameter] = []
         self._buckets: list[Bucket] = []
         self._hooks = GradientHooks()
-        self._weight_gradients = WeightGradients(self._note_product)
+        self._weight_gradients = WeightGradients()
         self._products: dict[nn.Parameter, Value] = {}  # of shards that are not in the tree yet
         self._numbers: TreeSum[torch.Tensor] = self._layout.tree()
         self._wait_for_sums: Callable[[], torch.Tensor] | None = None
@@ -251,7 +251,7 @@ class Reducer:
         """
         if not self.one_pass or len(self.local_shards) == 1:
             return ()
-        return self._weight_gradients.leaves_of(loss, self._trained)
+        return self._weight_gradients.leaves_of(loss, self._trained, self._note_product)
 
     def _note_product(self, weight: nn.Parameter, product: Product) -> None:
         first = self._products.get(weight)  # of the other shard of a pair

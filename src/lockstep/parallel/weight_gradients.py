@@ -140,17 +140,16 @@ class WeightGradients:
 
     A weight is one of them if its gradient comes from a single linear layer with a bias, and nobody
     else looks at it during the pass. In doubt autograd computes it.
-
-    Args:
-        on_product: called during the backward pass with each of these weights and its gradient.
     """
 
-    def __init__(self, on_product: Callable[[nn.Parameter, Product], None]) -> None:
-        self._on_product = on_product
+    def __init__(self) -> None:
         self._hooks: list[Any] = []
 
     def leaves_of(
-        self, loss: torch.Tensor, trained: Iterable[nn.Parameter]
+        self,
+        loss: torch.Tensor,
+        trained: Iterable[nn.Parameter],
+        on_product: Callable[[nn.Parameter, Product], None],
     ) -> tuple[torch.Tensor, ...]:
         """Return the leaves of a graph whose gradients its backward pass has to compute; none if
         that is all of them.
@@ -158,6 +157,8 @@ class WeightGradients:
         Args:
             loss: the root of the graph.
             trained: the parameters whose gradients are wanted.
+            on_product: called during the backward pass with each of these weights and its gradient.
+                Only the graph keeps it, so that a method of the reducer makes no cycle with it.
         """
         self.forget()
         weights = {id(p): p for p in trained if p.nbytes >= LARGE and _may_be_left_out(p)}
@@ -166,10 +167,15 @@ class WeightGradients:
         leaves, layers = _walk(loss.grad_fn, weights)
         for key, layer in layers.items():
             del leaves[key]
-            self._expect(weights[key], layer)
+            self._expect(weights[key], layer, on_product)
         return tuple(leaves.values()) if layers else ()
 
-    def _expect(self, weight: nn.Parameter, layer: Any) -> None:
+    def _expect(
+        self,
+        weight: nn.Parameter,
+        layer: Any,
+        on_product: Callable[[nn.Parameter, Product], None],
+    ) -> None:
         def note(gradients: Any) -> None:
             hook.remove()  # which refers to the node that has it
             # Copies, which are small beside the weight: the program may use the memory again.
@@ -177,7 +183,7 @@ class WeightGradients:
                 tensor.detach().clone(memory_format=torch.contiguous_format)
                 for tensor in (gradients[0], layer._saved_mat1)
             )
-            self._on_product(weight, Product(gradient, inputs))
+            on_product(weight, Product(gradient, inputs))
 
         hook = layer.register_prehook(note)
         self._hooks.append(hook)

@@ -174,8 +174,9 @@ OTHERS: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
 def backward(layer: nn.Linear, loss: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
     """Whether the gradient of the weight was left out, and the gradient."""
     products: list[Product] = []
-    gradients = WeightGradients(lambda _, product: products.append(product))
-    leaves = gradients.leaves_of(loss, list(layer.parameters()))
+    leaves = WeightGradients().leaves_of(
+        loss, list(layer.parameters()), lambda _, product: products.append(product)
+    )
     torch.autograd.backward(loss, inputs=leaves or None)
     if products:
         assert layer.weight.grad is None
@@ -243,8 +244,10 @@ def test_inputs_may_be_overwritten_after_the_pass() -> None:
     layer.zero_grad()
     products: list[Product] = []
     loss = plain(layer, x)
-    gradients = WeightGradients(lambda _, product: products.append(product))
-    torch.autograd.backward(loss, inputs=gradients.leaves_of(loss, list(layer.parameters())))
+    leaves = WeightGradients().leaves_of(
+        loss, list(layer.parameters()), lambda _, product: products.append(product)
+    )
+    torch.autograd.backward(loss, inputs=leaves)
     x.zero_()
     assert expected is not None
     assert torch.equal(formed(products[0], layer.weight), expected)
@@ -258,14 +261,16 @@ def test_a_pass_leaves_no_graph_behind() -> None:
     gc.disable()
     try:
         for completes in (True, False):
-            gradients = WeightGradients(lambda weight, product: None)
+            gradients = WeightGradients()
             loss = plain(layer, torch.randn(3, 20))
             mark = Mark()
             root: Any = loss.grad_fn
             root.metadata["mark"] = mark
             del root
             alive = weakref.ref(mark)
-            leaves = gradients.leaves_of(loss, list(layer.parameters()))
+            leaves = gradients.leaves_of(
+                loss, list(layer.parameters()), lambda weight, product: None
+            )
             if completes:
                 torch.autograd.backward(loss, inputs=leaves)
             gradients.forget()
