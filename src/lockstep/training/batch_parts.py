@@ -99,7 +99,7 @@ class BatchParts:
         self.exact = virtual_workers is not None
         self.current: Shard | None = None
         self.source: Loader | None = None
-        self._given = virtual_workers
+        self._fixed_number = virtual_workers
         # how many over the current batch have begun, from 0
         self._passes: dict[tuple[int, int] | None, int] = {}
         self.regroup()
@@ -108,7 +108,7 @@ class BatchParts:
         """Divide batches among the workers that the communicator has now."""
         size = self.comm.size
         self.virtual_workers = (
-            size if self._given is None else check_virtual_workers(self._given, size)
+            size if self._fixed_number is None else check_virtual_workers(self._fixed_number, size)
         )
         self.local = range(*bounds(self.virtual_workers, size, self.comm.rank))
 

@@ -624,13 +624,13 @@ class Evaluation(Computation):
                 if several
                 else {name: float(value)}
             )
-        given = [
+        names = [
             key
             for name in ("loss", *self._names)
             for key in results
             if key == name or key.startswith(f"{name}_")
         ]
-        return {name: results[name] for name in dict.fromkeys(given)}
+        return {name: results[name] for name in dict.fromkeys(names)}
 
     def _expect(self, number: int, is_last: bool) -> None:
         """Begin a batch, whose loss and metrics may be due to be checked; those of the last one,

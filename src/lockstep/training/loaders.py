@@ -116,8 +116,8 @@ class TrainerLoaders:
         if isinstance(dataset, DataLoader):
             warns = self._comm.rank == 0 and (argument, dataset.batch_size) not in self._warned_of
             self._warned_of.add((argument, dataset.batch_size))
-            given = dataloader_settings(dataset, argument, self._global_batch_size, warns)
-            settings = given | {"num_workers": given["num_workers"] or self._num_workers}
+            of_loader = dataloader_settings(dataset, argument, self._global_batch_size, warns)
+            settings = of_loader | {"num_workers": of_loader["num_workers"] or self._num_workers}
         return Loader(
             **settings,
             global_batch_size=self._global_batch_size,

@@ -34,7 +34,7 @@ _PER_CALL = ("run_dir", "resume", "allow_different_hardware", "quiet")
 
 
 def _one_of(known: Registry) -> Parse:
-    return lambda name, given: known.check(option_table.text(name, given))
+    return lambda name, value: known.check(option_table.text(name, value))
 
 
 def _names(known: Registry) -> str:

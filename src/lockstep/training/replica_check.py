@@ -230,7 +230,7 @@ class ReplicaCheck:
         local, named = (
             self._checksums(model) if self._on else (torch.zeros(0, dtype=torch.int64), [])
         )
-        facts = torch.tensor([int(each) for each in found], dtype=torch.int64)
+        facts = torch.tensor([int(fact) for fact in found], dtype=torch.int64)
         message = torch.cat([part.to(self._comm.device) for part in (local, -local, facts)])
         reduced = self._comm.allreduce(message, "max")
         count = len(local)

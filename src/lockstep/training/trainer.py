@@ -383,16 +383,16 @@ class Trainer:
             )
         self.step.sync_model()
         restarted = not self._begun and environment.restart_count() > 0
-        found = (
+        checkpoint = (
             None
             if resume is None and not restarted
             else self.checkpoint_manager.find(resume, restarted)
         )
-        position = self.position if found is None else Position(found.state["loader"])
+        position = self.position if checkpoint is None else Position(checkpoint.state["loader"])
         again = self._begun and resume is None
         if again:
             position = position.in_data_of(loader)
-        steps_done = self.step.steps_done if found is None else found.step
+        steps_done = self.step.steps_done if checkpoint is None else checkpoint.step
         check_max_steps(max_steps, steps_done, again)
         if epochs is None:
             if max_steps is None:
@@ -402,14 +402,14 @@ class Trainer:
                 epochs = position.epoch + max(1, -(-left // loader.steps))
         if epochs is not None:
             check_epochs(epochs, position, again)
-        _seek(position, loader, found)
+        _seek(position, loader, checkpoint)
         if again:
             self.state.position = position
-        newest = self.checkpoint_manager.last_path if found is None else found.path
+        newest = self.checkpoint_manager.last_path if checkpoint is None else checkpoint.path
         self.directory.prepare(newest, fresh=not self._begun and resume != "latest")
         self.checkpoint_manager.run_dir = self.run_dir
-        if found is not None:
-            self._load_checkpoint(found)
+        if checkpoint is not None:
+            self._load_checkpoint(checkpoint)
         self.step.finite_weights.forget()
         self._begun = True
         self.stop_reason = ""

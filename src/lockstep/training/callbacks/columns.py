@@ -29,9 +29,11 @@ def is_higher_better(column: str, chosen: bool | None) -> bool:
         return chosen
     if column.endswith(_LOWER + _HIGHER):
         return column.endswith(_HIGHER)
-    found = f"neither, and the name of the column {column} does not say which values are better"
+    description = (
+        f"neither, and the name of the column {column} does not say which values are better"
+    )
     hint = "Pass higher_is_better=, or correct the name if it is misspelled."
-    raise ConfigError("higher_is_better", "True or False", found=found, hint=hint)
+    raise ConfigError("higher_is_better", "True or False", found=description, hint=hint)
 
 
 class RowColumns:

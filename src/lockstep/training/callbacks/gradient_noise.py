@@ -65,22 +65,22 @@ class GradientNoise(Callback):
     def on_train_start(self, trainer: TrainingContext) -> None:
         """Check that the gradients of virtual workers can be measured."""
         strategy = trainer.step.strategy
-        found = ""
+        obstacle = ""
         if not isinstance(strategy, Invariant) or strategy.virtual_workers < 2:
-            found = "none, or 1"
+            obstacle = "none, or 1"
         elif strategy.sharded_state:
-            found = 'strategy="sharded"'
+            obstacle = 'strategy="sharded"'
         elif strategy.joint_layers:
-            found = "sync_batchnorm, whose passes run at once"
+            obstacle = "sync_batchnorm, whose passes run at once"
         elif trainer.step.shards_optimizer:
-            found = "shard_optimizer, with which no worker has the whole gradient"
+            obstacle = "shard_optimizer, with which no worker has the whole gradient"
         elif trainer.step.precision.name == "fp16":
-            found = "fp16, whose gradients are scaled"
-        if found:
+            obstacle = "fp16, whose gradients are scaled"
+        if obstacle:
             expected = (
                 "GradientNoise() with virtual_workers of at least 2, each with a pass of its own"
             )
-            raise ConfigError("callbacks", expected, found=found)
+            raise ConfigError("callbacks", expected, found=obstacle)
 
     def on_train_step_start(self, trainer: TrainingContext, batch: Batch) -> None:
         """Watch the gradients of the step, if it is time."""
@@ -136,12 +136,12 @@ class GradientNoise(Callback):
         ]
         total = torch.stack([_square(gradient) for gradient in trained]).sum()
         # Sums of one shape at any number of workers, so that they have the same bits.
-        own = self._squares.sum(0)
+        local_squares = self._squares.sum(0)
         shards = strategy.reducer.local_shards
         first = shards[0] if shards else 0
-        own[:first] = 0.0
-        own[first + len(shards) :] = 0.0
-        squares = step.comm.allreduce(own)
+        local_squares[:first] = 0.0
+        local_squares[first + len(shards) :] = 0.0
+        squares = step.comm.allreduce(local_squares)
         step.measured["gradient noise"] = torch.cat([squares, total.to(squares.dtype).reshape(1)])
 
     def _stop_watching(self) -> None:

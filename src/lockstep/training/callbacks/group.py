@@ -52,9 +52,9 @@ class CallbackGroup:
         self, callbacks: Iterable[Callback], rank: int, recovery: Recovery | None = None
     ) -> None:
         members = list(callbacks)
-        for each in members:
-            arguments.instance("callbacks", each, Callback, "instances of Callback")
-            _check_hooks(type(each))
+        for callback in members:
+            arguments.instance("callbacks", callback, Callback, "instances of Callback")
+            _check_hooks(type(callback))
         ordered = sorted(members, key=lambda callback: isinstance(callback, Checkpoints))
         self._members = [callback for callback in ordered if callback.every_rank or rank == 0]
         self._by_name = _by_name(ordered)

@@ -250,7 +250,7 @@ class Halves:
         self._fn = fn
         self._samples = samples
         self._parameters = list(parameters)
-        self._given = tolerance
+        self._tolerance_of_dtypes = tolerance
         self._sums_add_up = sums_add_up
         self._dtypes = set[torch.dtype]()
         self._is_pair = False
@@ -345,8 +345,8 @@ class Halves:
         )
 
     def _tolerance(self) -> tuple[float, float]:
-        if self._given is not None:
-            return self._given(self._dtypes)
+        if self._tolerance_of_dtypes is not None:
+            return self._tolerance_of_dtypes(self._dtypes)
         formats = {
             *self._dtypes,
             *(tensor.dtype for tensor in _floats((self._samples.output, self._samples.target))),

@@ -107,13 +107,13 @@ class Loss:
         fn = loss_fn if self._classification is None else self._classification
         if isinstance(fn, nn.Module):
             move_module(fn, device)
-        self._own = fn if isinstance(fn, OwnLoss) else None
+        self._own_loss = fn if isinstance(fn, OwnLoss) else None
         self._check: MeanCheck | None = None
         self._forward: Forward = default_forward if forward is None else returning_pair(forward)
         self._sum: Callable[[Any, Any, int], tuple[Any, Any]]
-        if self._own is not None:
-            self._sum = self._own.sum
-            self._forward = self._own.forward
+        if self._own_loss is not None:
+            self._sum = self._own_loss.sum
+            self._forward = self._own_loss.forward
         elif (labels := LabelSum.of(self._classification)) is not None:
             self._sum = labels
         elif is_elementwise(fn):
@@ -131,12 +131,12 @@ class Loss:
     @property
     def is_compared(self) -> bool:
         """Whether the loss is compared by halves: not if it is known what it is a mean over."""
-        return self._own is not None or self._check is not None
+        return self._own_loss is not None or self._check is not None
 
     @property
     def is_of_model(self) -> bool:
         """Whether the model computes its loss itself."""
-        return self._own is not None
+        return self._own_loss is not None
 
     def without_comparison(self) -> Loss:
         """Return the same loss, with the same modules, for calls beside the training: it compares
@@ -216,14 +216,19 @@ class Loss:
         self._first = None
         if self.found is not None:
             return self.found
-        if self._own is not None:
-            self.found = self._own if self._own.problem is not None else None
+        if self._own_loss is not None:
+            self.found = self._own_loss if self._own_loss.problem is not None else None
         elif self._check is not None:
             self.found = self._check.check(passes)
         if self.found is None and first is not None and compares_model:
-            if self._own is not None:
+            if self._own_loss is not None:
                 self.found = compare_model(
-                    self._own, self._forward, *first, self._number, passes, self._own.__name__
+                    self._own_loss,
+                    self._forward,
+                    *first,
+                    self._number,
+                    passes,
+                    self._own_loss.__name__,
                 )
             elif self._check is not None and self._check.opaque:
                 fn = self._check.fn
@@ -238,8 +243,8 @@ class Loss:
         state: dict[str, Any] = {}
         if of_modules := self.modules.saved():
             state["loss"] = of_modules
-        if self._own is not None and self._own.counting is not None:
-            state["loss_counts"] = self._own.counting.name
+        if self._own_loss is not None and self._own_loss.counting is not None:
+            state["loss_counts"] = self._own_loss.counting.name
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], speaks: bool) -> None:
@@ -253,8 +258,8 @@ class Loss:
             CheckpointError: for tensors of other shapes.
         """
         self.modules.load(state.get("loss"), speaks)
-        if self._own is not None and "loss_counts" in state:
-            self._own.counting = Counting[state["loss_counts"]]
+        if self._own_loss is not None and "loss_counts" in state:
+            self._own_loss.counting = Counting[state["loss_counts"]]
 
 
 class Computation(nn.Module):
@@ -388,14 +393,14 @@ def _no_gradient(model: nn.Module, loss: Any) -> ConfigError:
     """Return the error of a loss from which no gradient reaches the model."""
     parameters = list(model.parameters())
     if parameters and not any(p.requires_grad for p in parameters):
-        found = f"none of {len(parameters)}: all are frozen (requires_grad=False)"
-        return ConfigError("model", "at least one parameter that is trained", found=found)
+        description = f"none of {len(parameters)}: all are frozen (requires_grad=False)"
+        return ConfigError("model", "at least one parameter that is trained", found=description)
     expected = "a loss that torch has computed from the model's output, with its gradient"
-    found = (
+    description = (
         "one without a gradient" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     )
     hint = "A loss loses its gradient by .item(), .detach(), torch.no_grad(), NumPy, or argmax."
-    return ConfigError("loss_fn", expected, found=found, hint=hint)
+    return ConfigError("loss_fn", expected, found=description, hint=hint)
 
 
 def _too_few(error: ValueError, size: int) -> ConfigError:

@@ -114,12 +114,12 @@ class LossState(nn.ModuleList):
             return
         for name, value in (saved or {}).items():
             if value.shape != ours[name].shape:
-                found = (
+                difference = (
                     f"{name}: here {list(ours[name].shape)}, in the checkpoint {list(value.shape)}"
                 )
                 raise CheckpointError(
                     "a checkpoint of another loss function. The first difference in shapes is "
-                    f"{found}."
+                    f"{difference}."
                 )
         with torch.no_grad():
             for name, value in (saved or {}).items():

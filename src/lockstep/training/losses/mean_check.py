@@ -102,10 +102,10 @@ class NotAMean:
         expected = "a mean over samples, one value for each sample, or (sum, count)"
         if self.difference.is_pair and not self.is_model:
             expected += " whose sums and counts add up over the parts of a batch"
-        found = f"{self.name}, which gives {self._found(rank)}"
-        return ConfigError(self.argument, expected, found=found, hint=self._hint())
+        description = f"{self.name}, which gives {self._describe_values(rank)}"
+        return ConfigError(self.argument, expected, found=description, hint=self._hint())
 
-    def _found(self, rank: int) -> str:
+    def _describe_values(self, rank: int) -> str:
         difference = self.difference
         samples = f"{self.samples} samples of rank {rank}"
         if difference.is_other_form:

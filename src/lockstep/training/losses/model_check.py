@@ -133,10 +133,10 @@ def compare_model(
 
     # a compiled model would be compiled for these few samples
     with torch.compiler.set_stance("force_eager"):
-        found = compare_or_skip(compare, device_of(data))
-    if found is None:
+        difference = compare_or_skip(compare, device_of(data))
+    if difference is None:
         return None
-    return NotAMean("loss_fn", name, samples.size, found, is_model=True)
+    return NotAMean("loss_fn", name, samples.size, difference, is_model=True)
 
 
 def _in_training(

@@ -81,10 +81,10 @@ def returning_pair(forward: _Forward) -> _Forward:
 def _output_and_target(forward: _Forward, model: nn.Module, data: Any) -> tuple[Any, Any]:
     returned = forward(model, data)
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        found = _describe_output(returned)
+        description = _describe_output(returned)
         if isinstance(returned, (tuple, list)):
-            found = f"{found} of {len(returned)}"
-        raise ConfigError("forward", "a function that returns (output, target)", found=found)
+            description = f"{description} of {len(returned)}"
+        raise ConfigError("forward", "a function that returns (output, target)", found=description)
     output, target = returned
     return output, target
 
@@ -191,8 +191,8 @@ class OwnLoss:
             "Give forward=, a function (model, data) -> (output, target), and a loss_fn of both "
             "that returns (sum, count)."
         )
-        found = f"{self._model} on rank {rank}, {self.problem}"
-        return ConfigError("model", _EXPECTED, found=found, hint=hint)
+        description = f"{self._model} on rank {rank}, {self.problem}"
+        return ConfigError("model", _EXPECTED, found=description, hint=hint)
 
     def _try(self, model: nn.Module, data: Any) -> Counting | str:
         """Return what the loss counts, or why that is not known."""
@@ -316,8 +316,8 @@ def _check_takes(model: nn.Module, data: Any, error: TypeError) -> None:
         expected = (
             "a function (output, target) -> loss, or a model that computes its loss from the batch"
         )
-        found = f"no loss_fn, and a model that does not take the batch: {error}"
-        raise ConfigError("loss_fn", expected, found=found) from None
+        description = f"no loss_fn, and a model that does not take the batch: {error}"
+        raise ConfigError("loss_fn", expected, found=description) from None
 
 
 def _without_cache(model: nn.Module, data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -220,8 +220,10 @@ def _check_probabilities(loss_fn: nn.Module, output: torch.Tensor, target: torch
     expected = "class labels of dtype torch.int64" + (
         also if isinstance(loss_fn, nn.CrossEntropyLoss) else ""
     )
-    found = f"{target.dtype} of shape {list(target.shape)}"
-    raise ConfigError("data", expected, found=found, hint="Convert labels with labels.long().")
+    description = f"{target.dtype} of shape {list(target.shape)}"
+    raise ConfigError(
+        "data", expected, found=description, hint="Convert labels with labels.long()."
+    )
 
 
 def _check_types(output: Any, target: Any) -> None:
@@ -310,7 +312,10 @@ def _check_elementwise(loss_fn: Any, output: Any, target: Any, size: int) -> Non
         )
     if output.numel() % size:
         hint = "Return (sum, count): the sum over the elements, and their number."
-        found = f"{name} of an output of shape {list(output.shape)} for {size} samples"
+        description = f"{name} of an output of shape {list(output.shape)} for {size} samples"
         raise ConfigError(
-            "loss_fn", "as many elements of the output for each sample", found=found, hint=hint
+            "loss_fn",
+            "as many elements of the output for each sample",
+            found=description,
+            hint=hint,
         )

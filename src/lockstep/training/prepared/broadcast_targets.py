@@ -82,7 +82,7 @@ def _shapes_in_table(root: torch.Tensor, calls: ModelCalls) -> tuple[list[int], 
             elif not saved.requires_grad and saved.numel() == samples:
                 vectors.append(saved)
     targets = [tensor for tensor in tensors_of(calls.data) if tensor.numel() == samples]
-    are_targets = any(_are_alike(vector, each) for vector in vectors for each in targets)
+    are_targets = any(_are_alike(vector, target) for vector in vectors for target in targets)
     column = [samples, 1]
     return (shape, [samples] if shape == column else column) if are_targets else None
 
@@ -93,9 +93,11 @@ def _broadcast_in(node: Node, samples: int) -> list[int] | None:
     """
     if kind_of(node) not in _ARITHMETIC or not _makes(node, 0, [samples, samples]):
         return None
-    below = [(each, number) for each, number in node.next_functions if each is not None]
+    below = [
+        (next_node, number) for next_node, number in node.next_functions if next_node is not None
+    ]
     for shape in ([samples, 1], [samples]):
-        if all(_makes(each, number, shape) for each, number in below):
+        if all(_makes(next_node, number, shape) for next_node, number in below):
             return shape
     return None
 
@@ -108,12 +110,12 @@ def _makes(node: Node, number: int, shape: list[int]) -> bool:
 def _are_alike(vector: torch.Tensor, targets: torch.Tensor) -> bool:
     """Return whether numbers are targets up to a factor and an offset."""
     normalised = []
-    for each in (vector, targets):
-        values = each.detach().reshape(-1).double()
+    for tensor in (vector, targets):
+        values = tensor.detach().reshape(-1).double()
         values = values - values.mean()
         normalised.append(values / values.norm())  # no numbers if all are the same
-    own, other = normalised
-    same = torch.minimum((own - other).abs().max(), (own + other).abs().max())
+    of_vector, of_targets = normalised
+    same = torch.minimum((of_vector - of_targets).abs().max(), (of_vector + of_targets).abs().max())
     return bool(same < _TARGETS_TOLERANCE)
 
 

@@ -160,7 +160,7 @@ def _is_distance_of_samples(node: Node, outputs: Collection[Node], samples: int)
     both = [
         below
         for below in next_nodes(node)
-        if any(n in outputs for n in walk([below], lambda each: each in outputs))
+        if any(n in outputs for n in walk([below], lambda node_below: node_below in outputs))
     ]
     return len(both) == 2 and all(len(size) == 2 and size[0] % samples == 0 for size in sizes)
 
@@ -188,13 +188,16 @@ def _depend_on_each_other(root: torch.Tensor, tensors: list[torch.Tensor], sampl
             torch.stack(terms).sum(), tensors, retain_graph=True, allow_unused=True
         )
         largest = [
-            (torch.where(half, each, 0).abs().max(), torch.where(half, 0, each).abs().max())
-            for each, half in zip(second, halves, strict=True)
-            if each is not None
+            (
+                torch.where(half, derivative, 0).abs().max(),
+                torch.where(half, 0, derivative).abs().max(),
+            )
+            for derivative, half in zip(second, halves, strict=True)
+            if derivative is not None
         ]
-        own = max((float(same) for same, _ in largest), default=0.0)
-        other = max((float(across) for _, across in largest), default=0.0)
-        if not other > _TOLERANCE * own:  # also if one is no number
+        of_same_half = max((float(same) for same, _ in largest), default=0.0)
+        of_other_half = max((float(across) for _, across in largest), default=0.0)
+        if not of_other_half > _TOLERANCE * of_same_half:  # also if one is no number
             return False
     return True
 

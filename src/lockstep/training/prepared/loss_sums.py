@@ -101,8 +101,8 @@ def undivided_sum(root: torch.Tensor, calls: ModelCalls) -> str | None:
         calls: the calls of models in the body.
     """
     for node in terms_of(root.grad_fn):
-        if (found := _sum_over_samples(node, calls)) is not None:
-            return found
+        if (reason := _sum_over_samples(node, calls)) is not None:
+            return reason
     return None
 
 
@@ -137,12 +137,12 @@ def divided_by_whole_batch(root: torch.Tensor, calls: ModelCalls, number: int) -
         number: the samples of a whole batch.
     """
     for term, divisors in _divided_terms(root.grad_fn):
-        if not any(_are_close(each, number) for each in divisors):
+        if not any(_are_close(constant, number) for constant in divisors):
             continue
-        if any(_is_mean_by(each, term, calls.samples) for each in divisors):
+        if any(_is_mean_by(constant, term, calls.samples) for constant in divisors):
             continue
-        if (found := _sum_over_samples(term, calls)) is not None:
-            return found
+        if (reason := _sum_over_samples(term, calls)) is not None:
+            return reason
     return None
 
 
@@ -192,7 +192,7 @@ def _is_mean_by(number: float, term: Node, samples: int) -> bool:
     other dimensions of what is summed.
     """
     sizes = set[int]()
-    for node in walk([term], stop=lambda each: kind_of(each) not in _ELEMENTWISE):
+    for node in walk([term], stop=lambda node_below: kind_of(node_below) not in _ELEMENTWISE):
         kind = kind_of(node)
         if kind == "SumBackward":
             sizes |= set(node._saved_self_sym_sizes)
@@ -306,8 +306,13 @@ def _sums_samples(node: Node, samples: int) -> bool:
 
 def _of_weights(node: Node) -> bool:
     """Return whether a term is of parameters alone: elementwise operations lead to leaves only."""
-    below = list(walk(next_nodes(node), stop=lambda each: kind_of(each) not in _ELEMENTWISE))
-    return all(kind_of(each) in _ELEMENTWISE or hasattr(each, "variable") for each in below)
+    below = list(
+        walk(next_nodes(node), stop=lambda node_below: kind_of(node_below) not in _ELEMENTWISE)
+    )
+    return all(
+        kind_of(node_below) in _ELEMENTWISE or hasattr(node_below, "variable")
+        for node_below in below
+    )
 
 
 def _is_unscaled(node: Node, samples: int) -> bool:
@@ -318,7 +323,9 @@ def _is_unscaled(node: Node, samples: int) -> bool:
     def ends(node_below: Node) -> bool:
         return kind_of(node_below) not in _ELEMENTWISE and not _is_mask(node_below, samples)
 
-    return not any(_may_scale(each, samples) for each in walk(next_nodes(node), stop=ends))
+    return not any(
+        _may_scale(node_below, samples) for node_below in walk(next_nodes(node), stop=ends)
+    )
 
 
 def _may_scale(node: Node, samples: int) -> bool:

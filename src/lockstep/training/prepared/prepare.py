@@ -214,8 +214,8 @@ def prepare(
             prepared.append(user_object)
     comm = loop.comm
     if comm.size > 1 and comm.rank == 0 and not comm.is_joining:
-        loaders = [each.loader for each in prepared if isinstance(each, PreparedLoader)]
-        optimizers = [each for each in prepared if isinstance(each, Optimizer)]
+        loaders = [loader.loader for loader in prepared if isinstance(loader, PreparedLoader)]
+        optimizers = [optimizer for optimizer in prepared if isinstance(optimizer, Optimizer)]
         virtual_workers = loop.parts.virtual_workers if loop.parts.exact else None
         _log.warning("%s", _start_line(comm.size, virtual_workers, loaders, optimizers))
     return prepared[0] if len(prepared) == 1 else tuple(prepared)

@@ -176,20 +176,20 @@ class PreparedLoop:
         elif isinstance(replacement, Optimizer):
             self.optimizers[id(replacement)].install()
 
-    def loader(self, given: Loader | DataLoader[Any]) -> Loader:
+    def loader(self, user_loader: Loader | DataLoader[Any]) -> Loader:
         """Return the loader of global batches for one that `prepare` was given.
 
         Raises:
             ConfigError: for a `Loader` with another number of virtual workers.
         """
         virtual_workers = self.parts.virtual_workers if self.parts.exact else None
-        if not isinstance(given, Loader):
-            loader = loader_of(given, self.comm, self._seed, virtual_workers)
-        elif given.virtual_workers == virtual_workers:
-            loader = given
+        if not isinstance(user_loader, Loader):
+            loader = loader_of(user_loader, self.comm, self._seed, virtual_workers)
+        elif user_loader.virtual_workers == virtual_workers:
+            loader = user_loader
         else:
             expected = f"{virtual_workers}, as given to prepare()"
-            raise ConfigError("virtual_workers", expected, given.virtual_workers)
+            raise ConfigError("virtual_workers", expected, user_loader.virtual_workers)
         self.repeats.most_workers = min(self.repeats.most_workers, loader.global_batch_size)
         return loader
 

@@ -403,9 +403,9 @@ class PreparedOptimizer:
         if shard.number in self._stepped:
             raise ConfigError("step", "one step of an optimizer in each batch", found="two")
         if isinstance(count, torch.Tensor) and count.requires_grad:
-            found = "one that requires a gradient"
+            description = "one that requires a gradient"
             hint = "It is the number of tokens, labels or weights that count."
-            raise ConfigError("count", "a number", found=found, hint=hint)
+            raise ConfigError("count", "a number", found=description, hint=hint)
         if count is not None and self._gradients.any_carried():
             hint = "Accumulate within one batch, or use means over samples."
             raise ConfigError(

@@ -91,7 +91,7 @@ class ShardGradients:
         self._zeroed = False
         # what the shard began with, while a sample stands in for none
         self._aside: _Kept | None = None
-        self._own: dict[int, _Kept] = {}
+        self._kept_by_shard: dict[int, _Kept] = {}
         self._shown: list[Seen] = []  # at the end of a batch
         self._first = 0  # the shard whose gradients they are
         self._refused: list[_Refused] = []
@@ -105,7 +105,7 @@ class ShardGradients:
         for hook in self._hooks:
             hook.remove()
         self.trained = trained
-        self._own = {}
+        self._kept_by_shard = {}
         self._shown = []
         self._refused = []
         self._ids = frozenset(map(id, trained))
@@ -197,7 +197,7 @@ class ShardGradients:
                 continue
             if p.grad is shown and bool(shown.any()):
                 raise _changed()
-            for shard, kept in self._own.items():
+            for shard, kept in self._kept_by_shard.items():
                 kept.gradients[number] = p.grad if shard == self._first else None
                 kept.of_step[number] = False
         self._shown = []
@@ -208,7 +208,7 @@ class ShardGradients:
         """
         self._zeroed = False
         self.note_step()
-        kept = self._own.pop(shard.number, None)
+        kept = self._kept_by_shard.pop(shard.number, None)
         of_step = [False] * len(self.trained)
         self._aside = None
         self.carried = kept is not None
@@ -256,7 +256,7 @@ class ShardGradients:
             gradients, weight = self.aside()
         has_gradients = any(gradient is not None for gradient in gradients)
         if has_gradients:
-            self._own[shard.number] = _Kept(gradients, weight, of_step)
+            self._kept_by_shard[shard.number] = _Kept(gradients, weight, of_step)
         if shard.one_of_several:
             self.put([None] * len(gradients))
         elif not shard.samples:
@@ -268,9 +268,9 @@ class ShardGradients:
         next one.
         """
         self._first = first
-        if self._own:
-            if first in self._own:
-                self.put(self._own[first].gradients)
+        if self._kept_by_shard:
+            if first in self._kept_by_shard:
+                self.put(self._kept_by_shard[first].gradients)
             self._shown = [
                 (p.grad, -1 if p.grad is None else p.grad._version) for p in self.trained
             ]
@@ -284,7 +284,7 @@ class ShardGradients:
         self._shown = []
         self._zeroed = True
         if everywhere:
-            self._own.clear()
+            self._kept_by_shard.clear()
         self.release()
 
     def drop_in(self, shards: Sequence[int]) -> None:
@@ -296,7 +296,9 @@ class ShardGradients:
             for number, (opened, _) in enumerate(self._opened)
         ]
         any_dropped = self._zeroed or any(dropped)
-        for kept in (self._own[shard] for shard in shards if shard in self._own):
+        for kept in (
+            self._kept_by_shard[shard] for shard in shards if shard in self._kept_by_shard
+        ):
             for number, (opened, _) in enumerate(self._opened):
                 if dropped[number] or (any_dropped and opened is None):
                     kept.gradients[number] = None
@@ -317,7 +319,7 @@ class ShardGradients:
         """Take the gradients that are kept for a shard of which this batch has no samples, and its
         weight then.
         """
-        kept = self._own.pop(number, None)
+        kept = self._kept_by_shard.pop(number, None)
         return ([None] * len(self.trained), 0.0) if kept is None else (kept.gradients, kept.weight)
 
     def _is_kept(self, number: int) -> bool:

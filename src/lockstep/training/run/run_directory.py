@@ -87,8 +87,8 @@ def numbered(run_dir: Path) -> list[Path]:
         ]
     except OSError:  # it does not exist yet
         return []
-    own = [run_dir] if run_dir.exists() else []
-    return [path for _, path in sorted(runs, reverse=True)] + own
+    unnumbered = [run_dir] if run_dir.exists() else []
+    return [path for _, path in sorted(runs, reverse=True)] + unnumbered
 
 
 def prepare(run_dir: Path, checkpoint: Path | None, fresh: bool) -> list[Path]:
@@ -179,11 +179,11 @@ class RunLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            found = f"{self._run_dir}, where {_describe_holder(descriptor)}"
+            description = f"{self._run_dir}, where {_describe_holder(descriptor)}"
             os.close(descriptor)
             hint = "Wait for it, stop it, or give another folder as run_dir."
             raise ConfigError(
-                "run_dir", "a run that no other process continues", found=found, hint=hint
+                "run_dir", "a run that no other process continues", found=description, hint=hint
             ) from None
         except OSError:
             os.close(descriptor)

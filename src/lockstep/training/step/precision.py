@@ -191,8 +191,8 @@ class Precision:
         if comm is not None:
             # By name, as the scaler of FSDP does: torch has no public way.
             overflows = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            own = [overflow.to(self._device) for overflow in overflows.values()]
-            most = torch.stack([torch.zeros((), device=self._device), *own]).max()
+            local_overflows = [overflow.to(self._device) for overflow in overflows.values()]
+            most = torch.stack([torch.zeros((), device=self._device), *local_overflows]).max()
             with named("overflows of gradients"):
                 of_all = comm.allreduce(most, "max")
             overflows.clear()

@@ -54,8 +54,8 @@ def check_separable(
         reference = _updated(optimizer, owns, None)
         halves = [_updated(optimizer, owns, half) for half in (0, 1)]
     except Exception as error:  # whatever an optimizer of others raises
-        found = f"{kind}, which fails on small tensors: {type(error).__name__}: {error}"
-        raise _refused(found, _VOUCH) from error
+        description = f"{kind}, which fails on small tensors: {type(error).__name__}: {error}"
+        raise _refused(description, _VOUCH) from error
     hint = f"{_CLIP} {_VOUCH}"
     for half, tried in enumerate(halves):
         for number, (whole, part) in enumerate(zip(reference, tried, strict=True)):
@@ -63,18 +63,20 @@ def check_separable(
             if not has_gradient and part.has_moved:
                 raise _refused(f"{kind}, which changes tensors that have no gradient", hint)
             if not _are_same(whole.hyperparameters, part.hyperparameters):
-                found = f"{kind}, whose hyperparameters depend on all gradients of a group"
-                raise _refused(found, hint)
+                description = f"{kind}, whose hyperparameters depend on all gradients of a group"
+                raise _refused(description, hint)
             if has_gradient and not _are_same(
                 [whole.values, whole.state], [part.values, part.state]
             ):
-                found = f"{kind}, whose update of one tensor depends on the gradients of others"
-                raise _refused(found, hint)
+                description = (
+                    f"{kind}, whose update of one tensor depends on the gradients of others"
+                )
+                raise _refused(description, hint)
 
 
-def _refused(found: str, hint: str) -> ConfigError:
+def _refused(description: str, hint: str) -> ConfigError:
     expected = "an optimizer that updates each tensor from its own gradient and state alone"
-    return ConfigError("shard_optimizer", expected, found=found, hint=hint)
+    return ConfigError("shard_optimizer", expected, found=description, hint=hint)
 
 
 class _Tried(NamedTuple):
