@@ -290,7 +290,8 @@ def test_rank_0_says_at_the_start_what_a_step_is(pool: Pool) -> None:
     said, *others = pool.run(with_lines, halved, workers=2)
     assert said == [
         "lockstep.prepare() on 2 workers: a global batch of 8 samples, 4 for each worker; SGD with "
-        "learning rate 0.1; losses are means over the samples of a part, or over count="
+        "learning rate 0.1; each loss must be a mean over the samples of its part, or over what "
+        "optimizer.step(count=...) counts"
     ]
     assert others == [[]]
     assert pool.run(with_lines, by_fixed_number, workers=1) == [[]]

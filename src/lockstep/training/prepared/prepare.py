@@ -242,7 +242,10 @@ def _start_line(
     divided = f"{workers} workers"
     if virtual_workers is not None:
         divided += f", {virtual_workers} virtual workers"
-    parts.append("losses are means over the samples of a part, or over count=")
+    parts.append(
+        "each loss must be a mean over the samples of its part, or over what "
+        "optimizer.step(count=...) counts"
+    )
     return f"lockstep.prepare() on {divided}: {'; '.join(parts)}"
 
 
