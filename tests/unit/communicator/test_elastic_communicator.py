@@ -48,3 +48,26 @@ def test_a_group_is_left_that_had_been_made_but_not_begun(monkeypatch: pytest.Mo
     make_group()
     comm.leave_group()
     assert not c10d._world.pg_map
+
+
+def test_the_exception_hook_of_a_group_goes_with_it_when_the_next_change_has_come_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The change is raised at any place, also after torch has set its hook."""
+    comm: Any = ElasticCommunicator.at(World(), torch.device("cpu"))
+    comm.client = SimpleNamespace(generation=1, check=lambda: None)
+    comm._backend = "gloo"
+    comm._hooks = sys.excepthook, sys.excepthook
+    before = sys.excepthook
+    init = dist.init_process_group
+
+    def init_and_change(*args: Any, **kw: Any) -> NoReturn:
+        init("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        raise MembershipChangedError(1)
+
+    with monkeypatch.context() as patched, pytest.raises(MembershipChangedError):
+        patched.setattr(dist, "init_process_group", init_and_change)
+        comm._make_group(SimpleNamespace(generation=1, members=[0, 1]), 0)
+    assert sys.excepthook is not before
+    comm.leave_group()
+    assert sys.excepthook is before

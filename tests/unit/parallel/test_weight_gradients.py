@@ -264,17 +264,36 @@ def test_a_pass_leaves_no_graph_behind() -> None:
             gradients = WeightGradients()
             loss = plain(layer, torch.randn(3, 20))
             mark = Mark()
-            root: Any = loss.grad_fn
-            root.metadata["mark"] = mark
-            del root
+            node: Any = loss.grad_fn
+            while node.name() != "AddmmBackward0":
+                node = node.next_functions[0][0]
+            node.metadata["mark"] = mark
+            del node
             alive = weakref.ref(mark)
             leaves = gradients.leaves_of(
                 loss, list(layer.parameters()), lambda weight, product: None
             )
             if completes:
                 torch.autograd.backward(loss, inputs=leaves)
-            gradients.forget()
+            else:
+                gradients.forget()
             del loss, mark
             assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_reducer_is_freed_with_its_last_reference() -> None:
+    layer = square()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    step = lockstep.TrainStep(layer, optimizer, nn.CrossEntropyLoss(), virtual_workers=4)
+    parts = [[torch.randn(2, 20), torch.randint(20, (2,))] for _ in range(4)]
+    step(Batch(parts, torch.arange(8), 8, 8, 0, 0, 4))
+    strategy: Any = step.strategy
+    reducer = weakref.ref(strategy._prepared[0])
+    gc.disable()
+    try:
+        strategy.regroup(layer)  # as in an elastic job, where each group has one of its own
+        assert reducer() is None
     finally:
         gc.enable()
