@@ -19,6 +19,7 @@ from lockstep.data.loader import Batch
 from lockstep.parallel import gradient_buckets, weight_gradients
 from lockstep.parallel.shards import bounds
 from lockstep.parallel.weight_gradients import Product, Sum, Value, WeightGradients, formed
+from lockstep.training.step import torch_calls
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +27,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take small weights as large ones, of several blocks."""
     monkeypatch.setattr(weight_gradients, "LARGE", 64)
     monkeypatch.setattr(weight_gradients, "_BLOCK", 2048)
+    # A test before in this process may have called prepare(), which replaces it for good.
+    monkeypatch.setattr(torch.autograd, "backward", torch_calls._backward)
     weight_gradients._blocks_have_same_bits.cache_clear()
 
 
