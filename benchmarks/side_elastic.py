@@ -23,6 +23,7 @@ from torch import nn
 import lockstep
 from lockstep.communicator.elastic_communicator import ElasticCommunicator
 from lockstep.elastic.client import MembershipClient
+from lockstep.elastic.membership import Regroup
 from lockstep.training.callbacks import TrainingContext
 from lockstep.training.loop import Loop
 from lockstep.training.recovery import ElasticRecovery
@@ -158,7 +159,7 @@ def note_regroups(notes: Notes) -> None:
     last_begun = [-1]
 
     def take(self: MembershipClient, message: Any) -> None:
-        if type(message).__name__ == "Change":
+        if isinstance(message, Regroup) and message.when == "at once":
             notes.write("seen", message.generation)
         receive(self, message)
 
@@ -189,7 +190,7 @@ def note_regroups(notes: Notes) -> None:
     note_around(
         ElasticRecovery,
         "_share",
-        lambda self, state, view, best: notes.write("share", view.generation, has=self._has_state),
+        lambda self, state, view, best: notes.write("share", view.generation, has=self.has_state),
         lambda self, state, view, best: notes.write("shared", view.generation),
     )
 
