@@ -32,7 +32,7 @@ MISTAKEN   := Could not find a version|No matching distribution|Cannot install .
 MISTAKEN   := $(MISTAKEN)|ResolutionImpossible|subprocess-exited-with-error|installing build dependencies
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cluster gpu-check lint types layers public-names docs chaos release-check clean distclean
+.PHONY: help train test test-cluster gpu-check lint types layers public-names docs chaos bench-check release-check clean distclean
 
 help: ## show this list
 	@echo "make train    install, then train LeNet on handwritten digits (TRAIN_FLAGS=... for other options)"
@@ -47,6 +47,7 @@ help: ## show this list
 	@echo "make docs     build the documentation as a site, in site/index.html"
 	@echo "make chaos    train elastic jobs under random faults: 1000 of workers, 400 with loops of their own, 200 of hosts,"
 	@echo "              20000 simulated ones (CHAOS_FLAGS=..., LOOP_CHAOS_FLAGS=..., HOST_CHAOS_FLAGS=..., SCHEDULE_FLAGS=...)"
+	@echo "make bench-check  run every benchmark with --quick, and say which no longer work; a quarter of an hour"
 	@echo "make release-check  build the distributions, install each into a new environment and try it there; nothing is uploaded"
 	@echo "              (RELEASE_FLAGS=... for options, PIP_FLAGS=... for those of pip)"
 	@echo "make clean    remove caches and build output; make distclean removes .venv as well"
@@ -108,6 +109,10 @@ public-names: $(TESTS)
 	@$(BIN)/python packaging/public_names.py
 	@$(BIN)/python packaging/variables_page.py
 	@echo "Write a line for each change of docs/api/names.md into CHANGELOG.md."
+
+# Their figures say nothing in such a run, which tells only what has changed under a benchmark since it was run last.
+bench-check: $(TESTS)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/quick.py
 
 # Three new environments with a torch each: minutes. --also PYTHON is a further one that is to load the compiled part.
 release-check: $(RELEASE)

@@ -235,7 +235,7 @@ class Memory(NamedTuple):
     it.
     """
 
-    own: int
+    used: int
     free: int
     total: int
 

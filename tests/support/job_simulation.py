@@ -147,32 +147,32 @@ class SimulatedMesh:
     on_hello: object
     has_unsent = False
 
-    def __init__(self, world: World, own: HostEntry) -> None:
-        self.world, self.own = world, own
+    def __init__(self, world: World, own_entry: HostEntry) -> None:
+        self.world, self.own_entry = world, own_entry
         self.silence = SilenceWatch(Patience(math.inf, math.inf))
 
     def send(self, host: int, message: object) -> None:
-        self.world.send(self.own.number, host, message)
+        self.world.send(self.own_entry.number, host, message)
 
     def add_hosts(self, hosts: Iterable[HostEntry]) -> None:
         for entry in hosts:
-            if entry.number < self.own.number:
-                self.world.dial(self.own.number, entry.number)
+            if entry.number < self.own_entry.number:
+                self.world.dial(self.own_entry.number, entry.number)
 
     def adopt(self, connection: object, host: int) -> None:
-        self.world.connect(self.own.number, host)
+        self.world.connect(self.own_entry.number, host)
 
     def forget(self, host: int) -> None:
         pass
 
     def silent_s(self, host: int) -> float:
-        return self.world.silent_s(self.own.number, host)
+        return self.world.silent_s(self.own_entry.number, host)
 
     def have_ended(self, hosts: Iterable[int]) -> bool:
         for host in hosts:
-            if self.world.says_that_it_is_out(self.own.number, host):
+            if self.world.says_that_it_is_out(self.own_entry.number, host):
                 self.on_link(host, Link.LOST)
-        return all(self.world.is_refused(self.own.number, host) for host in hosts)
+        return all(self.world.is_refused(self.own_entry.number, host) for host in hosts)
 
 
 class SimulatedFolder:
@@ -624,7 +624,7 @@ class World:
             self.add(self.launchers[-1], entry)
         for entry in entries[1:]:
             self.parts[entry.number].host.join(None, HostWelcome(number=entry.number, leader=0))
-        self.parts[0].host.found(entries, self.most)
+        self.parts[0].host.found_job(entries, self.most)
         for part in self.parts.values():
             self.turn(part)
         for _ in range(random.choice([8, 16, 24] if self.is_storm else [0, 1, 2, 3, 5, 8])):
@@ -727,7 +727,7 @@ class World:
 
     def leave_view(self, part: Part) -> None:
         """The others go on without a host: its launcher joins them again."""
-        self.note(part.host._peers.own.name, "is outside")
+        self.note(part.host._peers.own_entry.name, "is outside")
         self.close(part)
         part.host._workers.end()
         self.wait_to_join(part.launcher)
@@ -794,7 +794,7 @@ class World:
 
     def end(self, part: Part, how: str) -> None:
         """A launcher ends in good order."""
-        self.note(part.host._peers.own.name, f"ends: {how}")
+        self.note(part.host._peers.own_entry.name, f"ends: {how}")
         self.ends.append(how)
         is_complete = any(node.steps == STEPS for node in self.nodes.values())
         if (

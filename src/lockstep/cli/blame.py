@@ -96,7 +96,7 @@ def run_command(parsed: argparse.Namespace) -> int:
             "as with a learning rate that is too high"
         )
         return 1
-    for reason in dict.fromkeys(each.why_no_picture for each in blamed.culprits):
+    for reason in dict.fromkeys(culprit.why_no_picture for culprit in blamed.culprits):
         if reason:
             print(f"no picture: {plain(reason)}")
     forward, backward = blamed.passes

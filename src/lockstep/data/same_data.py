@@ -350,7 +350,7 @@ class _Comparison:
                         self.rounded = self.rounded or (index, rank)
                     else:
                         differing.append((index, rank, difference))
-        return sorted(differing, key=lambda each: (not each[2].is_refused, each[1], each[0]))
+        return sorted(differing, key=lambda entry: (not entry[2].is_refused, entry[1], entry[0]))
 
     def say(self) -> None:
         """Log what is random by itself, and what differs and may."""

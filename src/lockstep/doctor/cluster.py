@@ -85,10 +85,10 @@ def _find_place() -> _Place | None:
     except ConfigError:
         return None  # the examination of the job says what is wrong
     if world.source == "slurm":
-        found = bootstrap.find_rendezvous(world, variables)
-        address = found.host
-        port = found.port if found.kind == "tcp" else None
-        if found.kind == "address":
+        meeting = bootstrap.find_rendezvous(world, variables)
+        address = meeting.host
+        port = meeting.port if meeting.kind == "tcp" else None
+        if meeting.kind == "address":
             address = variables["MASTER_ADDR"]
             port = int(variables["MASTER_PORT"])
         return _Place("Slurm", world.rank, world.world_size, "rank", address, port)
@@ -153,8 +153,8 @@ def _add_nodes(section: Section, place: _Place, limit: float) -> None:
         reason = " ".join(str(error).split())[:200]
         section.add("port", f"{where}: not reached", _unreachable(place, where, reason))
         return
-    found = _exchange(store, place, mine, limit)
-    late = [number for number in range(place.count) if number not in found]
+    nodes = _exchange(store, place, mine, limit)
+    late = [number for number in range(place.count) if number not in nodes]
     if late and place.number == 0:
         numbers = ", ".join(map(str, late))
         fix = (
@@ -169,7 +169,7 @@ def _add_nodes(section: Section, place: _Place, limit: float) -> None:
     else:
         reached = "all others have come" if place.number == 0 else "reached from here"
         section.add("port", f"{where}: {reached}", good=True)
-    text, problems = compare_nodes(found, place.what)
+    text, problems = compare_nodes(nodes, place.what)
     section.add("versions", text, good=not problems)
     section.problems += problems
 
@@ -206,19 +206,19 @@ def _exchange(store: Store, place: _Place, mine: _Node, limit: float) -> dict[in
     deadline = time.monotonic() + limit
     others = range(1, place.count) if place.number == 0 else [0]
     store.set(f"doctor/{place.number}", messages.encode(mine))
-    found = {mine.number: mine}
+    nodes = {mine.number: mine}
     for number in others:
         text = _wait(store, f"doctor/{number}", deadline)
         with suppress(ValueError):
             if text is not None:
-                found[number] = messages.decode(text, _Node)
+                nodes[number] = messages.decode(text, _Node)
     if place.number:
         store.set(f"doctor/{place.number}/read", "")
     else:
-        for number in found:  # the store ends with this process
+        for number in nodes:  # the store ends with this process
             if number:
                 _wait(store, f"doctor/{number}/read", deadline)
-    return found
+    return nodes
 
 
 def _wait(store: Store, key: str, deadline: float) -> bytes | None:
@@ -230,15 +230,15 @@ def _wait(store: Store, key: str, deadline: float) -> bytes | None:
     return store.get(key)
 
 
-def compare_nodes(found: Mapping[int, _Node], what: str) -> tuple[str, list[Problem]]:
+def compare_nodes(nodes: Mapping[int, _Node], what: str) -> tuple[str, list[Problem]]:
     """Return the line about the versions of the nodes, and a problem for each one that differs from
     the first (pure).
 
     Args:
-        found: what the nodes say, by their numbers.
+        nodes: what the nodes say, by their numbers.
         what: "node" or "rank".
     """
-    first = found.get(0)
+    first = nodes.get(0)
     if first is None:
         return "unknown", []
     problems = [
@@ -248,7 +248,7 @@ def compare_nodes(found: Mapping[int, _Node], what: str) -> tuple[str, list[Prob
             f"Install {name} {version} on {node.host}, or let the job use one Python that all "
             "nodes see.",
         )
-        for node in found.values()
+        for node in nodes.values()
         for name, version in first.versions.items()
         if this_host.must_match(name, node.versions.get(name, ""))
         != this_host.must_match(name, version)
@@ -256,4 +256,4 @@ def compare_nodes(found: Mapping[int, _Node], what: str) -> tuple[str, list[Prob
     if problems:
         return f"differ between {what}s", problems
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
-    return f"{versions} on {len(found)} {what}s" if len(found) > 1 else versions, problems
+    return f"{versions} on {len(nodes)} {what}s" if len(nodes) > 1 else versions, problems

@@ -452,8 +452,8 @@ class Coordinator:
     @property
     def members(self) -> list[int]:
         """The workers that are in the group, or regroup, in order of seniority."""
-        found = [worker for worker in self._workers.values() if worker.status is _Status.MEMBER]
-        return [worker.number for worker in sorted(found, key=lambda worker: worker.seniority)]
+        members = [worker for worker in self._workers.values() if worker.status is _Status.MEMBER]
+        return [worker.number for worker in sorted(members, key=lambda worker: worker.seniority)]
 
     @property
     def members_in_training(self) -> list[int]:
@@ -545,8 +545,8 @@ class Coordinator:
 
     def _greet(self, worker: _Worker) -> None:
         worker.joins = self.formed >= 0
-        for each in self._published if worker.joins else ():
-            self._send(worker, each)
+        for value in self._published if worker.joins else ():
+            self._send(worker, value)
         if self._stop is not None:
             self._send(worker, self._stop)
 
@@ -597,7 +597,7 @@ class Coordinator:
         self.folder = worker.state.folder
         if worker.state.fit < 0 and self.generation != self.formed:
             self.failure = self.failure or _OUTSIDE  # it has not met those that were left by then
-        if any(each.status is _Status.READY for each in self._workers.values()):
+        if any(other.status is _Status.READY for other in self._workers.values()):
             self._plan()
 
     def _arrived(self, worker: _Worker) -> None:
@@ -654,8 +654,8 @@ class Coordinator:
             for record in report.workers:
                 worker = self._workers[record.number] = _restored(record, report.host, newest)
                 if worker.joins and worker.status in _BEFORE:
-                    for each in self._published[record.published :]:
-                        self._send(worker, each)
+                    for value in self._published[record.published :]:
+                        self._send(worker, value)
         if newest is None:
             if any(worker.joins for worker in self._workers.values()):
                 self.failure = "all workers that had the training's state were lost"

@@ -191,14 +191,16 @@ class Delays:
     def collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Start the collective that c10d calls `name`."""
         operation = OPERATIONS[name][0]
-        given = (*args, *kwargs.values())
-        tensors = list(_tensors_in(_own_side(operation, given)))
+        values = (*args, *kwargs.values())
+        tensors = list(_tensors_in(_own_side(operation, values)))
         method = getattr(self.group, name)
         if operation not in ROUNDS or any(tensor.device.type != "cpu" for tensor in tensors):
             return method(*args, **kwargs)
         number = self.clock.call()
         size = float(sum(map(_nbytes, tensors)))
-        root = next((int(each.rootRank) for each in given if hasattr(each, "rootRank")), 0)
+        root = next(
+            (int(argument.rootRank) for argument in values if hasattr(argument, "rootRank")), 0
+        )
         self.clock.arrive(number, operation, size, root, self.clock.clock.virtual.now())
         work = method(*args, **kwargs)
         if work is None:
@@ -256,7 +258,7 @@ class Delays:
         return DelayedWork(work, done_at, self.clock.clock, self.timeout_s)
 
 
-def _own_side(operation: str, given: tuple[Any, ...]) -> Any:
+def _own_side(operation: str, values: tuple[Any, ...]) -> Any:
     """Return the tensors among a call's arguments by whose bytes its messages are counted."""
     if operation == "barrier":
         return ()
@@ -267,15 +269,15 @@ def _own_side(operation: str, given: tuple[Any, ...]) -> Any:
         "reduce_scatter",
         "reduce_scatter_tensor",
     )
-    return given[1] if operation in (*second, "all_to_all", "all_to_all_single") else given[0]
+    return values[1] if operation in (*second, "all_to_all", "all_to_all_single") else values[0]
 
 
-def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, list | tuple):
-        for each in given:
-            yield from _tensors_in(each)
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -357,8 +359,8 @@ class Emulation(virtual_host.Host):
     def undo(self) -> None:
         """Be on the real host again; groups that were made meanwhile cannot be used any more."""
         self.unhook()
-        for each in self._groups:
-            each.close()
+        for group in self._groups:
+            group.close()
         self.clock.close()
         self._awake.close()
 
@@ -399,13 +401,14 @@ class Emulation(virtual_host.Host):
             if all(backend.partition(":")[2] != "gloo" for backend in backends):
                 return group, store
             timeout = next(
-                (each for each in (*args, *kw.values()) if isinstance(each, timedelta)), None
+                (argument for argument in (*args, *kw.values()) if isinstance(argument, timedelta)),
+                None,
             )
-            made = EmulatedGroup(
+            emulated = EmulatedGroup(
                 group, self._delays(group, store, timeout or c10d.default_pg_timeout)
             )
-            replace_group(group, made)
-            return made, store
+            replace_group(group, emulated)
+            return emulated, store
 
         return make
 
@@ -466,9 +469,9 @@ def uninstall() -> None:
     """Undo `install`."""
     global _emulation
     if _emulation is not None:
-        found = _emulation
+        emulation = _emulation
         _emulation = None
-        found.undo()
+        emulation.undo()
 
 
 def install_from_environment() -> None:
@@ -476,10 +479,10 @@ def install_from_environment() -> None:
 
     Its local rank, the number of workers on its host and so on become those on the virtual host.
     """
-    found = environment.emulated_network()
-    if found is None:
+    settings = environment.emulated_network()
+    if settings is None:
         return
-    network = parse_network(found[0], NETWORK.name)
+    network = parse_network(settings[0], NETWORK.name)
     world = environment.find_world()
     host = network.host_of(world.rank, world.world_size)
     local_rank, local_size = network.place_of(world.rank, world.world_size)
@@ -487,7 +490,7 @@ def install_from_environment() -> None:
     place |= {"GROUP_RANK": host, "GROUP_WORLD_SIZE": network.hosts}
     environment.set_variables({name: str(value) for name, value in place.items()})
     prefer_long_slices()
-    install(network, found[1], host)
+    install(network, settings[1], host)
 
 
 def _after_fork() -> None:

@@ -134,14 +134,16 @@ def emulation_summary(folder: Path, network: VirtualNetwork) -> str:
     `folder`.
     """
     clock = LinkClock(folder, network)
-    found = clock.statistics()
+    statistics = clock.statistics()
     real_s = clock.elapsed()
     clock.close()
-    text = f"lockstep run: emulated network: {found.waits} messages and collectives between hosts"
-    if found.behind_s > _BEHIND * real_s:
+    text = (
+        f"lockstep run: emulated network: {statistics.waits} messages and collectives between hosts"
+    )
+    if statistics.behind_s > _BEHIND * real_s:
         text += (
-            f"; this host was {found.behind_s:.2f} s behind at the end, "
-            f"{found.behind_s / real_s:.0%} of the time"
+            f"; this host was {statistics.behind_s:.2f} s behind at the end, "
+            f"{statistics.behind_s / real_s:.0%} of the time"
         )
         text += f' (a larger dilation helps: --network "..., dilation {2 * network.dilation:.3g}")'
     if network.dilation != 1:
@@ -199,14 +201,14 @@ class GroupClock:
         """
         at = self._slot(number)
         with self._shared.locked() as numbers:
-            own = at + 1 + self._rank * _FIELDS
-            if numbers[own + _TAG] > numbers[at]:
+            at_rank = at + 1 + self._rank * _FIELDS
+            if numbers[at_rank + _TAG] > numbers[at]:
                 raise TransportError(
                     f"emulated network: more than {_SLOTS} collectives of one group are pending"
                 )
-            numbers[own + _TIME] = now
-            numbers[own + _SIZE] = size
-            numbers[own + _TAG] = number
+            numbers[at_rank + _TIME] = now
+            numbers[at_rank + _SIZE] = size
+            numbers[at_rank + _TAG] = number
             ranks = [at + 1 + rank * _FIELDS for rank in range(self._size)]
             if any(numbers[rank + _TAG] != number for rank in ranks):
                 return

@@ -254,4 +254,4 @@ def finish_times(
                 )
             done[message.source] = max(done[message.source], left)
             ready[message.target] = max(ready[message.target], there)
-    return [max(each) for each in zip(ready, done, strict=True)]
+    return [max(times) for times in zip(ready, done, strict=True)]

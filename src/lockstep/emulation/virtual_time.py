@@ -250,25 +250,27 @@ class VirtualTime:
         operation: OperationTime | None = getattr(self._local, "operation", None)
         if operation is not None:
             return operation
-        found: _ThreadTime | None = getattr(self._local, "thread", None)
-        if found is None:
-            found = self._local.thread = _ThreadTime(threading.current_thread(), self._dilation)
+        thread_time: _ThreadTime | None = getattr(self._local, "thread", None)
+        if thread_time is None:
+            thread_time = self._local.thread = _ThreadTime(
+                threading.current_thread(), self._dilation
+            )
             ended = self._threads.get(threading.get_ident())
-            self._threads[threading.get_ident()] = found
+            self._threads[threading.get_ident()] = thread_time
             if ended is not None:
                 ended.close()
-        return found
+        return thread_time
 
     def now(self) -> float:
         """Return the virtual time of the calling thread; if that is ahead of real time, sleep until
         then first.
         """
-        own = self._own()
-        with own.lock:
-            now = own.advance()
+        current = self._own()
+        with current.lock:
+            now = current.advance()
             if now > time.monotonic():
                 self.sleep_until(now)
-                own.wait_until(now)
+                current.wait_until(now)
             return now
 
     def sleep_until(self, when: float) -> None:
@@ -281,42 +283,46 @@ class VirtualTime:
         """Leave out what the calling thread has done since the last call of any method: the
         emulation's own work.
         """
-        own = self._own()
-        with own.lock:
-            own.wait_until(own.now)
+        current = self._own()
+        with current.lock:
+            current.wait_until(current.now)
 
     def begin_wait(self) -> None:
         """Note that the calling thread begins to wait, until `end_wait`."""
-        own = self._own()
-        with own.lock:
-            own.advance()
+        current = self._own()
+        with current.lock:
+            current.advance()
 
     def poll(self) -> None:
         """Note that the calling thread has asked whether it still has to wait."""
-        own = self._own()
-        with own.lock:
-            own.advance(_POLLING_S, counts_waits=False)
+        current = self._own()
+        with current.lock:
+            current.advance(_POLLING_S, counts_waits=False)
 
     def end_wait(self, when: float) -> None:
         """Note that the calling thread has waited until the virtual time `when`."""
-        own = self._own()
-        with own.lock:
-            own.wait_until(when)
-            behind_s = max(0.0, time.monotonic() - own.now)
+        current = self._own()
+        with current.lock:
+            current.wait_until(when)
+            behind_s = max(0.0, time.monotonic() - current.now)
             self.behind_s = behind_s + (self.behind_s if self._dilation == 1 else 0.0)
 
     def release(self, thread: int, when: float) -> None:
         """Note that what the thread `thread` waits for, if it does, has come at the virtual time
         `when`.
         """
-        found = self._threads.get(thread)
-        if found is None or not found.is_blocked() or not found.lock.acquire(blocking=False):
+        thread_time = self._threads.get(thread)
+        if (
+            thread_time is None
+            or not thread_time.is_blocked()
+            or not thread_time.lock.acquire(blocking=False)
+        ):
             return  # who holds the lock is in one of the methods above, and does not wait for this
         try:
-            found.advance(counts_waits=False)
-            found.wait_until(when)
+            thread_time.advance(counts_waits=False)
+            thread_time.wait_until(when)
         finally:
-            found.lock.release()
+            thread_time.lock.release()
 
     @contextmanager
     def within(self, operation: OperationTime) -> Iterator[None]:
@@ -330,7 +336,7 @@ class VirtualTime:
 
     def close(self) -> None:
         """Forget all threads."""
-        for each in self._threads.values():
-            each.close()
+        for thread_time in self._threads.values():
+            thread_time.close()
         self._threads.clear()
         self._local = threading.local()

@@ -171,7 +171,7 @@ def find_jobs() -> dict[Path, JobDescription]:
             job = notes.read(folder / _NAME, JobDescription)
             if job is not None and _is_running(folder, job):
                 running.append((folder, job))
-    return dict(sorted(running, key=lambda each: each[1].started))
+    return dict(sorted(running, key=lambda entry: entry[1].started))
 
 
 def remove_dead() -> None:

@@ -147,7 +147,12 @@ class Failure(Tagged, frozen=True):
         )
         others = [
             first.others,
-            *(text for each in rest if not each.repeats_watchdog for text in each._summary()),
+            *(
+                text
+                for failure in rest
+                if not failure.repeats_watchdog
+                for text in failure._summary()
+            ),
         ]
         report = first.report or next((failure.report for failure in rest if failure.report), "")
         checkpoint = next(

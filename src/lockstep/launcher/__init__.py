@@ -189,9 +189,9 @@ def _check_names(fn: Callable[..., object], kwargs: Mapping[str, object]) -> Non
         parameters = inspect.signature(fn, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # written in C
         return
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = {each.name for each in parameters}
+    known = {parameter.name for parameter in parameters}
     for name in kwargs:
         if name not in known and name in other_names.LAUNCH:
             raise unexpected_argument("launch", name, other_names.LAUNCH[name], ())

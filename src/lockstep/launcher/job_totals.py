@@ -132,15 +132,15 @@ class TotalsOfJob:
         """Read the flight records, and return the totals."""
         statuses = [] if self._live is None else self._live.poll()
         counters = [] if self._live is None else self._live.counters()
-        found = read_other_hosts(self._folder) if self._live is not None else None
-        others = [] if found is None else found.ranks
-        own = [status.progress for status in statuses]
+        other_hosts = read_other_hosts(self._folder) if self._live is not None else None
+        others = [] if other_hosts is None else other_hosts.ranks
+        of_this_host = [status.progress for status in statuses]
         if statuses:
             self._world_size = statuses[0].world_size
         waited_s = self._add([*counters, *others])
         if others:
             self._rank_wait_s += waited_s / max(1, self._world_size)
-            slow = found.slowest if found is not None else None
+            slow = other_hosts.slowest if other_hosts is not None else None
         else:
             # on one host the flight records tell also which rank has entered a collective last
             waited_s = sum(status.waited_s for status in statuses)
@@ -156,7 +156,7 @@ class TotalsOfJob:
             self._started,
             time.time(),
             self._world_size,
-            dict(Counter(progress.host for progress in [*own, *others])),
+            dict(Counter(progress.host for progress in [*of_this_host, *others])),
             self._step,
             self._steps,
             self._steps_repeated,

@@ -155,12 +155,12 @@ class FixedHosts(OneHost):
         self._notes: list[str] = []
 
     def meet(
-        self, own: HostDescription, config: JobOptions, listener: socket.socket | None
+        self, description: HostDescription, config: JobOptions, listener: socket.socket | None
     ) -> None:
         """Wait until the launchers of all hosts are connected.
 
         Args:
-            own: description of this host.
+            description: of this host.
             config: of the run.
             listener: where the others connect, if this host is the first.
 
@@ -170,12 +170,12 @@ class FixedHosts(OneHost):
             LockstepError: not all have come in time, or they cannot run the program together.
         """
         if listener is None:
-            self._connect(own, config)
+            self._connect(description, config)
         else:
-            self._wait_for_hosts(listener, own, config)
+            self._wait_for_hosts(listener, description, config)
 
     def _wait_for_hosts(
-        self, listener: socket.socket, own: HostDescription, config: JobOptions
+        self, listener: socket.socket, description: HostDescription, config: JobOptions
     ) -> None:
         """As the first host, wait until all others are there, and check that they can run the
         program together.
@@ -186,7 +186,10 @@ class FixedHosts(OneHost):
             while len(self._links) < self.nodes - 1 and time.monotonic() < deadline:
                 self.turn(_TURN_S)
                 self._connections.tick()
-            descriptions = [own, *(self._descriptions[node] for node in sorted(self._links))]
+            descriptions = [
+                description,
+                *(self._descriptions[node] for node in sorted(self._links)),
+            ]
             self._check(descriptions, config)
         except LockstepError as error:
             verdict = str(error)  # the same on all hosts
@@ -197,7 +200,7 @@ class FixedHosts(OneHost):
             self._connections.stop_listening()
         for link in self._links.values():
             self._connections.send(link, HostWelcome(link.handshake.proof, time.time_ns()))
-        names = {node: each.host for node, each in enumerate(descriptions)}
+        names = {node: host.host for node, host in enumerate(descriptions)}
         self._coordinator = Coordinator(names, self._tell, self._serve)
 
     def _check(self, descriptions: list[HostDescription], config: JobOptions) -> None:
@@ -209,9 +212,9 @@ class FixedHosts(OneHost):
                 f"of {nodes}, these did not join within {config.start_timeout:g} s: {late}"
             )
         check_compatible(descriptions)
-        check_debug_rank(config, sum(each.workers for each in descriptions))
+        check_debug_rank(config, sum(host.workers for host in descriptions))
 
-    def _connect(self, own: HostDescription, config: JobOptions) -> None:
+    def _connect(self, description: HostDescription, config: JobOptions) -> None:
         """As another host, connect to the first one."""
         connection: Connection[Any, Any] = Connection(
             _dial(self.address, self.port, config.start_timeout), Wire
@@ -220,7 +223,7 @@ class FixedHosts(OneHost):
         address = f"{self.address}:{self.port}"
         try:
             answered = ask(
-                connection, self._key, HostHello(node=self.node, description=own), seconds
+                connection, self._key, HostHello(node=self.node, description=description), seconds
             )
         except TimeoutError:
             connection.close()
@@ -491,7 +494,7 @@ def interface_with_address(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 # SIOCGIFADDR
-                found = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None

@@ -184,7 +184,7 @@ def run_host(
         WorkerError: the rank that failed first, on any host; its cause is the error of this host.
         as `run_workers`.
     """
-    own: Failure | None = None
+    of_this_host: Failure | None = None
     error: LockstepError | None = None
     with closing(hosts):
         hosts.meet(description, config, listener)
@@ -195,13 +195,13 @@ def run_host(
             raise
         except LockstepError as raised:
             _check_interruption(raised, hosts)
-            own = failure_of(raised, hosts.clock_offset_ns)
+            of_this_host = failure_of(raised, hosts.clock_offset_ns)
             error = raised
-        if own is not None:
-            report(own)
-        first = hosts.end(own, FAILURE_GRACE + 2)
+        if of_this_host is not None:
+            report(of_this_host)
+        first = hosts.end(of_this_host, FAILURE_GRACE + 2)
     if first is not None:
-        if own is None or own.rank != first.rank:  # one host shows the traceback
+        if of_this_host is None or of_this_host.rank != first.rank:  # one host shows the traceback
             first = msgspec.structs.replace(first, traceback="")
         raise first.as_error() from error
     if error is not None:

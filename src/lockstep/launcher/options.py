@@ -78,8 +78,8 @@ def _network(name: str, text: str) -> VirtualNetwork:
     return parse_network(text, name)
 
 
-def _interfaces(_: str, given: str | Sequence[str]) -> str:
-    return given if isinstance(given, str) else ",".join(given)
+def _interfaces(_: str, names: str | Sequence[str]) -> str:
+    return names if isinstance(names, str) else ",".join(names)
 
 
 def _elastic_range(name: str, text: str) -> tuple[int, int]:
@@ -513,46 +513,46 @@ class JobOptions:
     )
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Self:
-        """Return the options that are `given` as texts, and the program.
+    def parse(cls, texts: Mapping[str, Any]) -> Self:
+        """Return the options that `texts` give by name, and the program.
 
         Raises:
             ConfigError: an option, which the error names, is invalid or contradicts another.
         """
-        parsed = values_of(cls, given)
+        parsed = values_of(cls, texts)
         if "hostfile" in parsed:
             if "hosts" in parsed:
                 raise ConfigError("hostfile", "either -H or --hostfile", found="both")
             parsed["hosts"] = tuple(read_hostfile(Path(parsed["hostfile"]).expanduser()))
-        job = cls(given["program"], **parsed)
+        job = cls(texts["program"], **parsed)
         job.check()
         return job
 
     def words(self) -> list[str]:
         """Return the options that the launchers of other hosts get, as words of a command line."""
         words: list[str] = []
-        for each in options_of(type(self)):
-            if each.to_hosts:
-                words += each.words(getattr(self, each.name))
+        for option_ in options_of(type(self)):
+            if option_.to_hosts:
+                words += option_.words(getattr(self, option_.name))
         return words
 
     def texts(self) -> dict[str, str | bool]:
         """Return the options that a host gets that joins the job, for `parse`."""
-        given: dict[str, str | bool] = {}
-        for each in options_of(type(self)):
-            words = each.words(getattr(self, each.name)) if each.to_hosts else []
+        texts: dict[str, str | bool] = {}
+        for option_ in options_of(type(self)):
+            words = option_.words(getattr(self, option_.name)) if option_.to_hosts else []
             if words:
-                given[each.name] = words[1] if each.metavar else True
-        return given
+                texts[option_.name] = words[1] if option_.metavar else True
+        return texts
 
     def variables(self) -> dict[str, str]:
         """Return the options that workers read in their environment."""
-        given = {}
-        for each in options_of(type(self)):
-            words = each.words(getattr(self, each.name)) if each.variable else []
+        variables = {}
+        for option_ in options_of(type(self)):
+            words = option_.words(getattr(self, option_.name)) if option_.variable else []
             if words:
-                given[each.variable] = words[1] if each.metavar else "1"
-        return given
+                variables[option_.variable] = words[1] if option_.metavar else "1"
+        return variables
 
     def metrics(self) -> MetricsOptions | None:
         """Return where the metrics of the job go; None if nowhere.
@@ -603,9 +603,9 @@ class JobOptions:
 
     def _check_hosts(self) -> None:
         if self.hosts and self.nnodes != 1:
-            found = "auto" if self.nnodes == AUTO else self.nnodes
+            number = "auto" if self.nnodes == AUTO else self.nnodes
             raise ConfigError(
-                "nnodes", "none with -H or --hostfile, which start all hosts", found=str(found)
+                "nnodes", "none with -H or --hostfile, which start all hosts", found=str(number)
             )
         if self.nnodes == AUTO:
             is_told = {
@@ -645,9 +645,9 @@ class JobOptions:
             )
 
 
-def _refuse(given: Mapping[str, bool], expected: str) -> None:
+def _refuse(options: Mapping[str, bool], expected: str) -> None:
     """Raise ConfigError for the first option that is given, as it contradicts another."""
-    for name, is_given in given.items():
+    for name, is_given in options.items():
         if is_given:
             raise ConfigError(name, expected, found="both")
 

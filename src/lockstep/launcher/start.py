@@ -59,10 +59,10 @@ def config_for_slurm_task(
         return config
     from ..bootstrap import find_rendezvous
 
-    found = find_rendezvous(world, variables)
-    by_address = found.kind == "address"
-    host = variables["MASTER_ADDR"] if by_address else found.host
-    port = int(variables["MASTER_PORT"]) if by_address else found.port
+    meeting = find_rendezvous(world, variables)
+    by_address = meeting.kind == "address"
+    host = variables["MASTER_ADDR"] if by_address else meeting.host
+    port = int(variables["MASTER_PORT"]) if by_address else meeting.port
     host = config.master_addr or host
     return replace(
         config, nnodes=world.nodes, node_rank=world.node, master_addr=host, master_port=port

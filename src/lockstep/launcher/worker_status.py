@@ -292,7 +292,9 @@ def _culprit_error(
             return WorkerError(
                 row.rank, kind or "exit", _whole_message(kind, reason, row.traceback), row.traceback
             )
-    culprits = [each for each in failures if results.first_rank + each.rank in report.culprits]
+    culprits = [
+        failure for failure in failures if results.first_rank + failure.rank in report.culprits
+    ]
     if failures:
         return _error_from_report((culprits or failures)[0], results)
     kind = {"lost": "RankLostError", "stall": "StallError"}.get(report.kind, "DesyncError")
@@ -320,9 +322,9 @@ def with_exit_details(report: WatchdogReport, results: WorkerResults) -> Watchdo
     reports.
     """
     reports = {
-        results.first_rank + each.rank: each
-        for each in results.failures
-        if not each.repeats_watchdog
+        results.first_rank + failure.rank: failure
+        for failure in results.failures
+        if not failure.repeats_watchdog
     }
     codes = {
         results.first_rank + rank: code
@@ -331,10 +333,10 @@ def with_exit_details(report: WatchdogReport, results: WorkerResults) -> Watchdo
     }
     rows = []
     for row in report.ranks:
-        own = reports.get(row.rank)
-        if own is not None:
-            note = own.reason if own.kind == "SystemExit" else row.note
-            row = structs.replace(row, note=note, traceback=own.traceback or row.traceback)
+        of_worker = reports.get(row.rank)
+        if of_worker is not None:
+            note = of_worker.reason if of_worker.kind == "SystemExit" else row.note
+            row = structs.replace(row, note=note, traceback=of_worker.traceback or row.traceback)
         elif row.rank in codes and row.state in ("died", "lost", "ended"):
             row = structs.replace(row, note=_error_from_exit_code(row.rank, codes[row.rank]).reason)
         rows.append(row)

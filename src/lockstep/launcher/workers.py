@@ -299,7 +299,7 @@ class Workers:
         match message:
             case Failure():
                 self._look_for_ends()
-                dead = tuple(each for each in self.dead if each != number)
+                dead = tuple(peer for peer in self.dead if peer != number)
                 worker.failure = structs.replace(message, dead_peers=dead)
                 self._release()
             case Finished():

@@ -150,9 +150,21 @@ def _factors(count: int, device: torch.device) -> Tensor:
 def mix_bits(bits: Tensor, positions: Tensor) -> Tensor:
     """Hash integers together with their positions; each bit of the input changes many bits of the
     output.
+
+    Args:
+        bits: whole numbers.
+        positions: of the same shape, on the same device.
+
+    Returns:
+        A new tensor of int64.
     """
     wide = bits.to(torch.int64)
-    return (wide ^ (wide >> 32)) * ((positions * _ODD) | 1)
+    mixed = wide >> 32
+    mixed ^= wide
+    factors = positions * _ODD
+    factors |= 1
+    mixed *= factors
+    return mixed
 
 
 def checksum_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -60,8 +60,8 @@ def advise(job: Job, forecasts: Sequence[Forecast]) -> list[str]:
 
 
 def _number_of_workers(best: Forecast, forecasts: Sequence[Forecast]) -> Iterable[str]:
-    after = next((each for each in forecasts if each.workers > best.workers), None)
-    fastest = max(forecasts, key=lambda each: each.samples_per_s)
+    after = next((forecast for forecast in forecasts if forecast.workers > best.workers), None)
+    fastest = max(forecasts, key=lambda forecast: forecast.samples_per_s)
     if best.workers == 1 and after is not None:
         if fastest.workers > 1 and fastest.speedup >= _NOTICEABLE:
             # The fastest may still save time, though its workers do little: no word that they do

@@ -188,11 +188,11 @@ class Fabric:
             ConfigError: `transport` was not measured.
         """
         arguments.choice("transport", transport, measurement.transports)
-        found = measurement.transports[transport].collectives
+        of_transport = measurement.transports[transport].collectives
         collectives = {
-            name: MeasuredCollective(found[name].idle, measurement.workers, algorithm)
+            name: MeasuredCollective(of_transport[name].idle, measurement.workers, algorithm)
             for name, algorithm in _MEASURED.items()
-            if name in found
+            if name in of_transport
         }
         if "all_reduce" not in collectives:
             raise ConfigError(
@@ -219,12 +219,12 @@ class Fabric:
         """
         if workers < 2:
             return Cost(0.0, 0.0, 0.0)
-        found = self._alone(collective, size, workers)
+        alone = self._alone(collective, size, workers)
         if not self.checks_calls or self.is_one_host or workers <= self.per_host:
-            return found
+            return alone
         check_s = self._alone("all_reduce", DIGEST_BYTES, workers).seconds
         return Cost(
-            found.latency_s + max(0.0, check_s - found.seconds), found.send_s, found.receive_s
+            alone.latency_s + max(0.0, check_s - alone.seconds), alone.send_s, alone.receive_s
         )
 
     def _alone(self, collective: str, size: float, workers: int) -> Cost:

@@ -104,16 +104,18 @@ class Curve(msgspec.Struct, frozen=True):
         """
         sizes = sorted(points)
         seconds = [points[size] for size in sizes]
-        if not sizes or not all(0 < each < math.inf for each in seconds):
+        if not sizes or not all(0 < value < math.inf for value in seconds):
             raise ConfigError("points", "seconds above 0 for at least one size", dict(points))
         if len(sizes) == 1:
             return Curve((sizes[0],), (seconds[0],))
         best: Curve | None = None
         for count in range(2, min(most, len(sizes)) + 1):
             inner = itertools.combinations(sizes[1:-1], count - 2)
-            curves = [_fit_knots((sizes[0], *each, sizes[-1]), sizes, seconds) for each in inner]
-            found = min(curves, key=lambda curve: curve.residual)
-            best = found if best is None or found.residual < best.residual else best
+            curves = [
+                _fit_knots((sizes[0], *middle, sizes[-1]), sizes, seconds) for middle in inner
+            ]
+            nearest = min(curves, key=lambda curve: curve.residual)
+            best = nearest if best is None or nearest.residual < best.residual else best
             if best.residual <= tolerance:
                 break
         assert best is not None
@@ -146,11 +148,11 @@ def _fit_knots(knots: Sequence[float], sizes: Sequence[float], seconds: Sequence
         above = beside[i] * values[i + 1] if i + 1 < count else 0.0
         values[i] = max(1e-9, (right[i] - above) / diagonal[i])
     # a larger message that takes less time is noise, which the residual tells
-    made = Curve(tuple(knots), tuple(itertools.accumulate(values, max)))
+    curve = Curve(tuple(knots), tuple(itertools.accumulate(values, max)))
     deviations = [
-        abs(made.at(size) - value) / value for size, value in zip(sizes, seconds, strict=True)
+        abs(curve.at(size) - value) / value for size, value in zip(sizes, seconds, strict=True)
     ]
-    return Curve(made.sizes, made.seconds, max(deviations))
+    return Curve(curve.sizes, curve.seconds, max(deviations))
 
 
 class PairMeasurement(msgspec.Struct, frozen=True):
@@ -280,40 +282,41 @@ def from_json(text: str, name: str) -> NetworkMeasurement:
         hint = "Measure again: lockstep bench -o FILE."
         raise DataError(f"{name}: expected the format {FORMAT!r}, got {head.format!r}. {hint}")
     try:
-        made = messages.decode(text, NetworkMeasurement)
-        _check(made)
+        measurement = messages.decode(text, NetworkMeasurement)
+        _check(measurement)
     except ValueError as error:
         raise DataError(
             f"{name}: this network is damaged: {error}. Measure again: lockstep bench -o FILE."
         ) from None
-    return made
+    return measurement
 
 
 class _Head(msgspec.Struct, frozen=True):
     format: str = ""
 
 
-def _check(made: NetworkMeasurement) -> None:
+def _check(measurement: NetworkMeasurement) -> None:
     """Raise ValueError for values that no measurement can have."""
-    if made.workers < 1 or sorted(rank for ranks in made.hosts for rank in ranks) != list(
-        range(made.workers)
-    ):
+    ranks = sorted(rank for of_host in measurement.hosts for rank in of_host)
+    if measurement.workers < 1 or ranks != list(range(measurement.workers)):
         raise ValueError(
-            f"expected the ranks 0 to {made.workers - 1} on its hosts, got {made.hosts}"
+            f"expected the ranks 0 to {measurement.workers - 1} on its hosts, got "
+            f"{measurement.hosts}"
         )
-    if not 0 < made.copy_bandwidth < math.inf:
-        raise ValueError(f"expected a copy bandwidth above 0, got {made.copy_bandwidth}")
-    if made.cores < 1:
-        raise ValueError(f"expected at least one core, got {made.cores}")
-    for name, transport in made.transports.items():
-        for collective, each in transport.collectives.items():
-            _check_curve(each.idle, f"{collective} over {name}")
-            if each.computing is not None:
-                _check_curve(each.computing, f"{collective} over {name} while computing")
+    if not 0 < measurement.copy_bandwidth < math.inf:
+        raise ValueError(f"expected a copy bandwidth above 0, got {measurement.copy_bandwidth}")
+    if measurement.cores < 1:
+        raise ValueError(f"expected at least one core, got {measurement.cores}")
+    for name, transport in measurement.transports.items():
+        for collective, curves in transport.collectives.items():
+            _check_curve(curves.idle, f"{collective} over {name}")
+            if curves.computing is not None:
+                _check_curve(curves.computing, f"{collective} over {name} while computing")
         for pair in transport.pairs:
-            if not all(0 <= rank < made.workers for rank in pair.ranks):
+            if not all(0 <= rank < measurement.workers for rank in pair.ranks):
                 raise ValueError(
-                    f"expected a pair of ranks from 0 to {made.workers - 1}, got {pair.ranks}"
+                    f"expected a pair of ranks from 0 to {measurement.workers - 1}, got "
+                    f"{pair.ranks}"
                 )
             _check_curve(pair.idle, f"messages of {pair.ranks} over {name}")
 
@@ -327,7 +330,7 @@ def _check_curve(curve: Curve, what: str) -> None:
         )
     if any(a >= b for a, b in itertools.pairwise(sizes)) or sizes[0] < 0:
         raise ValueError(f"{what}: expected ascending sizes, got {list(sizes)}")
-    if not all(each > 0 for each in seconds):
+    if not all(value > 0 for value in seconds):
         raise ValueError(f"{what}: expected seconds above 0, got {list(seconds)}")
     if any(a > b for a, b in itertools.pairwise(seconds)):
         raise ValueError(

@@ -45,7 +45,7 @@ def bench(
     """
     transports = _transports()
     mpiexec = _mpiexec() if on_this_host else None
-    each = seconds / (len(transports) + (mpiexec is not None))
+    each_s = seconds / (len(transports) + (mpiexec is not None))
     run = [
         sys.executable,
         "-m",
@@ -58,7 +58,7 @@ def bench(
         "-m",
         _RANKS,
     ]
-    found = _run([*run, _settings(each * len(transports), transports)], progress)
+    network = _run([*run, _settings(each_s * len(transports), transports)], progress)
     if mpiexec is not None:
         over_mpi = [
             mpiexec,
@@ -70,14 +70,14 @@ def bench(
             _RANKS,
         ]
         try:
-            also = _run([*over_mpi, _settings(each, ("mpi4py",))], progress)
+            also = _run([*over_mpi, _settings(each_s, ("mpi4py",))], progress)
         except LockstepError as error:
             progress(f"mpi4py is left out: {error}")
         else:
-            found = msgspec.structs.replace(
-                found, transports={**found.transports, **also.transports}
+            network = msgspec.structs.replace(
+                network, transports={**network.transports, **also.transports}
             )
-    return found
+    return network
 
 
 def _settings(seconds: float, transports: tuple[str, ...]) -> str:
@@ -87,11 +87,11 @@ def _settings(seconds: float, transports: tuple[str, ...]) -> str:
 def _transports() -> tuple[str, ...]:
     import torch
 
-    found = ["shm"] if sys.platform == "linux" else []
-    found.append("gloo")
+    transports = ["shm"] if sys.platform == "linux" else []
+    transports.append("gloo")
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        found.append("nccl")
-    return tuple(found)
+        transports.append("nccl")
+    return tuple(transports)
 
 
 def _mpiexec() -> str | None:
@@ -144,7 +144,7 @@ def _run(command: Sequence[str], progress: Callable[[str], None]) -> NetworkMeas
     return from_json(result, "the result of the ranks")
 
 
-def table(found: NetworkMeasurement) -> Iterator[tuple[str, ...]]:
+def table(network: NetworkMeasurement) -> Iterator[tuple[str, ...]]:
     """Yield the heading and the rows of a table, one row for each transport's collectives and
     pairs.
 
@@ -153,7 +153,7 @@ def table(found: NetworkMeasurement) -> Iterator[tuple[str, ...]]:
     measurement; the largest deviation from the fitted curve.
     """
     yield "transport", "operation", "latency", "GB/s", "computing", "noise", "fit"
-    for transport, measured in found.transports.items():
+    for transport, measured in network.transports.items():
         for name, curve in measured.collectives.items():
             yield (transport, name, *_columns(curve))
         for pair in measured.pairs:
@@ -175,15 +175,15 @@ def _columns(curve: CollectiveCurve) -> tuple[str, ...]:
     )
 
 
-def verdict(found: NetworkMeasurement) -> str:
+def verdict(network: NetworkMeasurement) -> str:
     """Return in words which measurements are results."""
-    if found.is_result:
+    if network.is_result:
         return (
-            f"Parts of the measurement agree within {100 * found.noise:.0f} % (the quartiles of "
+            f"Parts of the measurement agree within {100 * network.noise:.0f} % (the quartiles of "
             "their medians)."
         )
-    noises = {name: each.noise for name, each in found.transports.items()} | {
-        "copies in memory": found.copy_noise
+    noises = {name: transport.noise for name, transport in network.transports.items()} | {
+        "copies in memory": network.copy_noise
     }
     noisy = ", ".join(
         f"{name} ({100 * noise:.0f} %)" for name, noise in noises.items() if noise > NOISE_LIMIT
@@ -197,7 +197,7 @@ def verdict(found: NetworkMeasurement) -> str:
     )
 
 
-def draw(found: NetworkMeasurement, path: Path) -> None:
+def draw(network: NetworkMeasurement, path: Path) -> None:
     """Write a picture (PNG) of all curves.
 
     Raises:
@@ -207,13 +207,13 @@ def draw(found: NetworkMeasurement, path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = [
-        name for name in next(iter(found.transports.values())).collectives if name != "barrier"
+        name for name in next(iter(network.transports.values())).collectives if name != "barrier"
     ]
     figure = Figure(figsize=(11, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 3, sharex=True, sharey=True).flat
     for axis, name in zip(axes, [*names, "message"], strict=False):
-        for number, (transport, measured) in enumerate(found.transports.items()):
+        for number, (transport, measured) in enumerate(network.transports.items()):
             colour = f"C{number}"
             if name == "message":
                 for i, pair in enumerate(measured.pairs):
@@ -248,24 +248,24 @@ def draw(found: NetworkMeasurement, path: Path) -> None:
         axis.set_ylabel("microseconds")
     figure.axes[0].legend(title="dotted: while computing", fontsize="small", title_fontsize="small")
     noisy = ", ".join(
-        f"{name}: {100 * each.noise:.0f} %"
-        for name, each in found.transports.items()
-        if not each.is_result
+        f"{name}: {100 * transport.noise:.0f} %"
+        for name, transport in network.transports.items()
+        if not transport.is_result
     )
     warning = f" - NOT A RESULT: noise of {noisy}" if noisy else ""
-    hosts = len(found.hosts)
+    hosts = len(network.hosts)
     figure.suptitle(
-        f"{found.workers} ranks on {hosts} host{'s'[: hosts != 1]}{warning}", fontsize=11
+        f"{network.workers} ranks on {hosts} host{'s'[: hosts != 1]}{warning}", fontsize=11
     )
     with atomic_files.file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=110)
 
 
 def _us(seconds: Sequence[float]) -> list[float]:
-    return [1e6 * each for each in seconds]
+    return [1e6 * value for value in seconds]
 
 
-def write(found: NetworkMeasurement, path: Path, with_picture: bool) -> list[Path]:
+def write(network: NetworkMeasurement, path: Path, with_picture: bool) -> list[Path]:
     """Write network.json, and the picture next to it if `with_picture`; return the paths.
 
     Raises:
@@ -274,8 +274,8 @@ def write(found: NetworkMeasurement, path: Path, with_picture: bool) -> list[Pat
     picture = path.with_suffix(".png")
     try:
         if with_picture:
-            draw(found, picture)
-        atomic_files.write_text(path, to_json(found))
+            draw(network, picture)
+        atomic_files.write_text(path, to_json(network))
     except OSError as error:
         raise LockstepError(f"{path}: cannot be written: {error.strerror or error}") from None
     return [path, picture] if with_picture else [path]

@@ -76,23 +76,23 @@ def main(text: str) -> None:
     between = [(a[0], b[0]) for i, a in enumerate(hosts) for b in hosts[i + 1 :]]
     within = [(ranks[i], ranks[i + 1]) for ranks in hosts for i in range(len(ranks) - 1)]
     pairs = (between + within)[: settings.pairs]
-    found = {}
+    transports = {}
     for transport in settings.transports:
         group = None if over_mpi else dist.new_group(backend=transport)
         bench = _Bench(settings, transport, group, settings.seconds / len(settings.transports))
-        found[transport] = bench.measure(pairs)
+        transports[transport] = bench.measure(pairs)
     if rank == 0:
-        made = NetworkMeasurement(
+        measurement = NetworkMeasurement(
             FORMAT,
             size,
             hosts,
             environment.usable_cores(),
-            found,
+            transports,
             copy_bandwidth,
             copy_noise,
             _description(),
         )
-        print(RESULT + messages.encode(made), flush=True)
+        print(RESULT + messages.encode(measurement), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -113,9 +113,10 @@ def _hosts_of_ranks(rank: int) -> tuple[tuple[int, ...], ...]:
     world = environment.find_world()
     nodes = [torch.zeros(1) for _ in range(dist.get_world_size())]
     dist.all_gather(nodes, torch.tensor([float(world.node)]))
-    numbers = [int(each.item()) for each in nodes]
+    numbers = [int(number.item()) for number in nodes]
     return tuple(
-        tuple(r for r, node in enumerate(numbers) if node == each) for each in sorted(set(numbers))
+        tuple(r for r, node in enumerate(numbers) if node == number)
+        for number in sorted(set(numbers))
     )
 
 
@@ -152,7 +153,7 @@ def _summary(parts: Sequence[Sequence[float]]) -> tuple[float, float]:
     low, _, high = statistics.quantiles(
         [statistics.median(times) for times in parts], n=4, method="inclusive"
     )
-    middle = statistics.median([each for times in parts for each in times])
+    middle = statistics.median([time_ for times in parts for time_ in times])
     return middle, (high - low) / middle
 
 
@@ -210,9 +211,9 @@ class _Bench:
         for _ in range(_PARTS):
             for size, run in runs.items():
                 parts[size].append(self._repeat(run, counts[size]))
-        found = {float(size): _summary(each) for size, each in parts.items()}
-        return Curve.fit({size: middle for size, (middle, _) in found.items()}), max(
-            each for _, each in found.values()
+        summaries = {float(size): _summary(times) for size, times in parts.items()}
+        return Curve.fit({size: middle for size, (middle, _) in summaries.items()}), max(
+            noise for _, noise in summaries.values()
         )
 
     def _run(self, name: str, size: int) -> Callable[[], None]:
@@ -243,7 +244,7 @@ class _Bench:
         _say(f"{self._transport}: ranks {pair[0]} and {pair[1]}")
         runs = {size: self._ping_pong(pair, size) for size in self._settings.sizes}
         there_and_back, noise = self._curve(runs, seconds)
-        one_way = tuple(each / 2 for each in there_and_back.seconds)
+        one_way = tuple(value / 2 for value in there_and_back.seconds)
         return PairMeasurement(
             pair, msgspec.structs.replace(there_and_back, seconds=one_way), noise
         )

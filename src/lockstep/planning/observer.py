@@ -400,7 +400,7 @@ class StepObserver(observers.Observer):
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
             return
-        whole = float(torch.stack([_square(each) for each in gradients]).sum())
+        whole = float(torch.stack([_square(gradient) for gradient in gradients]).sum())
         samples = self._step.samples
         shards = self._virtual_workers
         if shards < 2:
@@ -591,7 +591,7 @@ class _PeakOfPasses:
             *parameters,
             *parameters,
             *parameters,
-            *(each for each in states if isinstance(each, torch.Tensor)),
+            *(state for state in states if isinstance(state, torch.Tensor)),
         ]
         self._constant = sum(tensor.nbytes for tensor in tensors)
         self._known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
@@ -620,8 +620,8 @@ class _PeakOfPasses:
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     """Return this worker's part of a parameter, in the same memory."""
-    found = parameter.detach()
-    return found.to_local() if isinstance(found, DTensor) else found
+    values = parameter.detach()
+    return values.to_local() if isinstance(values, DTensor) else values
 
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:

@@ -42,16 +42,16 @@ def draw(
 
 
 def _draw_speed(axes: Any, forecasts: Sequence[Forecast], measured: Mapping[int, float]) -> None:
-    counts = [each.workers for each in forecasts]
-    lows = [each.samples_per_s * each.step_s / each.high_s for each in forecasts]
-    highs = [each.samples_per_s * each.step_s / each.low_s for each in forecasts]
+    counts = [forecast.workers for forecast in forecasts]
+    lows = [forecast.samples_per_s * forecast.step_s / forecast.high_s for forecast in forecasts]
+    highs = [forecast.samples_per_s * forecast.step_s / forecast.low_s for forecast in forecasts]
     alone = forecasts[0].samples_per_s / forecasts[0].speedup
     axes.fill_between(
         counts, lows, highs, color=_COLOURS[0], alpha=0.25, linewidth=0, label="90 % interval"
     )
     axes.plot(
         counts,
-        [each.samples_per_s for each in forecasts],
+        [forecast.samples_per_s for forecast in forecasts],
         "o-",
         color=_COLOURS[0],
         ms=4,
@@ -64,11 +64,19 @@ def _draw_speed(axes: Any, forecasts: Sequence[Forecast], measured: Mapping[int,
         color="0.5",
         label="each worker as fast as one",
     )
-    known = [each for each in forecasts if each.workers in measured]
+    known = [forecast for forecast in forecasts if forecast.workers in measured]
     if known:
-        speeds = [each.samples_per_s * each.step_s / measured[each.workers] for each in known]
+        speeds = [
+            forecast.samples_per_s * forecast.step_s / measured[forecast.workers]
+            for forecast in known
+        ]
         axes.plot(
-            [each.workers for each in known], speeds, "x", color="black", ms=8, label="measured"
+            [forecast.workers for forecast in known],
+            speeds,
+            "x",
+            color="black",
+            ms=8,
+            label="measured",
         )
     _count_axis(axes, counts)
     axes.set(ylabel="samples per second", ylim=(0, 1.15 * max(highs)), title="Speed")
@@ -78,15 +86,17 @@ def _draw_speed(axes: Any, forecasts: Sequence[Forecast], measured: Mapping[int,
 
 def _draw_steps(axes: Any, forecasts: Sequence[Forecast]) -> None:
     positions = range(len(forecasts))
-    longest = max(each.step_s for each in forecasts)
+    longest = max(forecast.step_s for forecast in forecasts)
     scale, unit = (1.0, "s") if longest >= 1 else (1e3, "ms")
     floor = [0.0] * len(forecasts)
     for name, colour in zip(_PARTS, _COLOURS, strict=True):
-        values = [scale * each.shares.get(name, 0.0) for each in forecasts]
+        values = [scale * forecast.shares.get(name, 0.0) for forecast in forecasts]
         axes.bar(positions, values, bottom=floor, color=colour, label=name, width=0.8)
         floor = [low + value for low, value in zip(floor, values, strict=True)]
     every = max(1, -(-len(forecasts) // 12))
-    axes.set_xticks([*positions][::every], [str(each.workers) for each in forecasts][::every])
+    axes.set_xticks(
+        [*positions][::every], [str(forecast.workers) for forecast in forecasts][::every]
+    )
     axes.set(xlabel="workers", ylabel=f"{unit} in a step", title="What a step is spent on")
     axes.set_ylim(0, 1.25 * scale * longest)  # room for the legend
     axes.legend(loc="upper center", ncols=3)

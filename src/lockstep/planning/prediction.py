@@ -429,7 +429,7 @@ def _shares(job: Job, times: ComputeTimes, workers: int, slowest: float) -> dict
 
 def _limit(shares: Mapping[str, float], step: float) -> str:
     others = {name: seconds for name, seconds in shares.items() if name != "compute"}
-    name = max(others, key=lambda each: others[each])
+    name = max(others, key=lambda other: others[other])
     return (
         name if others[name] > 0.1 * step and others[name] > 0.1 * shares["compute"] else "compute"
     )

@@ -88,9 +88,9 @@ def _be_alone(folder: Path) -> Path:
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
     environment.set_variables(one | own_store)
-    own = folder / f"copy-{rank}"
-    own.mkdir()
-    return own
+    copy = folder / f"copy-{rank}"
+    copy.mkdir()
+    return copy
 
 
 def record_profiles(

@@ -49,7 +49,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     @property
     def compute_s(self) -> float:
         """The duration without waiting for other workers."""
-        passes = sum(each.forward_s + each.backward_s for each in self.passes)
+        passes = sum(one_pass.forward_s + one_pass.backward_s for one_pass in self.passes)
         return self.loader_s + passes + self.update_s + self.other_s
 
     @property
@@ -226,7 +226,7 @@ class ComputeCurve:
 def _median_parts(steps: Iterable[StepRecord]) -> list[float]:
     rows = []
     for step in steps:
-        passes = sum(each.forward_s + each.backward_s for each in step.passes)
+        passes = sum(one_pass.forward_s + one_pass.backward_s for one_pass in step.passes)
         backward = step.passes[-1].backward_s
         rows.append((step.loader_s, passes - backward, backward, step.update_s, step.other_s))
     return [statistics.median(column) for column in zip(*rows, strict=True)]

@@ -47,7 +47,7 @@ def _buckets(gradients: Sequence[Gradient], limits: Sequence[int]) -> list[Gradi
     buckets: list[Gradient] = []
     size = 0
     ready = 0.0
-    for gradient in sorted(gradients, key=lambda each: each.ready_s):
+    for gradient in sorted(gradients, key=lambda tensor: tensor.ready_s):
         size = size + gradient.size
         ready = max(ready, gradient.ready_s)
         if size >= limits[min(len(buckets), len(limits) - 1)]:

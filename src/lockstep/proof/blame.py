@@ -115,14 +115,20 @@ class PlannedBlame:
         )
         if answer.bad_weights is not None:
             return self._blame_update(answer, answer.bad_weights, on_replay)
-        found = msgspec.convert(answer.found, Culprits)
-        for culprit in found.samples:
+        culprits = msgspec.convert(answer.result, Culprits)
+        for culprit in culprits.samples:
             if culprit.picture:  # as the run directory was given
                 culprit.picture = str(read.folder / "blame" / Path(culprit.picture).name)
-        replayed = self.replay.replayed(msgspec.structs.replace(answer, found=None))
-        passes = found.forward, found.backward
+        replayed = self.replay.replayed(msgspec.structs.replace(answer, result=None))
+        passes = culprits.forward, culprits.backward
         return Blamed(
-            self.replay.step, self.spike, found.kind, found.samples, found.largest, replayed, passes
+            self.replay.step,
+            self.spike,
+            culprits.kind,
+            culprits.samples,
+            culprits.largest,
+            replayed,
+            passes,
         )
 
     def _blame_update(

@@ -90,18 +90,20 @@ def find_culprits(
     if why:
         raise DataError(f"samples cannot be told apart: {why}")
     search = _Search(trainer.comm, shards_of(trainer.step, batch), batch.global_size)
-    found = search.run(options["column"])
-    for each in found.samples:  # the worker that has the sample describes it
-        data = search.data_of(each.index)
+    culprits = search.run(options["column"])
+    for culprit in culprits.samples:  # the worker that has the sample describes it
+        data = search.data_of(culprit.index)
         if data is not None:
-            each.what = describe(dataset, each.index, data)
-            each.picture, each.why_no_picture = picture(options["folder"], each.index, data)
-    by_rank = trainer.comm.allgather_object(found.samples)
-    found.samples = [
-        next((each for each in same_sample if each.what), same_sample[0])
+            culprit.what = describe(dataset, culprit.index, data)
+            culprit.picture, culprit.why_no_picture = picture(
+                options["folder"], culprit.index, data
+            )
+    by_rank = trainer.comm.allgather_object(culprits.samples)
+    culprits.samples = [
+        next((culprit for culprit in same_sample if culprit.what), same_sample[0])
         for same_sample in zip(*by_rank, strict=True)
     ]
-    return found
+    return culprits
 
 
 class _Search:
@@ -138,7 +140,7 @@ class _Search:
         if sum(self._comm.allgather_object(len(bad))):
             kind = "not finite"
             samples = gathered(
-                self._comm, [each for shard in bad for each in self._not_finite(shard)]
+                self._comm, [culprit for shard in bad for culprit in self._not_finite(shard)]
             )
         elif column == "buffers_norm":
             kind = "running statistics"
@@ -148,7 +150,7 @@ class _Search:
                 [(shard, gradients) for shard, _, _, gradients in results]
             )
         counts = self._comm.allgather_object((self._forward, self._backward))
-        forward, backward = (sum(each) for each in zip(*counts, strict=True))
+        forward, backward = (sum(parts) for parts in zip(*counts, strict=True))
         return Culprits(kind, samples[:_MOST_NAMED], largest, forward, backward)
 
     def _by_shares(
@@ -166,16 +168,16 @@ class _Search:
         if not square:
             return [], 0.0
         shares = [(_inner(gradients, total) / square, shard) for shard, gradients in results]
-        found = gathered(self._comm, self._halved(shares, total, square))
-        found.sort(key=lambda culprit: -abs(culprit.share))
+        culprits = gathered(self._comm, self._halved(shares, total, square))
+        culprits.sort(key=lambda culprit: -abs(culprit.share))
         held = 0.0
         named: list[Culprit] = []
-        for culprit in found:  # over all workers; each has looked at its own shards
+        for culprit in culprits:  # over all workers; each has looked at its own shards
             if held < _ENOUGH:
                 named.append(culprit)
                 held += culprit.share
         few = len(named) <= max(4, self._size // 16)
-        largest = found[0].share if found else 0.0
+        largest = culprits[0].share if culprits else 0.0
         return (named if few and held >= _ENOUGH / 2 else []), largest
 
     def _halved(
@@ -192,7 +194,7 @@ class _Search:
         number = len(heap)
         # Of each shard that is halved: one forward pass, whose graph is kept.
         losses: dict[int, torch.Tensor] = {}
-        found: list[Culprit] = []
+        culprits: list[Culprit] = []
         held = 0.0
         while heap and held < _ENOUGH:
             _, _, share, shard, rows = heapq.heappop(heap)
@@ -201,7 +203,7 @@ class _Search:
                 self._forward += 1
             if len(rows) == 1:
                 loss = float(losses[shard.number][rows[0]].detach())
-                found.append(Culprit(shard.indices[rows[0]], share, loss))
+                culprits.append(Culprit(shard.indices[rows[0]], share, loss))
                 held += share
                 continue
             is_part = len(rows) < len(shard.indices)
@@ -220,7 +222,7 @@ class _Search:
             for part, of_part in ((half, of_half), (rest, share - of_half)):
                 heapq.heappush(heap, (-abs(of_part), number, of_part, shard, part))
                 number += 1
-        return found
+        return culprits
 
     def _raising_statistics(self) -> list[Culprit]:
         """Return the sample that raises the norm of the buffers most: halved by forward passes over
@@ -312,12 +314,12 @@ class _FirstOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules: list[str] = []
         self.is_backward = False
-        self.found = ""
+        self.origin = ""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
         name = op.__name__.partition(".")[0]
-        if self.found or name.startswith(self._NO_VALUES):
+        if self.origin or name.startswith(self._NO_VALUES):
             return result
         outputs = [tensor for tensor in tensors_of(result) if _is_bad(tensor)]
         inputs = tensors_of([list(args), dict(kwargs or {})])
@@ -325,7 +327,7 @@ class _FirstOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
             what = "NaN" if bool(torch.isnan(outputs[0]).any()) else "infinity"
             where = self.modules[-1] if self.modules else "the loss"
             of_pass = "the backward pass of " if self.is_backward else ""
-            self.found = f"{what} first in {of_pass}{where}, operation {name}"
+            self.origin = f"{what} first in {of_pass}{where}, operation {name}"
         return result
 
 
@@ -372,7 +374,7 @@ def _origin(shard: ShardAlone, row: int) -> str:
         for handle in handles:
             handle.remove()
     return (
-        f"{watch.found}; the sample itself is finite"
-        if watch.found
+        f"{watch.origin}; the sample itself is finite"
+        if watch.origin
         else "with this sample alone all is finite"
     )

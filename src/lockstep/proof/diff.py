@@ -99,7 +99,7 @@ class PlannedDiff:
         self.compared = Compared(settings, same, difference, also, cause)
         self.replays: list[PlannedReplay] = []
         if difference is not None and not cause:
-            self.replays = [PlannedReplay(each, difference.step) for each in (one, other)]
+            self.replays = [PlannedReplay(run, difference.step) for run in (one, other)]
 
     def run(self) -> Compared:
         """Replay the step in both runs, and return where they differ first."""
@@ -107,7 +107,7 @@ class PlannedDiff:
         if not self.replays:
             return compared
         first, second = (
-            planned.run("lockstep.proof.probes:trace").found for planned in self.replays
+            planned.run("lockstep.proof.probes:trace").result for planned in self.replays
         )
         pairs = zip(first, second, strict=False)
         module = next((left[0] for left, right in pairs if left != right), "")

@@ -120,7 +120,7 @@ class FaultReports:
         """
         places = self._step.comm.allgather_object(_place(self._step.comm.device))
         names = [name for name, _ in self._step.model.named_parameters()]
-        found = []
+        new_faults = []
         for fault in faults:
             self._counts.update(fault.ranks)
             was_wrong = any(
@@ -130,20 +130,22 @@ class FaultReports:
             of_ranks = tuple(places[rank] for rank in fault.ranks)
             is_again = fault.is_persistent or was_wrong
             place = names[fault.place]
-            found.append(FoundFault(pending.step, kind, fault.ranks, of_ranks, is_again, place))
+            new_faults.append(
+                FoundFault(pending.step, kind, fault.ranks, of_ranks, is_again, place)
+            )
         self._wrong_in_step.update(rank for fault in faults for rank in fault.ranks)
-        self.faults += found
-        self._untold += found
-        for each in found:
+        self.faults += new_faults
+        self._untold += new_faults
+        for new_fault in new_faults:
             if self._step.comm.rank == 0:
-                _log.error("step %d: %s", pending.step, each)
-        for each in found:
-            if each.is_persistent:
-                if len(each.ranks) == 1:
-                    self._step.recovery.leave_out(each.ranks[0])
-                what = f"step {pending.step}: {each}. The update was not made"
+                _log.error("step %d: %s", pending.step, new_fault)
+        for new_fault in new_faults:
+            if new_fault.is_persistent:
+                if len(new_fault.ranks) == 1:
+                    self._step.recovery.leave_out(new_fault.ranks[0])
+                what = f"step {pending.step}: {new_fault}. The update was not made"
                 hint = "Resume from the newest checkpoint without the device"
-                raise FaultyWorkerError(f"{what}. {hint}.", each.ranks)
+                raise FaultyWorkerError(f"{what}. {hint}.", new_fault.ranks)
 
 
 def _place(device: torch.device) -> str:

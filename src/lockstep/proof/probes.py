@@ -21,7 +21,7 @@ from .replaying import DebuggerLeft
 
 def gathered(comm: Communicator, part: list[Any]) -> list[Any]:
     """Return the parts of all workers one after the other."""
-    return [each for parts in comm.allgather_object(part) for each in parts]
+    return [element for parts in comm.allgather_object(part) for element in parts]
 
 
 def nothing(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any]) -> None:
@@ -79,17 +79,17 @@ def trace(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any])
     ]
     if why_not_alone(trainer.step):
         return weights
-    found: list[list[Any]] = []
+    checksums: list[list[Any]] = []
     names = {module: name or "the model" for name, module in model.named_modules()}
     where = ""
 
     def note(module: torch.nn.Module, _: Any, output: Any) -> None:
         what = f"{where}output of {names[module]} ({type(module).__name__})"
-        found.append([what, int(checksum_of(tensors_of(output)))])
+        checksums.append([what, int(checksum_of(tensors_of(output)))])
 
     for shard in shards_of(trainer.step, batch):
         where = f"shard {shard.number}, "
-        found.append(
+        checksums.append(
             [f"{where}the content of its samples", int(checksum_of(tensors_of(shard.data)))]
         )
         handles = [module.register_forward_hook(note) for module in names]
@@ -98,10 +98,10 @@ def trace(trainer: Trainer, dataset: Any, batch: Batch, options: dict[str, Any])
         finally:
             for handle in handles:
                 handle.remove()
-        found.append([f"{where}the loss", int(checksum_of([torch.tensor(loss)]))])
+        checksums.append([f"{where}the loss", int(checksum_of([torch.tensor(loss)]))])
         for name, gradient in zip(shard.parameters, gradients, strict=True):
-            found.append([f"{where}gradient of {name}", int(checksum_of([gradient]))])
-    return weights + gathered(trainer.comm, found)
+            checksums.append([f"{where}gradient of {name}", int(checksum_of([gradient]))])
+    return weights + gathered(trainer.comm, checksums)
 
 
 class _Debugger(pdb.Pdb):

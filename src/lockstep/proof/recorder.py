@@ -163,7 +163,9 @@ class Recorder(RunGuard):
                 return
             self._writer = writer
             self._began = time.monotonic()
-            self._queued.extend(each for each in self._recent if not writer.has(each.number))
+            self._queued.extend(
+                computed for computed in self._recent if not writer.has(computed.number)
+            )
             self._recent.clear()
             if writer.cut:
                 text = "%s: %d bytes of a torn end were cut off the ledger"
@@ -306,7 +308,7 @@ def _checksums(trainer: Trainer, batch: Batch) -> HostCopy:
         first = batch.data[0] if batch.virtual_workers else batch.data
         of_batch = checksum_of([_first_samples(tensor) for tensor in tensors_of(first)])
     sums = [*state_checksums(trainer), of_batch, of_rates]
-    return HostCopy(torch.stack([each.to(device, non_blocking=True) for each in sums]))
+    return HostCopy(torch.stack([checksum.to(device, non_blocking=True) for checksum in sums]))
 
 
 # Whether the data are the same shows in few samples; those of a large batch take longer than the

@@ -68,14 +68,13 @@ class RepeatedPasses:
         parts = zip(self._strategy.reducer.local_shards, self._step.parts(batch), strict=True)
         return [Pass(shard, data, size) for shard, (data, size) in parts if size]
 
-    def passed_on(self, own: Pass | None, distance: int) -> Pass | None:
-        """Send a pass of this worker to the one at a distance in the ring; returns what comes
-        in.
+    def passed_on(self, sent: Pass | None, distance: int) -> Pass | None:
+        """Send a pass of this worker, if it has one, to the one at a distance in the ring; returns
+        what comes in.
         """
         comm = self._comm
-        sent = None
-        if own is not None:
-            sent = replace(own, data=map_tensors(lambda tensor: tensor.cpu(), own.data))
+        if sent is not None:
+            sent = replace(sent, data=map_tensors(lambda tensor: tensor.cpu(), sent.data))
         to = (comm.rank + distance) % comm.size
         received = comm.alltoall_object([sent if rank == to else None for rank in range(comm.size)])
         came = received[(comm.rank - distance) % comm.size]
@@ -87,7 +86,7 @@ class RepeatedPasses:
     def compare(
         self,
         own_digests: Digests,
-        own: Pass | None,
+        ours: Pass | None,
         other: Pass | None,
         distance: int,
         pending: PendingStep,
@@ -96,7 +95,7 @@ class RepeatedPasses:
 
         Args:
             own_digests: of the gradient of this worker's pass.
-            own: that pass, which the worker at `distance` in the ring repeats; None for none.
+            ours: that pass, which the worker at `distance` in the ring repeats; None for none.
             other: the pass that this worker repeats, of the one at that distance before it.
             distance: 1 to size - 1.
             pending: the step.
@@ -110,9 +109,9 @@ class RepeatedPasses:
         # Both compute it once more, and so does a third worker, where there is one.
         of_third: Digests = []
         further = distance % (comm.size - 1) + 1
-        again = self.digests_of(own, pending), self.digests_of(other, pending)
+        again = self.digests_of(ours, pending), self.digests_of(other, pending)
         if comm.size > 2:
-            of_third = self.digests_of(self.passed_on(own, further), pending)
+            of_third = self.digests_of(self.passed_on(ours, further), pending)
         second = comm.allgather_object((*again, of_third))
         has_wrong_sum = False
         faults: list[Fault] = []
@@ -177,12 +176,12 @@ class RepeatedPasses:
         most = max(self._comm.allgather_object(len(passes)))
         faults: dict[tuple[int, ...], Fault] = {}
         for number in range(most):
-            own = passes[number] if number < len(passes) else None
-            other = self.passed_on(own, 1)
-            digests = self.digests_of(own, pending)
-            is_stable = digests == self.digests_of(own, pending)
+            ours = passes[number] if number < len(passes) else None
+            other = self.passed_on(ours, 1)
+            digests = self.digests_of(ours, pending)
+            is_stable = digests == self.digests_of(ours, pending)
             if not any(self._comm.allgather_object(is_stable)):
                 continue
-            for fault in self.compare(digests, own, other, 1, pending).faults:
+            for fault in self.compare(digests, ours, other, 1, pending).faults:
                 faults[fault.ranks] = fault
         return list(faults.values())

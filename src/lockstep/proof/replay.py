@@ -223,7 +223,7 @@ class PlannedReplay:
 
     def replayed(self, answer: Answer) -> Replayed:
         """Return the answer to the probe `look_into` with what is known of the replay."""
-        found = answer.found or {}
+        result = answer.result or {}
         return Replayed(
             step=self.step,
             workers=answer.workers,
@@ -232,10 +232,10 @@ class PlannedReplay:
             difference=answer.difference,
             rounding=self.rounding,
             changed=answer.changed,
-            shards=[Shard(*each) for each in found.get("shards", ())],
-            losses=[(int(index), float(loss)) for index, loss in found.get("losses", ())],
-            gradient_norms=found.get("gradient_norms", {}),
-            why_no_shards=found.get("why_no_shards", ""),
+            shards=[Shard(*numbers) for numbers in result.get("shards", ())],
+            losses=[(int(index), float(loss)) for index, loss in result.get("losses", ())],
+            gradient_norms=result.get("gradient_norms", {}),
+            why_no_shards=result.get("why_no_shards", ""),
         )
 
     def _command(self, folder: Path) -> list[str]:

@@ -78,7 +78,7 @@ class Answer(msgspec.Struct, frozen=True):
         compared: number of steps that were compared with the ledger.
         difference: the first value that differs; None if all are the same.
         changed: what is known to have changed since, in words.
-        found: what the probe has returned.
+        result: what the probe has returned.
         bad_weights: the weights that have become not finite before the step; None if all are
             finite, or were so from the beginning.
     """
@@ -87,7 +87,7 @@ class Answer(msgspec.Struct, frozen=True):
     compared: int
     difference: Difference | None
     changed: list[str]
-    found: Any
+    result: Any
     bad_weights: BadWeights | None = None
 
 
@@ -132,15 +132,17 @@ class Replay(RunGuard):
         self._dataset: Any = None
         self._compared = 0
         self._difference: Difference | None = None
-        self._found: Any = None
+        self._result: Any = None
         self._values: StepValues | HostCopy | None = None
         self._finite_weights: FiniteWeights | None = None
         self._bad_weights: BadWeights | None = None
 
     @override
-    def callbacks(self, given: Sequence[Callback] | None) -> list[Callback]:
+    def callbacks(self, callbacks: Sequence[Callback] | None) -> list[Callback]:
         return [
-            each for each in given or () if each.every_rank and not isinstance(each, Checkpoints)
+            callback
+            for callback in callbacks or ()
+            if callback.every_rank and not isinstance(callback, Checkpoints)
         ]
 
     @override
@@ -148,7 +150,7 @@ class Replay(RunGuard):
         self._fits += 1
         return self._is_replayed and self._fits > self._request.fit
 
-    def resumes(self, given: str | Path | None) -> str | None:
+    def resumes(self, checkpoint: str | Path | None) -> str | None:
         """Return the checkpoint of the request for the call of `fit` that is replayed, and none for
         a further one, whatever the program says.
         """
@@ -189,9 +191,9 @@ class Replay(RunGuard):
             values = self._finite_weights.problem()
             self._bad_weights = BadWeights(step, values) if values else None
         is_of_use = self._bad_weights is None or not request.needs_finite_weights
-        if step == request.step and self._found is None and is_of_use:
+        if step == request.step and self._result is None and is_of_use:
             probe: Probe = import_object("probe", request.probe)
-            self._found = probe(trainer, self._dataset, batch, request.options)
+            self._result = probe(trainer, self._dataset, batch, request.options)
 
     def before_update(self, pending: PendingStep) -> Decision:
         """Measure the step before gradients are clipped; leave out what the run has left out."""
@@ -226,7 +228,7 @@ class Replay(RunGuard):
             self._compared,
             self._difference,
             self._changed,
-            self._found,
+            self._result,
             self._bad_weights,
         )
         Path(self._request.folder, ANSWER).write_bytes(msgspec.msgpack.encode(answer))

@@ -71,7 +71,7 @@ class SpikeCheck:
             return False
         self._attempts.append(values)
         *before, now = self._attempts
-        agreeing = [_are_the_same(each, now) for each in before]
+        agreeing = [_are_the_same(attempt, now) for attempt in before]
         if not before or (len(before) == 1 and not agreeing[0]):
             return True
         if not any(agreeing):

@@ -119,7 +119,7 @@ class _Column:
         if value <= jump * max(before[-rule.recent :]):
             return None
         usual = median(before)
-        deviation = _NORMAL * median(abs(each - usual) for each in before)
+        deviation = _NORMAL * median(abs(value - usual) for value in before)
         spread = max(deviation, rule.floor * usual, rule.scale * self.largest_median)
         spreads = (value - usual) / spread if spread else math.inf
         return Spike(self.name, value, usual, spreads) if spreads > rule.spreads else None

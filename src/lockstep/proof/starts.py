@@ -204,16 +204,16 @@ def _program() -> tuple[list[str], Path | None, bool]:
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     file = getattr(main, "__file__", None)
-    own = sys.argv[1:]
+    arguments = sys.argv[1:]
     if spec is not None:
         name = spec.name.removesuffix(".__main__")
-        return ["-m", name, *own], Path(spec.origin) if spec.origin else None, False
+        return ["-m", name, *arguments], Path(spec.origin) if spec.origin else None, False
     path = Path(file or sys.argv[0])
     # a notebook, or a program from standard input
     if not path.is_file() or path.name == "ipykernel_launcher.py":
         return [], None, False
     # a function that `launch` has called has no main file
-    return [sys.argv[0], *own], path, file is None
+    return [sys.argv[0], *arguments], path, file is None
 
 
 def _commit(folder: Path) -> str:
@@ -271,15 +271,15 @@ _NOT_OF_THE_PROGRAM = re.compile(
 
 def kept_variables(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables that the ledger keeps, and the names of those that look like secrets."""
-    own = {
+    of_program = {
         name: value for name, value in variables.items() if not _NOT_OF_THE_PROGRAM.fullmatch(name)
     }
     withheld = [
         name
-        for name, value in own.items()
+        for name, value in of_program.items()
         if _SECRET.search(name.upper()) or _WITH_PASSWORD.search(value)
     ]
-    kept = {name: own[name] for name in own if name not in withheld}
+    kept = {name: of_program[name] for name in of_program if name not in withheld}
     printable = {name: os.fsencode(value).decode(errors="replace") for name, value in kept.items()}
     return printable, withheld
 
@@ -310,7 +310,7 @@ def differences(one: Start, other: Start, ignored: Sequence[str] = ()) -> list[s
     for start in (left, right):
         for name in (*_NOT_COMPARED, *ignored):
             start.pop(name, None)
-    found = []
+    texts = []
     if left["data"]["digests"] and right["data"]["digests"]:
         digests = left["data"].pop("digests"), right["data"].pop("digests")
         places = [
@@ -319,17 +319,17 @@ def differences(one: Start, other: Start, ignored: Sequence[str] = ()) -> list[s
             if digests[0][place] != digests[1].get(place, digests[0][place])
         ]
         if places:
-            found.append(
+            texts.append(
                 f"the content of samples ({', '.join(places[:3])}{', …' * (len(places) > 3)})"
             )
     for name, was, now in _leaves(left, right, ""):
         if name == "program":
-            found.append("the program")
+            texts.append("the program")
         elif name == "data.samples":
-            found.append(f"data ({was:,} samples, and {now:,})")
+            texts.append(f"data ({was:,} samples, and {now:,})")
         else:
-            found.append(f"{name} ({was!r}, and {now!r})")
-    return found
+            texts.append(f"{name} ({was!r}, and {now!r})")
+    return texts
 
 
 def _leaves(one: Any, other: Any, path: str) -> list[tuple[str, Any, Any]]:

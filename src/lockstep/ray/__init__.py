@@ -111,10 +111,10 @@ def _limits(workers: object) -> tuple[int, int]:
     Raises:
         ConfigError: there are none, or it is no number of workers.
     """
-    given = workers if isinstance(workers, tuple | list) else (workers, workers)
+    limits = workers if isinstance(workers, tuple | list) else (workers, workers)
     try:
         least, most = (
-            arguments.whole("workers", each, least=1, most=_MAX_WORKERS) for each in given
+            arguments.whole("workers", limit, least=1, most=_MAX_WORKERS) for limit in limits
         )
     except ValueError:  # one is invalid, or there are not two
         least = 1

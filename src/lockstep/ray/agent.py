@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import environment
-from ..errors import LockstepError
+from ..errors import ConfigError, LockstepError
 from ..job.messages import HostDescription
 from ..launcher.options import JobOptions
 from ..launcher.remote_hosts.host_description import describe_host
 from ..launcher.worker_options import WorkerOptions
+from ..launcher.worker_process.fork_server import prepare_workers
 from ..launcher.worker_process.script import Script
 from ..system.socket_folders import short_base
 from .relay import Item, RelayedLog
@@ -80,8 +81,8 @@ class Call(Script):
         for name in _VISIBLE_DEVICES if self.gpus else ():
             if variables.get(name):
                 visible = variables[name].split(",")
-                own = devices_of_worker(visible, self.gpus, local_rank, self.workers)
-                chosen[name] = ",".join(own)
+                devices = devices_of_worker(visible, self.gpus, local_rank, self.workers)
+                chosen[name] = ",".join(devices)
         environment.set_variables(chosen)
         if self.uses_ray:
             import ray
@@ -105,16 +106,16 @@ class NodeEnd:
         value: of rank 0, pickled, if it has returned there.
         error: of the job.
         cause: of the error.
-        own: the error of this node's workers, if that is another one.
-        own_cause: of that error.
+        error_here: the error of this node's workers, if that is another one.
+        cause_here: of that error.
         is_over: whether the job is over on all nodes.
     """
 
     value: bytes | None = None
     error: BaseException | None = None
     cause: BaseException | None = None
-    own: BaseException | None = None
-    own_cause: BaseException | None = None
+    error_here: BaseException | None = None
+    cause_here: BaseException | None = None
     is_over: bool = False
 
 
@@ -123,12 +124,27 @@ class AgentActor:
 
     Args:
         variables: of the environment.
+        config: of the job, whose address is not known yet.
+        workers: of this node, or the most here in an elastic job.
         gpus: that each worker reserves.
         uses_ray: whether workers connect to the cluster before they rebuild the call.
     """
 
-    def __init__(self, variables: Mapping[str, str], gpus: float, uses_ray: bool) -> None:
+    def __init__(
+        self,
+        variables: Mapping[str, str],
+        config: JobOptions,
+        workers: int,
+        gpus: float,
+        uses_ray: bool,
+    ) -> None:
         environment.set_variables(variables)
+        self._problem: ConfigError | None = None
+        try:
+            # The fork server loads PyTorch while Ray starts the agents of other nodes.
+            prepare_workers(config, workers)
+        except ConfigError as error:
+            self._problem = error  # `run` raises it: to Ray it would be an actor that was lost
         self._uses_ray = uses_ray
         self._gpus = gpus
         self._log = RelayedLog()
@@ -217,6 +233,8 @@ class AgentActor:
             )
             error = None
             try:
+                if self._problem is not None:
+                    raise self._problem
                 if config.elastic is None:
                     self._run_fixed(script, config, workers)
                 else:
@@ -232,17 +250,15 @@ class AgentActor:
             if error is None:
                 return NodeEnd(value, is_over=is_over)
             cause = error.__cause__
-            own = cause if isinstance(cause, LockstepError) and cause.__cause__ else None
-            own_cause = None if own is None else own.__cause__
-            return NodeEnd(value, error, cause, own, own_cause, is_over)
+            error_here = cause if isinstance(cause, LockstepError) and cause.__cause__ else None
+            cause_here = None if error_here is None else error_here.__cause__
+            return NodeEnd(value, error, cause, error_here, cause_here, is_over)
 
     def _run_fixed(self, script: Script, config: JobOptions, workers: int) -> None:
         from ..launcher.links import FixedHosts, OneHost
         from ..launcher.local import OutputSettings, run_program
         from ..launcher.node import run_host
-        from ..launcher.worker_process.fork_server import prepare_workers
 
-        prepare_workers(config, workers)
         several = config.nnodes > 1
         address = str(config.master_addr)
         hosts = (
@@ -267,9 +283,7 @@ class AgentActor:
     ) -> None:
         from ..launcher.elastic_jobs.elastic_node import found_job, join_job
         from ..launcher.elastic_jobs.elastic_workers import elastic_setup
-        from ..launcher.worker_process.fork_server import prepare_workers
 
-        prepare_workers(config, slots)
         setup = elastic_setup(script, config, slots, self._log)
         if self._founder is not None:
             found_job(config, setup, slots, self._founder, self._watch)
@@ -281,7 +295,7 @@ class AgentActor:
             self._takes_part = host is not None
             if host is not None:
                 self._host = host
-                self._address = host.mesh.own.address, host.mesh.own.port
+                self._address = host.mesh.own_entry.address, host.mesh.own_entry.port
                 host.user.job_signals.extend(self._signals)
                 self._signals.clear()
 

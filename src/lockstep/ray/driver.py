@@ -45,7 +45,7 @@ def choose_error(ends: list[NodeEnd]) -> BaseException | None:
     failed; or what the workers of all nodes have raised alike, as they do after a desync.
     """
     failed = [end for end in ends if end.error is not None]
-    alike = {(type(end.own), str(end.own)) for end in ends}
+    alike = {(type(end.error_here), str(end.error_here)) for end in ends}
     for end in failed:
         first = end.error
         repeats = (
@@ -53,9 +53,9 @@ def choose_error(ends: list[NodeEnd]) -> BaseException | None:
             and bool(first.report_json)
             and first.kind in WATCHDOG_ERROR_KINDS
         )
-        if end.own is not None and (len(alike) == 1 or repeats):
-            end.own.__cause__ = end.own_cause
-            return end.own
+        if end.error_here is not None and (len(alike) == 1 or repeats):
+            end.error_here.__cause__ = end.cause_here
+            return end.error_here
     knows = [
         end
         for end in failed
@@ -198,8 +198,8 @@ class _Job:
             raise LockstepError(describe_start(error)) from error
         config = self._config(address, port)
         for node, part in enumerate(parts):
-            own = replace(config, nnodes=len(parts), node_rank=node)
-            self._run_part(part, own, [(address, port)])
+            of_node = replace(config, nnodes=len(parts), node_rank=node)
+            self._run_part(part, of_node, [(address, port)])
 
     def _make_parts(self) -> list[_Part]:
         """Start an agent on each node on which the job begins."""
@@ -251,7 +251,8 @@ class _Job:
         options["scheduling_strategy"] = strategy or NodeAffinitySchedulingStrategy(key, soft=False)
         gpus = self.placement.resources.get("GPU", 0.0)
         agent = ray.remote(AgentActor).options(**options)
-        actor = agent.remote(self._variables, gpus, self.uses_ray)
+        config = self._config(LOOPBACK, 0)
+        actor = agent.remote(self._variables, config, slots, gpus, self.uses_ray)
         part = _Part(key, actor, slots, name)
         self._parts.append(part)
         return part

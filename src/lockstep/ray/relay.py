@@ -99,10 +99,12 @@ def forwarded_variables(threads: int) -> dict[str, str]:
     """Return the variables of this process that the actors get: those that `lockstep run -H` sends
     to other hosts.
     """
-    own: dict[str, Any] = remote_environment(JobOptions(("function",)), environment.variables())
-    own["OMP_NUM_THREADS"] = str(threads)
+    variables: dict[str, Any] = remote_environment(
+        JobOptions(("function",)), environment.variables()
+    )
+    variables["OMP_NUM_THREADS"] = str(threads)
     if in_notebook():
-        own[DISPLAY.name] = "notebook"
+        variables[DISPLAY.name] = "notebook"
     elif os.isatty(1):
-        own[DISPLAY.name] = str(shutil.get_terminal_size().columns)
-    return own
+        variables[DISPLAY.name] = str(shutil.get_terminal_size().columns)
+    return variables

@@ -134,7 +134,7 @@ def check_capacity(nodes: Sequence[Node], workers: int, needs: Mapping[str, floa
         return
     total = {name: sum(node.total.get(name, 0) for node in nodes) for name in needs}
     there = f"the cluster has {describe(total)} on {len(nodes)} node{'s'[: len(nodes) != 1]}"
-    each = f"each needs {describe(needs)}"
+    needs_each = f"each needs {describe(needs)}"
     missing = {
         name: workers * amount - total[name]
         for name, amount in needs.items()
@@ -145,7 +145,10 @@ def check_capacity(nodes: Sequence[Node], workers: int, needs: Mapping[str, floa
         "Start fewer workers, reserve less for each with resources=, or add nodes to the cluster."
     )
     raise ConfigError(
-        "workers", f"at most {most}: {each}, and {there}", found=f"{workers} ({lacks})", hint=hint
+        "workers",
+        f"at most {most}: {needs_each}, and {there}",
+        found=f"{workers} ({lacks})",
+        hint=hint,
     )
 
 
@@ -220,13 +223,13 @@ def find_nodes() -> list[Node]:
         free = ray._private.state.available_resources_per_node()
     return [
         Node(
-            each["NodeID"],
-            each["NodeManagerHostname"],
-            each["Resources"],
-            free.get(each["NodeID"], each["Resources"]),
+            node["NodeID"],
+            node["NodeManagerHostname"],
+            node["Resources"],
+            free.get(node["NodeID"], node["Resources"]),
         )
-        for each in ray.nodes()
-        if each["Alive"]
+        for node in ray.nodes()
+        if node["Alive"]
     ]
 
 
@@ -344,5 +347,5 @@ def raise_signal(signals: Sequence[int], when: str) -> None:
 
 def _waiting_text(workers: int, needs: Mapping[str, float]) -> str:
     more = ", or for the autoscaler to add nodes" if has_autoscaler() else ""
-    each = f"{describe(needs)} for each of {workers} worker{'s'[: workers != 1]}"
-    return f"lockstep: waiting for Ray to have {each} free{more}"
+    missing = f"{describe(needs)} for each of {workers} worker{'s'[: workers != 1]}"
+    return f"lockstep: waiting for Ray to have {missing} free{more}"

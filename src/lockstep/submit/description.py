@@ -158,10 +158,10 @@ def check_script_is_shared(script: Path, folder: Path, shared: str, mounts: str)
                     "script", f"a file in the shared folder {shared}", found=str(path), hint=hint
                 )
             continue
-        own = next((str(own) for own in _OWN_FOLDERS if path.is_relative_to(own)), "")
+        of_host = next((str(folder) for folder in _OWN_FOLDERS if path.is_relative_to(folder)), "")
         system = _file_system(path, mounts)
-        if own or system in _LOCAL_SYSTEMS:
-            found = f"{path}, where each host has a folder of its own ({own or system})"
+        if of_host or system in _LOCAL_SYSTEMS:
+            found = f"{path}, where each host has a folder of its own ({of_host or system})"
             raise ConfigError(
                 "script", "a file on a folder that all nodes share", found=found, hint=hint
             )

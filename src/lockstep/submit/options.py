@@ -19,20 +19,20 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?", re.ASCII)
 _GIGABYTES = re.compile(r"([1-9]\d{0,5})\s*(?:gi?b?)?", re.IGNORECASE | re.ASCII)
 
 
-def parse_time(name: str, given: str) -> int:
+def parse_time(name: str, value: str) -> int:
     """Return the seconds in a time limit such as 90m, 4h, 2d12h, 4:00:00 or 2-12:00:00.
 
     Raises:
         ConfigError: it is none.
     """
-    match = _TIME.fullmatch(given.strip())
+    match = _TIME.fullmatch(value.strip())
     numbers = [int(number or 0) for number in match.groups()] if match else [0]
     seconds = sum(
         n * unit for n, unit in zip(numbers, (86400, 3600, 60, 1, 86400, 3600, 60), strict=False)
     )
     if not 60 <= seconds < 1000 * 86400:
         raise ConfigError(
-            name, "a time limit of at least a minute, such as 90m, 4h, 2d or 1-12:00:00", given
+            name, "a time limit of at least a minute, such as 90m, 4h, 2d or 1-12:00:00", value
         )
     return seconds
 
@@ -42,43 +42,43 @@ def fit_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:40].strip("-") or "train"
 
 
-def _name(name: str, given: str) -> str:
-    if not _NAME.fullmatch(given):
+def _name(name: str, value: str) -> str:
+    if not _NAME.fullmatch(value):
         raise ConfigError(
             name,
             "up to 40 lower-case letters, digits and hyphens, as all schedulers take them",
-            given,
+            value,
         )
-    return given
+    return value
 
 
-def _gigabytes(name: str, given: str) -> int:
-    match = _GIGABYTES.fullmatch(given.strip())
+def _gigabytes(name: str, value: str) -> int:
+    match = _GIGABYTES.fullmatch(value.strip())
     if match is None:
-        raise ConfigError(name, "gigabytes on each node, such as 64G", given)
+        raise ConfigError(name, "gigabytes on each node, such as 64G", value)
     return int(match[1])
 
 
-def _word(name: str, given: str) -> str:
+def _word(name: str, value: str) -> str:
     """Return what becomes part of a line of the file."""
-    if not given.isprintable() or given != given.strip():
-        raise ConfigError(name, "a word without control characters", given)
-    return given
+    if not value.isprintable() or value != value.strip():
+        raise ConfigError(name, "a word without control characters", value)
+    return value
 
 
-def _folder(name: str, given: str) -> str:
-    return text(name, _word(name, given))
+def _folder(name: str, value: str) -> str:
+    return text(name, _word(name, value))
 
 
-def _volume(name: str, given: str) -> tuple[str, str]:
-    claim, colon, path = _word(name, given).rpartition(":")
+def _volume(name: str, value: str) -> tuple[str, str]:
+    claim, colon, path = _word(name, value).rpartition(":")
     if not colon or not path.startswith("/"):
-        raise ConfigError(name, "CLAIM:/PATH, a persistent volume claim and its place", given)
+        raise ConfigError(name, "CLAIM:/PATH, a persistent volume claim and its place", value)
     return claim, path
 
 
-def _lines(_: str, given: list[str]) -> tuple[str, ...]:
-    return tuple(given)
+def _lines(_: str, lines: list[str]) -> tuple[str, ...]:
+    return tuple(lines)
 
 
 _NUMBER = integer(1, 1 << 16)

@@ -206,12 +206,12 @@ def survives(
     arguments.whole("least", least, least=1, most=workers)
     pairs: Any = [kill] if isinstance(kill[0], int) else kill
     kills = [Kill(rank, step) for rank, step in pairs]
-    for each in kills:
-        arguments.whole("rank to kill", each.rank, least=0, most=workers - 1)
-        arguments.whole("step to kill at", each.step, least=1)
+    for loss in kills:
+        arguments.whole("rank to kill", loss.rank, least=0, most=workers - 1)
+        arguments.whole("step to kill at", loss.step, least=1)
     subject = Subject.of(train)
     undisturbed = _complete(subject, workers, threads)
-    losses = ", ".join(f"rank {each.rank} after step {each.step}" for each in kills)
+    losses = ", ".join(f"rank {loss.rank} after step {loss.step}" for loss in kills)
     with tempfile.TemporaryDirectory(prefix="lockstep-test-") as folder:
         survived = run_elastic_job(subject, workers, least, threads, Path(folder), kills)
     if survived.error is not None and not survived.killed:

@@ -149,11 +149,11 @@ class Golden:
         if not entries:
             raise ConfigError("result", "at least one tensor or value", found="none")
         maker = this_maker()
-        stored = {each.maker: each.entries for each in _read(path)}
+        stored = {result.maker: result.entries for result in _read(path)}
         if self._update:
             if stored.get(maker) != entries:
                 stored[maker] = entries
-                _write(path, [_Result(each, stored[each]) for each in sorted(stored)])
+                _write(path, [_Result(made_by, stored[made_by]) for made_by in sorted(stored)])
                 self.updated.append(path)
             return
         if not stored:
@@ -163,7 +163,7 @@ class Golden:
                 "at it, and commit it."
             )
         if maker not in stored:
-            others = "; ".join(str(each) for each in stored)
+            others = "; ".join(str(made_by) for made_by in stored)
             raise MadeElsewhereError(
                 f"the golden results in {path} were made elsewhere: by {others}. Here is {maker}, "
                 "whose bits may "
@@ -198,7 +198,7 @@ def _entry(value: Any) -> _Entry:
     digest = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
     numbers = flat.abs().double() if flat.is_complex() else flat.double()
     kind = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-    values = tuple(repr(each) for each in flat[:_VALUES].tolist())
+    values = tuple(repr(value) for value in flat[:_VALUES].tolist())
     return _Entry(kind, digest, values, f"{float(numbers.norm()):.9g}")
 
 

@@ -143,18 +143,18 @@ def _describe_tensors(
 ) -> str | None:
     if one.shape != other.shape or one.dtype != other.dtype:
         kinds = [
-            f"{str(each.dtype).removeprefix('torch.')} of shape {tuple(each.shape)}"
-            for each in (one, other)
+            f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+            for tensor in (one, other)
         ]
         return f"{kinds[0]} {names[0]}, {kinds[1]} {names[1]}"
     if rtol or atol:
         differs = ~torch.isclose(other, one, rtol=rtol, atol=atol, equal_nan=True)
     elif one.is_complex():
-        real = (torch.view_as_real(each) for each in (one, other))
-        left, right = (each.view(INTEGERS[each.element_size()]) for each in real)
+        real = (torch.view_as_real(tensor) for tensor in (one, other))
+        left, right = (tensor.view(INTEGERS[tensor.element_size()]) for tensor in real)
         differs = (left != right).any(-1)
     else:
-        left, right = (each.view(INTEGERS[each.element_size()]) for each in (one, other))
+        left, right = (tensor.view(INTEGERS[tensor.element_size()]) for tensor in (one, other))
         differs = left != right
     count = int(differs.sum())
     if count == 0:
@@ -162,8 +162,8 @@ def _describe_tensors(
     wide = torch.complex128 if one.is_complex() else torch.float64
     gaps = (one.to(wide) - other.to(wide)).abs()
     gaps = torch.where(differs, gaps.nan_to_num(nan=math.inf), -1.0)
-    place = tuple(int(each) for each in np.unravel_index(int(gaps.argmax()), tuple(one.shape)))
-    values = [each[place].item() for each in (one, other)]
+    place = tuple(int(index) for index in np.unravel_index(int(gaps.argmax()), tuple(one.shape)))
+    values = [tensor[place].item() for tensor in (one, other)]
     gap = float(gaps.max())
     largest = float(one.to(wide).abs().max())
     relative = (

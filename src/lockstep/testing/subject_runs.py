@@ -85,15 +85,15 @@ class Subject:
                 inspect.Parameter.POSITIONAL_OR_KEYWORD,
             )
             required = [
-                each
-                for each in parameters
-                if each.default is each.empty and each.kind in positional
+                parameter
+                for parameter in parameters
+                if parameter.default is parameter.empty and parameter.kind in positional
             ]
             if len(required) > 1:
                 expected = "a function without parameters, or with one for the folder of its run"
                 hint = "Bind the others with functools.partial or a lambda."
                 raise ConfigError(
-                    "train", expected, ", ".join(each.name for each in required), hint
+                    "train", expected, ", ".join(parameter.name for parameter in required), hint
                 )
             return cls(name, train, len(required) == 1)
         words = [train] if isinstance(train, (str, Path)) else list(train)
@@ -269,7 +269,7 @@ def _can_be_imported(module: ModuleType) -> bool:
             for finder in sys.meta_path
             if hasattr(finder, "find_spec")
         )
-        spec = next((each for each in specs if each is not None), None)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None:
             return False
         folders = spec.submodule_search_locations

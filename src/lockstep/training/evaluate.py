@@ -523,7 +523,7 @@ class Evaluation(Computation):
         shape = (loader.virtual_workers or 1, 1 + len(self._metrics), 2)
         totals = torch.zeros(shape, device=device, dtype=accumulation_dtype(device))
         limit = InFlightLimit(device, check_in_flight(max_steps_in_flight))
-        self._loss.found = problem = None
+        self._loss.problem = problem = None
         purpose = f"an evaluation in batches of {counted(loader.global_batch_size, 'sample')}"
         advice = "Evaluate with a Loader with a smaller global_batch_size, or with more workers."
         with (

@@ -208,7 +208,7 @@ class ReplicaCheck:
         return (((total ^ (total >> 29)) >> 5) & ((1 << self._bits) - 1)).to(self._dtype)
 
     def compare(
-        self, step: int | None = None, model: nn.Module | None = None, found: Sequence[bool] = ()
+        self, step: int | None = None, model: nn.Module | None = None, problems: Sequence[bool] = ()
     ) -> list[bool]:
         """Compare all hyperparameters and all weights; called by every worker, waits for the
         device.
@@ -217,20 +217,21 @@ class ReplicaCheck:
             step: the step whose marks differed, if any.
             model: another model, the weights of which are compared, as every worker has all of
                 them; that of the training when None.
-            found: what this worker has found, to be told to all of them by the same message.
+            problems: for each problem that is looked for, whether this worker has it; the same
+                message tells all of them.
 
         Returns:
-            For each of `found`, whether any worker has found it. If so, nothing else is looked at.
+            For each of `problems`, whether any worker has it. If so, nothing else is looked at.
 
         Raises:
             MismatchError: on every worker, naming what differs, where, and the values.
         """
-        if self._comm.size == 1 or self._comm.is_joining or not (self._on or found):
-            return list(found)
+        if self._comm.size == 1 or self._comm.is_joining or not (self._on or problems):
+            return list(problems)
         local, named = (
             self._checksums(model) if self._on else (torch.zeros(0, dtype=torch.int64), [])
         )
-        facts = torch.tensor([int(fact) for fact in found], dtype=torch.int64)
+        facts = torch.tensor([int(fact) for fact in problems], dtype=torch.int64)
         message = torch.cat([part.to(self._comm.device) for part in (local, -local, facts)])
         reduced = self._comm.allreduce(message, "max")
         count = len(local)

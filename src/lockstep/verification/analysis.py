@@ -160,7 +160,7 @@ def _find_cause(
     one, other = pair
     growth = batch_growth(one, other)
     alike = ranks_with_the_same_samples(other)
-    if growth is not None and alike is None and all(each[0].divides_batches for each in pair):
+    if growth is not None and alike is None and all(records[0].divides_batches for records in pair):
         held = replace(held, batch_parts=parts)
         pair, comparison = run_held("same global batch")
         notes.append(

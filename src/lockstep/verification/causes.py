@@ -265,7 +265,7 @@ def follows_batch(
         except (ValueError, ZeroDivisionError):
             return None
         if key != "lr" or not any(
-            math.isclose(factor, each, rel_tol=1e-3) for each in (ratio, ratio**0.5)
+            math.isclose(factor, expected, rel_tol=1e-3) for expected in (ratio, ratio**0.5)
         ):
             return None
         return (

@@ -172,7 +172,7 @@ def _worst_first(
         # nothing
         if gap > limit * max(left.norm, 0.01 * total):
             return name, gap / (left.norm or 1.0), right.norm / (left.norm or 1.0)
-    name, (left, right, gap) = max(distances.items(), key=lambda each: each[1][2])
+    name, (left, right, gap) = max(distances.items(), key=lambda entry: entry[1][2])
     return name, gap / (left.norm or 1.0), right.norm / (left.norm or 1.0)
 
 
@@ -254,4 +254,4 @@ def _pairs(
 
 def _digests(step: StepRecord) -> list[tuple[str, str]]:
     tensors = (step.parameters, step.gradients, step.buffers)
-    return [(name, tensor.digest) for each in tensors for name, tensor in each.items()]
+    return [(name, tensor.digest) for named in tensors for name, tensor in named.items()]

@@ -57,8 +57,8 @@ class PassRecorder:
 
     def undo(self) -> None:
         """Stop recording."""
-        for each in reversed(self._replaced):
-            each.undo()
+        for replaced in reversed(self._replaced):
+            replaced.undo()
         self._replaced = []
 
     def begin_step(self) -> None:
@@ -168,15 +168,15 @@ def _sample_digests(leaves: list[Any]) -> list[str]:
     which depends on the other texts of a worker's part, does not count.
     """
     tensors = [
-        each
-        for each in leaves
-        if isinstance(each, Tensor) and each.dim() > 0 and not each.requires_grad
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and not leaf.requires_grad
     ]
-    tensors = [each for each in tensors if each.layout is torch.strided and type(each) is Tensor]
+    tensors = [leaf for leaf in tensors if leaf.layout is torch.strided and type(leaf) is Tensor]
     if not tensors or tensors[0].numel() * tensors[0].element_size() > _MOST_BYTES:
         return []
     size = len(tensors[0])
-    arrays = [_array(each) for each in tensors if len(each) == size]
+    arrays = [_array(tensor) for tensor in tensors if len(tensor) == size]
     digests: list[str] = []
     for row in range(size):
         digest = hashlib.sha256()

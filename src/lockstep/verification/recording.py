@@ -69,7 +69,7 @@ class StepRecorder(observers.Observer):
         held = hold(self._held, environment.find_world().world_size)
         self._passes = PassRecorder()  # around what is held
         self._undo = [hook.remove, observers.install(self), self._passes.undo]
-        self._undo += [each.undo for each in reversed(held)]
+        self._undo += [replaced.undo for replaced in reversed(held)]
 
     def finish(self) -> None:
         """Stop recording, and write the record; a program that took no step gives an empty one."""
@@ -122,10 +122,10 @@ class StepRecorder(observers.Observer):
         )
         gradients = {names[id(p)]: p.grad for p in parameters if p.grad is not None}
         self._low_precision = self._low_precision or any(
-            each.dtype.itemsize < 4 for each in gradients.values()
+            gradient.dtype.itemsize < 4 for gradient in gradients.values()
         )
-        own = {id(p) for p in parameters}
-        others = [p for model in models for p in model.parameters() if id(p) not in own]
+        trained = {id(p) for p in parameters}
+        others = [p for model in models for p in model.parameters() if id(p) not in trained]
         buffers = {
             name: buffer
             for model in models
@@ -180,14 +180,14 @@ def find_models() -> Iterator[nn.Module]:
     """Yield the modules of this process that are in no other one, except those of libraries that
     wrap models.
     """
-    found = [each for each in gc.get_objects() if _is_users_module(each)]
-    inner = {id(child) for module in found for child in module.modules() if child is not module}
+    modules = [value for value in gc.get_objects() if _is_users_module(value)]
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
     seen: set[int] = set()
-    for module in found:
-        own = {id(p) for p in module.parameters()} | {id(buffer) for buffer in module.buffers()}
+    for module in modules:
+        tensors = {id(p) for p in module.parameters()} | {id(buffer) for buffer in module.buffers()}
         # an average or a copy has tensors of its own
-        if id(module) not in inner and own and not own <= seen:
-            seen |= own
+        if id(module) not in inner and tensors and not tensors <= seen:
+            seen |= tensors
             yield module
 
 

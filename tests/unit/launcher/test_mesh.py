@@ -342,7 +342,7 @@ def test_a_host_that_does_not_know_its_number_yet_is_dialled_again(
         turn_until(lambda: second.mesh._answering, second)
         turn_until(lambda: not second.mesh._answering, first, second)
         assert not second.links
-        first.mesh.own = entry
+        first.mesh.own_entry = entry
         turn_until(
             lambda: (1, Link.CONNECTED) in second.links and (2, Link.CONNECTED) in first.links,
             first,
@@ -492,14 +492,14 @@ def test_a_launcher_that_does_not_answer_is_said_and_then_silent(
 def test_a_launcher_that_has_joined_again_does_not_dial_itself(two: tuple[Host, Host]) -> None:
     first, _ = two
     again = HostEntry(-1, first.entry.name, first.entry.address, first.entry.port, 2)
-    first.mesh.own = HostEntry(2, again.name, again.address, again.port, 2)
+    first.mesh.own_entry = HostEntry(2, again.name, again.address, again.port, 2)
     first.mesh.add_hosts([HostEntry(0, again.name, again.address, again.port, 2)])
     assert not first.mesh._dialling
 
 
 def test_a_launcher_that_has_joined_again_is_not_taken_for_the_host_that_it_was() -> None:
     with a_host(0) as first, a_host(1) as second:
-        first.mesh.own = msgspec.structs.replace(first.entry, number=2)
+        first.mesh.own_entry = msgspec.structs.replace(first.entry, number=2)
         second.mesh.add_hosts([first.entry])
         turn_until(lambda: second.mesh.have_ended([0]), first, second)
         assert not first.links and second.links == [(0, Link.LOST)] and not second.mesh._dialling
@@ -508,7 +508,7 @@ def test_a_launcher_that_has_joined_again_is_not_taken_for_the_host_that_it_was(
 def test_a_host_with_a_greater_number_that_has_joined_again_is_asked_who_it_is() -> None:
     """It does not dial this one any more, and listens."""
     with a_host(0) as first, a_host(1, former=[1]) as second:
-        second.mesh.own = msgspec.structs.replace(second.entry, number=-1)
+        second.mesh.own_entry = msgspec.structs.replace(second.entry, number=-1)
         first.mesh.add_hosts([second.entry])
         for looks in range(1, mesh_module._ASKED_AFTER + 1):
             assert not first.mesh.have_ended([1])

@@ -211,10 +211,14 @@ def test_of_the_errors_of_the_nodes_the_one_with_the_worker_counts() -> None:
 def test_what_the_workers_of_all_nodes_have_raised_alike_is_the_error() -> None:
     first = WorkerError(1, "ConfigError", "x")
     nodes = [
-        NodeEnd(error=first, own=ConfigError("lr", "more", 1), own_cause=WorkerError(rank, "x", ""))
+        NodeEnd(
+            error=first,
+            error_here=ConfigError("lr", "more", 1),
+            cause_here=WorkerError(rank, "x", ""),
+        )
         for rank in range(2)
     ]
-    assert choose_error(nodes) is nodes[0].own
+    assert choose_error(nodes) is nodes[0].error_here
     assert choose_error([*nodes, NodeEnd(error=first)]) is first
 
 
@@ -223,10 +227,10 @@ def test_a_desync_is_the_error_of_all_and_not_what_follows_from_another_workers_
         first = WorkerError(1, kind, "x", "Traceback")
         first.report_json = "{}"  # which another node has made
         own = lockstep.RankLostError(1, "rank 1 died while other ranks waited for it")
-        return NodeEnd(error=first, own=own, own_cause=WorkerError(0, "RankLostError", "x"))
+        return NodeEnd(error=first, error_here=own, cause_here=WorkerError(0, "RankLostError", "x"))
 
     repeats, follows = end("RankLostError"), end("KeyError")
-    assert choose_error([repeats, NodeEnd(error=repeats.error)]) is repeats.own
+    assert choose_error([repeats, NodeEnd(error=repeats.error)]) is repeats.error_here
     assert choose_error([follows, NodeEnd(error=follows.error)]) is follows.error
 
 

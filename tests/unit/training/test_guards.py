@@ -238,6 +238,16 @@ def test_what_is_seen_beside_the_loss() -> None:
     assert pending.learning_rate == 0.1
 
 
+def test_buffers_that_come_during_the_training_are_seen() -> None:
+    guard = Recording()
+    step = make(guard)
+    step(batch())
+    step.model.register_buffer("late", torch.full((4,), 50.0))
+    step(batch())
+    before, after = (float(pending.buffers_norm) for pending in guard.pending)
+    assert before < 100 < after
+
+
 def test_each_buffer_counts_once_in_the_order_of_the_model() -> None:
     shared = nn.BatchNorm1d(3)
     model = nn.Sequential(nn.Sequential(shared, nn.BatchNorm1d(2)), nn.BatchNorm1d(4), shared)

@@ -47,6 +47,10 @@ print("done", flush=True)
 """
 CONTINUED_AFTER_THE_ERROR = """
 if me == 0:
+    import subprocess
+    # for the case that this rank does not return from the call, and its process is ended there
+    words = "while kill -0 $0 2>/dev/null; do sleep 0.1; done; kill -CONT $1"
+    subprocess.Popen(["sh", "-c", words, str(os.getpid()), str(pids[-1])])
     try: {call}
     finally: os.kill(pids[-1], signal.SIGCONT)
 """
@@ -82,8 +86,9 @@ def test_a_rank_that_is_stopped_within_a_collective_ends_it(
     for rank, ending in enumerate(ended):
         said = " ".join(re.sub(r"^\[rank\d+\]:", "", ending.err, flags=re.MULTILINE).split())
         assert ending.code != 0, ending
-        # the stopped one may be in C++ when it goes on, and ends with the report then
-        error = "" if rank == 2 else "DesyncError: "
+        # The stopped one may be in C++ when it goes on, and ends with the report then. So does one
+        # that was sending: Gloo does not end a send of which the kernel has taken a part.
+        error = "DesyncError: " if rank < 2 and backend == "shm" else ""
         assert re.search(
             rf"{error}Rank 2 (on host B )?\(?.*is stopped while other ranks wait for it in "
             r"all_reduce\(float32\[1048576\], sum\)",

@@ -55,7 +55,7 @@ def run_on_one_host(setup: HostSetup) -> None:
     entry = HostEntry(0, socket.gethostname(), "", 0, setup.limits.maximum)
     try:
         with ElasticHost.opened(setup, entry) as host:
-            host.found([entry], setup.options.workers)
+            host.found_job([entry], setup.options.workers)
             host.run()
     finally:
         setup.multiplexer.close()
@@ -147,7 +147,7 @@ class ElasticHost:
         """The other hosts that there are or have been."""
         return self._peers.others
 
-    def found(self, hosts: Sequence[HostEntry], workers: int, spec: str = "") -> None:
+    def found_job(self, hosts: Sequence[HostEntry], workers: int, spec: str = "") -> None:
         """Lead a new job on these hosts, which are all connected.
 
         Args:
@@ -160,7 +160,7 @@ class ElasticHost:
         self.admission.spec = spec
         if self._peers.mesh is not None:
             self._peers.mesh.on_hello = self.admission.answer
-        self._election.found(self._peers.hosts.keys() - {self._peers.me})
+        self._election.found_job(self._peers.hosts.keys() - {self._peers.me})
         self._follow_election()
 
     def join(self, connection: Any, welcome: HostWelcome) -> None:
@@ -300,11 +300,11 @@ class ElasticHost:
             self._tick_hosts()
         self._members.tick()
         if self._workers.is_empty and self._peers.me in job.leaving and self._over is None:
-            self._log(f"lockstep: {self._peers.own.name} has left the job")
+            self._log(f"lockstep: {self._peers.own_entry.name} has left the job")
             self._end(JobEnd())
         if self._election.is_outside and self._over is None:
             self._workers.end()
-            name = self._peers.own.name
+            name = self._peers.own_entry.name
             raise OutsideError(f"the others went on without {name}, which joins them again")
 
     def _tick_hosts(self) -> None:

@@ -136,7 +136,7 @@ class ElasticJob:
             self.coordinator.stop(number)
         self._record.change(
             is_ending=self.state.is_ending or has_finished,
-            leaving=tuple(each for each in self.state.leaving if each in self.hosts),
+            leaving=tuple(host for host in self.state.leaving if host in self.hosts),
         )
 
     def host_added(self, host: HostEntry) -> None:
@@ -160,7 +160,7 @@ class ElasticJob:
         for worker, request in self._values.awaited:
             self.kept(number, worker, request)
         if number in self.state.leaving:
-            leaving = tuple(each for each in self.state.leaving if each != number)
+            leaving = tuple(host for host in self.state.leaving if host != number)
             self._record.change(leaving=leaving)
 
     def fence(self) -> None:

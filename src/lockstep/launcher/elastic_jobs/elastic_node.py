@@ -110,9 +110,11 @@ class Listener:
         self.name = name or socket.gethostname()
         self.numbers: list[int] = []
         with suppress(OSError):  # a name of this host
-            found = interface_with_address(address_towards(address))
-            if found is not None:
-                environment.set_defaults({"GLOO_SOCKET_IFNAME": found, "NCCL_SOCKET_IFNAME": found})
+            interface = interface_with_address(address_towards(address))
+            if interface is not None:
+                environment.set_defaults(
+                    {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+                )
 
     def entry(self, number: int, slots: int) -> HostEntry:
         """Return this host as the others know it."""
@@ -129,9 +131,9 @@ class Listener:
             host.run()
         except OutsideError as error:
             setup.multiplexer.write_message(f"lockstep: {error}")
-            found = {(each.address, each.port) for each in host.other_hosts}
+            listening = {(other.address, other.port) for other in host.other_hosts}
             # this host may have taken part under another number
-            return sorted(found - {(self.address, self.port)})
+            return sorted(listening - {(self.address, self.port)})
         except BaseException:
             self.socket.close()
             raise
@@ -164,8 +166,8 @@ class ElasticPart(HostPart):
         """Pass signals and requests on to `host`, and tell the starter where it listens."""
         self._host = host
         if host is not None and self.starter is not None:
-            own = host.mesh.own
-            self.starter.send(MeetingPoint(own.address, own.port))
+            entry = host.mesh.own_entry
+            self.starter.send(MeetingPoint(entry.address, entry.port))
 
     @override
     def take(self, request: Request) -> None:
@@ -259,29 +261,29 @@ def found_job(
         ConfigError: not all hosts joined in time, or are incompatible.
         as `ElasticHost.run`.
     """
-    own = listener.entry(0, slots)
-    with _opened(setup, own, listener) as host:
+    own_entry = listener.entry(0, slots)
+    with _opened(setup, own_entry, listener) as host:
         watch(host)
         porter = _Porter(host, config)
         host.mesh.on_hello = porter.answer
         others = porter.wait_for(config.nnodes - 1, config.start_timeout)
         total = config.elastic_start or slots + sum(other.slots for other in others)
-        host.found([own, *others], min(total, setup.limits.maximum), porter.spec)
+        host.found_job([own_entry, *others], min(total, setup.limits.maximum), porter.spec)
         addresses = listener.take_part(host, setup)
     if addresses:
         watch(None)
         join_job(addresses, config, setup, slots, watch, math.inf, listener)
 
 
-def _opened(setup: HostSetup, own: HostEntry, listener: Listener) -> Any:
+def _opened(setup: HostSetup, own_entry: HostEntry, listener: Listener) -> Any:
     def open_mesh(selector: selectors.BaseSelector) -> Mesh:
         limit_s = min(_LIMIT_S, environment.heartbeat_timeout())
         key = environment.job_key()
         former = listener.numbers
-        listener.numbers = [*former, own.number]
-        return Mesh(own, key, listener.socket.dup(), selector, WireMessage, limit_s, former)
+        listener.numbers = [*former, own_entry.number]
+        return Mesh(own_entry, key, listener.socket.dup(), selector, WireMessage, limit_s, former)
 
-    return ElasticHost.opened(setup, own, open_mesh)
+    return ElasticHost.opened(setup, own_entry, open_mesh)
 
 
 class _Porter:
@@ -363,8 +365,8 @@ def join_job(
     node = config.node_rank if config.nnodes > 1 else -1
     listener = listener or Listener(_own_address(addresses[0][0]))
     while addresses:
-        own = listener.entry(NEW, slots)
-        hello = HostHello(node=node, description=describe_host(slots), host=own)
+        own_entry = listener.entry(NEW, slots)
+        hello = HostHello(node=node, description=describe_host(slots), host=own_entry)
         connection, welcome = _ask_until_let_in(
             addresses, listener, hello, seconds, setup.limits.pause_s
         )
@@ -383,9 +385,9 @@ def _own_address(job: str) -> str:
         return address_towards(job)
     except OSError as error:
         hint = "--network-interface, where the job is started, chooses the network."
-        found = f"{job} ({error.strerror or error})"
+        unreached = f"{job} ({error.strerror or error})"
         expected = f"an address that {socket.gethostname()} reaches"
-        raise ConfigError("master_addr", expected, found=found, hint=hint) from None
+        raise ConfigError("master_addr", expected, found=unreached, hint=hint) from None
 
 
 def _ask_until_let_in(
@@ -402,15 +404,17 @@ def _ask_until_let_in(
     (`seconds` is infinite) gives up when nobody has been left for `ALONE_S` who takes part, or
     after `pause_s`.
     """
-    own = hello.host
-    assert own is not None
+    own_entry = hello.host
+    assert own_entry is not None
     key = environment.job_key()
     kind = WireMessage
     began = time.monotonic()
     nobody_since = math.inf
     deadline = began + seconds
     with selectors.DefaultSelector() as selector:
-        mesh = Mesh(own, key, listener.socket.dup(), selector, kind, _LIMIT_S, listener.numbers)
+        mesh = Mesh(
+            own_entry, key, listener.socket.dup(), selector, kind, _LIMIT_S, listener.numbers
+        )
         mesh.on_hello = lambda hello: HostRefused(WAITS_TO_JOIN)
         try:
             while True:
@@ -433,10 +437,10 @@ def _ask_until_let_in(
                 if deadline == math.inf and now - nobody_since >= ALONE_S:
                     # who still waits would take this host for one that may answer
                     listener.socket.close()
-                    raise LockstepError(describe_ended(own.name))
+                    raise LockstepError(describe_ended(own_entry.name))
                 if deadline == math.inf and now - began >= pause_s:
                     raise LockstepError(
-                        f"no host of the job has let {own.name} in again for {pause_s:g} s "
+                        f"no host of the job has let {own_entry.name} in again for {pause_s:g} s "
                         "(--pause-timeout)"
                     )
                 if now > deadline:
@@ -481,9 +485,9 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
     try:
         spec = _read_spec(address, port, _ASK_S)
     except OSError as error:
-        found = f"{address}:{port}"
+        place = f"{address}:{port}"
         raise ConfigError(
-            "HOST:PORT", "a launcher of a running job", found=found, hint=f"{error}."
+            "HOST:PORT", "a launcher of a running job", found=place, hint=f"{error}."
         ) from None
     if not Path(spec.folder).is_dir():
         raise ConfigError(
@@ -493,13 +497,13 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
         )
     os.chdir(spec.folder)
     environment.set_variables(spec.variables)
-    given = {
+    options = {
         **spec.options,
         "program": spec.program,
         "master_addr": address,
         "master_port": str(port),
     }
-    config = JobOptions.parse(given)
+    config = JobOptions.parse(options)
     environment.set_variables(config.variables())
     config = replace(
         config,

@@ -156,14 +156,14 @@ class HostWorkers:
             self._start_attempt(message.attempt)
         setup = self._setup
         number = message.number
-        own = environment.variables_for_workers(self._run_id, setup.options.threads, None)
+        of_run = environment.variables_for_workers(self._run_id, setup.options.threads, None)
         elastic = environment.elastic_variable(
             ElasticWorker(number, self._workers.path, message.joins)
         )
         variables = {
             **environment.variables(),
             **setup.variables,
-            **own,
+            **of_run,
             **self._watchdog.variables(),
             **elastic,
         }
@@ -241,7 +241,7 @@ class HostWorkers:
         """Kill the workers that have been stopped for as long as a stall may last; others replace
         them.
         """
-        pids = {number: each.pid for number, each in self._workers.living.items()}
+        pids = {number: process.pid for number, process in self._workers.living.items()}
         for number in self._stopped.overdue(pids, others_run) if self._watchdog.is_enabled else ():
             for_ = f"for {self._stopped.limit_s:g} s (--stall-timeout) while others ran"
             self._log(

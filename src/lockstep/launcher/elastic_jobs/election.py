@@ -273,7 +273,7 @@ class Election:
         self._wait_ticks = 0
         self._consider()
 
-    def found(self, others: Collection[int]) -> None:
+    def found_job(self, others: Collection[int]) -> None:
         """Lead a new job on this host and others, which are all connected."""
         self.view = HostView(0, self.me, (self.me,))
         for host in others:

@@ -45,7 +45,7 @@ class HostKnowledge:
         self._unreachable = tuple(self._election.unanswered)
         state = AgentState(
             self.view.number,
-            self._peers.own,
+            self._peers.own_entry,
             self.job,
             self.memory.report(),
             self._untold_checkpoint,

@@ -87,8 +87,8 @@ class JobNews:
             return
         self._is_waiting_said = True
         leave = [
-            f"rank {self._workers.rank_of(each)}{self._workers.place_of(each)} is to leave"
-            for each in coordinator.leaving
+            f"rank {self._workers.rank_of(number)}{self._workers.place_of(number)} is to leave"
+            for number in coordinator.leaving
         ]
         why = "; ".join([*self._losses, *leave])
         count = len(coordinator.members) - len(coordinator.leaving)

@@ -119,7 +119,7 @@ class Leadership:
                 for host in lost
                 if host in hosts
             ]
-            job.tell(f"{''.join(gone)}{self._peers.own.name} coordinates the job now")
+            job.tell(f"{''.join(gone)}{self._peers.own_entry.name} coordinates the job now")
         left = [host for host in lost if host in leaving and not job.workers_on(host)]
         for host in lost if not takes_over else ():
             job.host_lost(host)

@@ -160,7 +160,7 @@ class Mesh:
     Nothing blocks here: dialling is done in threads, and everything else when the selector says so.
 
     Args:
-        own: this host; the number is -1 until it is known.
+        own_entry: this host; the number is -1 until it is known.
         key: the job's secret.
         listener: the socket at which this launcher listens.
         selector: of the launcher's loop; the data of each key is a function to call when it is
@@ -170,7 +170,7 @@ class Mesh:
         former: numbers that this host has had in the job, before it joined again.
 
     Attributes:
-        own: this host.
+        own_entry: this host.
         hosts: the hosts that there are or have been, by number.
         on_message: called with the number of a host and each message from it.
         on_link: called when what is known of a host has changed.
@@ -184,7 +184,7 @@ class Mesh:
 
     def __init__(
         self,
-        own: HostEntry,
+        own_entry: HostEntry,
         key: str,
         listener: socket.socket,
         selector: selectors.BaseSelector,
@@ -192,7 +192,7 @@ class Mesh:
         limit_s: float,
         former: Iterable[int] = (),
     ) -> None:
-        self.own = own
+        self.own_entry = own_entry
         self._former = set(former)
         self.hosts: dict[int, HostEntry] = {}
         self.on_message: Callable[[int, Any], None] = lambda host, message: None
@@ -256,9 +256,9 @@ class Mesh:
         """Get to know hosts, and dial those with smaller numbers."""
         for host in hosts:
             self.hosts[host.number] = host
-            if (host.address, host.port) == (self.own.address, self.own.port):
+            if (host.address, host.port) == (self.own_entry.address, self.own_entry.port):
                 continue  # this launcher, before it joined again
-            if host.number < self.own.number and host.number not in self._peers:
+            if host.number < self.own_entry.number and host.number not in self._peers:
                 self._dialling.setdefault(host.number, 0.0)
 
     def forget(self, host: int) -> None:
@@ -340,7 +340,7 @@ class Mesh:
         if probes and host in self._probing:
             link = self._probing.pop(host)
             self.on_link(host, link if refused else Link.SILENT)
-            if not refused and host < self.own.number:
+            if not refused and host < self.own_entry.number:
                 self._dialling[host] = 0.0
         elif end is None and host in self._dialling:
             self._dialling[host] = time.monotonic() + _REDIAL_S
@@ -387,7 +387,7 @@ class Mesh:
                     self._probing.pop(peer.host, None)
                     self.on_link(peer.host, Link.LOST)
             case _:
-                hello = HostHello(host=self.own, to=peer.host)
+                hello = HostHello(host=self.own_entry, to=peer.host)
                 self._connections.send(peer, handshake.answer(message, hello))
 
     def _answer(self, peer: HostConnection, hello: HostHello) -> None:
@@ -399,8 +399,8 @@ class Mesh:
         if hello.host is None:
             raise OSError("a stranger")
         proof = peer.handshake.proof
-        if hello.host.number >= 0 and hello.to != self.own.number:
-            if hello.to in self._former or self.own.number >= 0:
+        if hello.host.number >= 0 and hello.to != self.own_entry.number:
+            if hello.to in self._former or self.own_entry.number >= 0:
                 reason = f"host {hello.to} has joined again, or wants to"
                 self._connections.send(peer, HostRefused(reason, proof=proof))
             # a host that is let in just now, and does not know its number yet, is dialled again
@@ -455,7 +455,7 @@ class Mesh:
                 self._dialler.dial(self.hosts[peer.host], probes=True)
             else:
                 self.on_link(peer.host, Link.SILENT)
-                if peer.host < self.own.number and peer.host in self.hosts:
+                if peer.host < self.own_entry.number and peer.host in self.hosts:
                     self._dialling[peer.host] = 0.0
 
 

@@ -23,7 +23,7 @@ class Peers:
     """The hosts of the job, this one included, and the messages to and from them.
 
     Args:
-        own: this host.
+        own_entry: this host.
         election: knows who leads.
         mesh: the connections to the other hosts; None for a job on one host.
 
@@ -35,10 +35,10 @@ class Peers:
             message, or a `Link` when what is known of that host has changed.
     """
 
-    def __init__(self, own: HostEntry, election: Election, mesh: Mesh | None) -> None:
-        self.me = own.number
+    def __init__(self, own_entry: HostEntry, election: Election, mesh: Mesh | None) -> None:
+        self.me = own_entry.number
         self.mesh = mesh
-        self.hosts: dict[int, HostEntry] = {own.number: own}
+        self.hosts: dict[int, HostEntry] = {own_entry.number: own_entry}
         self.queue: deque[tuple[int, Any]] = deque()
         self._election = election
         if mesh is not None:
@@ -46,7 +46,7 @@ class Peers:
             mesh.on_link = self._receive  # after what has come before on that connection
 
     @property
-    def own(self) -> HostEntry:
+    def own_entry(self) -> HostEntry:
         """This host."""
         return self.hosts[self.me]
 

@@ -144,7 +144,7 @@ class UserRequests:
                 "on one host",
                 False,
             )
-        own = self._peers.mesh.own
+        entry = self._peers.mesh.own_entry
         key = environment.job_key()
         with_key = f"LOCKSTEP_JOB_KEY={key} " if key else ""
-        return f"{with_key}lockstep join {own.address}:{own.port}", True
+        return f"{with_key}lockstep join {entry.address}:{entry.port}", True

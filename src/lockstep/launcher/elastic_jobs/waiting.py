@@ -103,7 +103,7 @@ class Waiting:
         """The host that has let this one in was lost, or leads no more, before the others knew of
         this one.
         """
-        name = self._peers.own.name
+        name = self._peers.own_entry.name
         if self._peers.others:
             raise OutsideError(
                 f"the host that let {name} in leads no more; {name} joins the others again"
@@ -116,12 +116,12 @@ class Waiting:
         """
         election = self._election
         hosts = self._peers.hosts
-        own = self._peers.own.name
+        this_host = self._peers.own_entry.name
         is_paused = self._knowledge.view is not None and not election.is_settled
         names = ", ".join(hosts[host].name for host in election.unanswered if host in hosts)
         text = ""
         if is_paused and names:
-            text = f"the training is paused on {own}, because {names} may go on"
+            text = f"the training is paused on {this_host}, because {names} may go on"
         if text and text != self._said:
             self._log(f"lockstep: {text}")
         self._said = text
@@ -129,7 +129,7 @@ class Waiting:
         if self._paused_ticks * TICK_S < self._pause_s:
             return None
         return JobEnd(
-            f"the training was paused on {own} for {self._pause_s:g} s, because "
+            f"the training was paused on {this_host} for {self._pause_s:g} s, because "
             f"{names or 'the other hosts'} may go on (--pause-timeout)"
         )
 
@@ -151,7 +151,7 @@ class Waiting:
         self._alone_since = min(self._alone_since, now)
         if now - self._alone_since < ALONE_S:
             return None
-        return JobEnd(describe_ended(self._peers.own.name))
+        return JobEnd(describe_ended(self._peers.own_entry.name))
 
 
 def describe_ended(name: str) -> str:

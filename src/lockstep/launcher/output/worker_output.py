@@ -190,7 +190,11 @@ class _PipeReader:
     def _replace(self) -> None:
         while self._replaced:
             descriptor, *stream = self._replaced.popleft()
-            before = next(each for each, (*own, _) in self._lines.items() if own == stream)
+            before = next(
+                descriptor_
+                for descriptor_, (*its_stream, _) in self._lines.items()
+                if its_stream == stream
+            )
             self._lines[descriptor] = self._lines.pop(before)
             self._selector.unregister(before)
             os.close(before)

@@ -33,15 +33,15 @@ def check_compatible(hosts: Sequence[HostDescription]) -> None:
     """Raise ConfigError if a host cannot run the program or versions differ; the message names the
     hosts.
     """
-    for each in hosts:
-        if each.problem:
+    for host in hosts:
+        if host.problem:
             raise ConfigError(
-                "host", f"one that can run the program ({each.host})", found=each.problem
+                "host", f"one that can run the program ({host.host})", found=host.problem
             )
     for name in _MUST_MATCH:
-        versions = Counter(str(getattr(each, name)) for each in hosts)
+        versions = Counter(str(getattr(host, name)) for host in hosts)
         if len(versions) > 1:
-            got = ", ".join(f"{getattr(each, name)} on {each.host}" for each in hosts)
+            got = ", ".join(f"{getattr(host, name)} on {host.host}" for host in hosts)
             hint = "Install the same version on all hosts."
             raise ConfigError(
                 "hosts", f"the same version of {name} on all hosts", found=got, hint=hint
@@ -50,7 +50,7 @@ def check_compatible(hosts: Sequence[HostDescription]) -> None:
 
 def _version(name: str) -> str:
     try:
-        found: str = version(name)
-        return found
+        installed: str = version(name)
+        return installed
     except PackageNotFoundError:  # run from a folder of sources
         return "unknown"

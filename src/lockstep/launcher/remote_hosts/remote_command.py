@@ -93,15 +93,15 @@ def host_command(config: JobOptions, host: Host, node: int, nodes: int) -> list[
 
 
 def _launcher_command(config: JobOptions, nodes: int, node: int, workers: int) -> list[str]:
-    own = ["--as-host", "--nnodes", str(nodes), "--node-rank", str(node), "-np", str(workers)]
+    of_host = ["--as-host", "--nnodes", str(nodes), "--node-rank", str(node), "-np", str(workers)]
     if config.elastic is not None:
         start = config.workers or sum(host.slots for host in config.hosts)
-        own += ["--elastic-start", str(min(start, config.elastic[1]))]
+        of_host += ["--elastic-start", str(min(start, config.elastic[1]))]
     return [
         "-m",
         "lockstep",
         "run",
-        *own,
+        *of_host,
         *config.words(),
         config.program[0],
         "--",

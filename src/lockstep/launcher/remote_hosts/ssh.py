@@ -375,7 +375,7 @@ class _RemoteRun:
         """
         if len(descriptions) == 1 and self._listed is None:
             return _LOOPBACK
-        callers = [each.caller for each in descriptions if each.caller]
+        callers = [description.caller for description in descriptions if description.caller]
         seen = descriptions[0].address or next(iter(callers), "")
         return self._config.master_addr or seen or self._own_address()
 
@@ -399,7 +399,7 @@ class _RemoteRun:
         while any(launcher.process.poll() is None for launcher in self._launchers):
             self._wait()
             if self._listed is not None and not (
-                self._signals or any(each.is_over for each in self._launchers)
+                self._signals or any(launcher.is_over for launcher in self._launchers)
             ):
                 self._listed.follow()
             while forwarded < len(self._signals):
@@ -409,7 +409,7 @@ class _RemoteRun:
                 if forwarded > 1:
                     deadline = time.monotonic() + EXIT_GRACE
             self._disconnected = self._disconnected or [
-                each for each in self._launchers if each.is_disconnected
+                launcher for launcher in self._launchers if launcher.is_disconnected
             ]
             goes_on = self._config.elastic is not None
             if (
@@ -459,10 +459,15 @@ class _RemoteRun:
     def _raise_failure(self) -> None:
         """Raise the error of the run, if it failed."""
         first = Failure.earliest(
-            [each.failure for each in self._launchers if each.failure is not None]
+            [launcher.failure for launcher in self._launchers if launcher.failure is not None]
         )
         failed = next(
-            (each for each in self._launchers if each.process.returncode and not each.failure), None
+            (
+                launcher
+                for launcher in self._launchers
+                if launcher.process.returncode and not launcher.failure
+            ),
+            None,
         )
         over = [launcher for launcher in self._launchers if launcher.is_over]
         if any(launcher.process.returncode == 0 for launcher in over) and not self._signals:
@@ -547,9 +552,13 @@ class _ListedHosts:
         self._next = time.monotonic() + _FOLLOW_S
         listed = {host.name: host for host in self._listed()}
         self._begin_or_give_up(listed)
-        running = {each.host.name: each for each in self._launchers if each.process.poll() is None}
+        running = {
+            launcher.host.name: launcher
+            for launcher in self._launchers
+            if launcher.process.poll() is None
+        }
         lost = (
-            (self._running or {each.host.name for each in self._launchers})
+            (self._running or {launcher.host.name for launcher in self._launchers})
             - running.keys()
             - self._leaving
         )
@@ -588,10 +597,12 @@ class _ListedHosts:
             raise LockstepError(launcher.error or "its workers have failed")
         if code is not None:
             raise _start_error(launcher, self._config)
-        stay_first = sorted(self._launchers, key=lambda each: each.host.name not in listed)
-        known = next((each for each in stay_first if each.takes_part), None)
+        stay_first = sorted(self._launchers, key=lambda other: other.host.name not in listed)
+        known = next((other for other in stay_first if other.takes_part), None)
         if launcher.ready is not None and not launcher.has_begun and known is not None:
-            check_compatible([each.ready for each in (known, launcher) if each.ready is not None])
+            check_compatible(
+                [other.ready for other in (known, launcher) if other.ready is not None]
+            )
             launcher.begin(known.address, known.port)
         if launcher.ready is None and time.monotonic() > launcher.started + limit_s:
             raise LockstepError(f"expected an answer within {limit_s:g} s")
@@ -605,11 +616,11 @@ class _ListedHosts:
         """Tell hosts to leave, if enough slots remain without them; repeatedly, as one may not take
         part yet.
         """
-        running = [each for each in self._launchers if each.takes_part]
-        unlisted = [each for each in running if each.host.name not in listed]
-        remaining = sum(each.host.slots for each in running if each.host.name in listed)
+        running = [launcher for launcher in self._launchers if launcher.takes_part]
+        unlisted = [launcher for launcher in running if launcher.host.name not in listed]
+        remaining = sum(launcher.host.slots for launcher in running if launcher.host.name in listed)
         least = self._config.elastic[0] if self._config.elastic is not None else 0
-        names = ", ".join(each.host.name for each in unlisted)
+        names = ", ".join(launcher.host.name for launcher in unlisted)
         is_enough = remaining >= least
         if not is_enough and names and names != self._kept:
             self._say(

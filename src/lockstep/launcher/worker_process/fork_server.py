@@ -188,11 +188,11 @@ def check_memory(workers: int) -> None:
         return
     most = max(1, available // _LEAST_MEMORY)
     if workers > most:
-        each = (
+        shortage = (
             f"{available / (1 << 30):.1f} GiB of its memory are available, and each worker needs "
             "at least"
         )
-        expected = f"at most {most} on this host: {each} {_LEAST_MEMORY >> 20} MiB"
+        expected = f"at most {most} on this host: {shortage} {_LEAST_MEMORY >> 20} MiB"
         cores = environment.usable_cores()
         hint = (
             f"Start fewer workers (this host has {cores} core{'s'[: cores != 1]}), or end other "

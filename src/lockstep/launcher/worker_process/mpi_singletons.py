@@ -27,7 +27,9 @@ def install() -> None:
     Libraries may import mpi4py and use it, as they do in a program of one process, which is noted;
     so may Lockstep.
     """
-    if _MODULE not in sys.modules and not any(isinstance(each, _Finder) for each in sys.meta_path):
+    if _MODULE not in sys.modules and not any(
+        isinstance(finder, _Finder) for finder in sys.meta_path
+    ):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -55,8 +57,8 @@ class _WatchingLoader(Loader):
         return getattr(self._inner, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._inner.create_module(spec)
-        return made
+        module: ModuleType | None = self._inner.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)

@@ -45,7 +45,7 @@ class Script:
         """Raise ConfigError if the file does not exist; a module is looked up by the workers."""
         path = Path(self.name)
         if not self.is_module and path.is_dir() and not (path / "__main__.py").exists():
-            near = sorted(each.name for each in path.glob("*.py"))[:5]
+            near = sorted(file.name for file in path.glob("*.py"))[:5]
             hint = f"It has {', '.join(near)}." if near else ""
             raise ConfigError(
                 "script", "a Python file, or a folder with a __main__.py", self.name, hint

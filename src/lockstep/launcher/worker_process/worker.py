@@ -196,8 +196,8 @@ def refuse_bad_fork() -> None:
     """Raise LockstepError if an accelerator was in use in the process from which this one was
     forked.
     """
-    found = torch.accelerator.current_accelerator()
-    kind = "cuda" if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cuda" if accelerator is None else accelerator.type
     if getattr(torch.get_device_module(kind), "_is_in_bad_fork", bool)():
         raise LockstepError(
             f"a module in --preload initialises {kind} on import, and a process that uses it "

@@ -126,7 +126,7 @@ class Loss:
         self._is_due = self.is_compared
         # the arguments of `forward`, for `check`
         self._first: tuple[nn.Module, Any, int] | None = None
-        self.found: Problem | None = None
+        self.problem: Problem | None = None
 
     @property
     def is_compared(self) -> bool:
@@ -214,15 +214,15 @@ class Loss:
         """
         first = self._first
         self._first = None
-        if self.found is not None:
-            return self.found
+        if self.problem is not None:
+            return self.problem
         if self._own_loss is not None:
-            self.found = self._own_loss if self._own_loss.problem is not None else None
+            self.problem = self._own_loss if self._own_loss.problem is not None else None
         elif self._check is not None:
-            self.found = self._check.check(passes)
-        if self.found is None and first is not None and compares_model:
+            self.problem = self._check.check(passes)
+        if self.problem is None and first is not None and compares_model:
             if self._own_loss is not None:
-                self.found = compare_model(
+                self.problem = compare_model(
                     self._own_loss,
                     self._forward,
                     *first,
@@ -233,8 +233,8 @@ class Loss:
             elif self._check is not None and self._check.opaque:
                 fn = self._check.fn
                 name = self._check.name
-                self.found = compare_model(fn, self._forward, *first, self._number, passes, name)
-        return self.found
+                self.problem = compare_model(fn, self._forward, *first, self._number, passes, name)
+        return self.problem
 
     def state_dict(self) -> dict[str, Any]:
         """Return the buffers and parameters of a loss that is a module, and what that of a model

@@ -231,7 +231,7 @@ class PreparedLoop:
 
     def _look_at_model(self) -> None:
         """Give all workers rank 0's values of new parameters."""
-        if self._changes.found():
+        if self._changes.has_changed():
             self.repeats.recovery.run(self._prepare_model)
             self._changes.note()
             self.buffers.renew()

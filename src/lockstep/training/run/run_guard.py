@@ -27,17 +27,17 @@ class RunGuard(Guard):
 
     run_dir: Path | None
 
-    def callbacks(self, given: Sequence[Callback] | None) -> Sequence[Callback] | None:
+    def callbacks(self, callbacks: Sequence[Callback] | None) -> Sequence[Callback] | None:
         """Return the callbacks of the trainer, of those that it was given."""
-        return given
+        return callbacks
 
     def trains(self) -> bool:
         """Return whether a call of `fit`, which begins here, trains."""
         return True
 
-    def resumes(self, given: str | Path | None) -> str | Path | None:
+    def resumes(self, checkpoint: str | Path | None) -> str | Path | None:
         """Return what this call of `fit` resumes from, as its argument `resume`."""
-        return given
+        return checkpoint
 
     def fit(self, trainer: Any, loader: Loader) -> AbstractContextManager[object]:
         """Return a context manager for the steps of a call of `fit`.

@@ -64,6 +64,7 @@ class PendingStep:
         count: the denominator of the mean, more than 0: samples, or what the loss counts.
         learning_rate: of the first parameter group.
         model: the model, with its weights before the update, and its buffers after the passes.
+        layers_with_buffers: those of its modules that have buffers.
         gradients: those of the trained parameters: of the mean over the global batch, in the
             parameters' dtype, neither scaled nor clipped. Guards must not change them.
         sharded_norms: returns the norm of each gradient, those of other workers too, if a worker
@@ -89,6 +90,7 @@ class PendingStep:
     count: Number
     learning_rate: Number
     model: nn.Module
+    layers_with_buffers: Sequence[nn.Module]
     gradients: Sequence[torch.Tensor]
     sharded_norms: Callable[[], torch.Tensor] | None = None
     may_overflow: bool = False
@@ -129,7 +131,14 @@ class PendingStep:
         """The 2-norm of all floating buffers after the passes, a 0-dim tensor on the device; None
         without any.
         """
-        buffers = _floating_buffers(self.model)
+        of_all = [
+            buffer
+            for layer in self.layers_with_buffers
+            for buffer in layer._buffers.values()
+            if buffer is not None and buffer.is_floating_point()
+        ]
+        # Two layers may share one.
+        buffers = list({id(buffer): buffer for buffer in of_all}.values())
         return torch.nn.utils.get_total_norm(buffers) if buffers else None
 
     @cached_property
@@ -159,27 +168,6 @@ class PendingStep:
             and math.isfinite(measured.loss)
             and not math.isfinite(measured.gradient_norm)
         )
-
-
-def _floating_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """Return the floating buffers of a model, each once, in the order of `model.buffers()`.
-
-    It is called in every step that is guarded, and `model.buffers()` takes three times as long.
-    """
-    buffers: dict[int, torch.Tensor] = {}
-    waiting: list[nn.Module | None] = [model]
-    seen: set[int] = set()
-    while waiting:
-        module = waiting.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        for buffer in module._buffers.values():
-            if buffer is not None and buffer.is_floating_point():
-                buffers[id(buffer)] = buffer
-        if module._modules:
-            waiting.extend(reversed(module._modules.values()))
-    return list(buffers.values())
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Layers and parameters that a model gets while it is trained, noticed without looking at the whole
-model each time.
+"""Layers, parameters and buffers that a model gets while it is trained, noticed without looking at
+the whole model each time.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
 
 class _Registrations:
-    """Counts the layers and parameters that any module of this process gets.
+    """Counts the layers, parameters and buffers that any module of this process gets.
 
     Attributes:
         count: their number since the first `ModelChanges`.
@@ -32,6 +33,7 @@ class _Registrations:
             self._is_watching = True
             register_module_module_registration_hook(self._note)
             register_module_parameter_registration_hook(self._note)
+            register_module_buffer_registration_hook(self._note)
 
     def _note(self, module: nn.Module, name: str, value: Any) -> None:
         self.count += 1
@@ -43,8 +45,8 @@ _registrations = _Registrations()
 class ModelChanges:
     """Notices whether the parameters of a model are others than before, by identity.
 
-    The model is only looked at when some module of this process has got a layer or a parameter, or
-    when asked to.
+    The model is only looked at when some module of this process has got a layer, a parameter or a
+    buffer, or when asked to.
 
     Args:
         model: the model.
@@ -56,6 +58,8 @@ class ModelChanges:
     def __init__(self, model: nn.Module) -> None:
         _registrations.watch()
         self._model = model
+        self._seen_with_buffers = -1
+        self._with_buffers: list[nn.Module] = []
         self.note()
 
     def note(self) -> None:
@@ -63,7 +67,7 @@ class ModelChanges:
         self._seen = _registrations.count
         self.parameters = list(self._model.parameters())
 
-    def found(self, looks: bool = False) -> bool:
+    def has_changed(self, looks: bool = False) -> bool:
         """Return whether the model has other parameters than those noted.
 
         Args:
@@ -76,6 +80,13 @@ class ModelChanges:
         if same:
             self._seen = count
         return not same
+
+    def layers_with_buffers(self) -> list[nn.Module]:
+        """Return the modules of the model that have buffers, the model itself among them."""
+        if self._seen_with_buffers != _registrations.count:
+            self._seen_with_buffers = _registrations.count
+            self._with_buffers = [layer for layer in self._model.modules() if layer._buffers]
+        return self._with_buffers
 
 
 def are_same(ours: Sequence[object], theirs: Sequence[object]) -> bool:

@@ -545,6 +545,7 @@ class TrainStep:
                 count=count,
                 learning_rate=lr,
                 model=self.model,
+                layers_with_buffers=self._changes.layers_with_buffers(),
                 gradients=[p.grad for p in self._parameters if p.grad is not None],
                 sharded_norms=self._sharded_norms(),
                 may_overflow=self.precision.name == "fp16",
@@ -808,7 +809,7 @@ class TrainStep:
             if len(groups) == 1
             else [*itertools.chain(*(group["params"] for group in groups))]
         )
-        if not self._changes.found() and are_same(of_optimizer, self._parameters):
+        if not self._changes.has_changed() and are_same(of_optimizer, self._parameters):
             return
         parameters = parameters_of(self.model, self.optimizer)
         for group in groups:
@@ -824,7 +825,7 @@ class TrainStep:
 
         The next step does so itself.
         """
-        if not self._changes.found(looks=True):
+        if not self._changes.has_changed(looks=True):
             return
         self._prepare()
         self._parameters = []  # whether the optimizer has them is checked before the next step
@@ -844,9 +845,11 @@ class TrainStep:
                 over samples.
             MismatchError: on every worker, naming what differs, on which rank, and the values.
         """
-        (has_problem,) = self._replicas.compare(model=model, found=[self.loss.found is not None])
+        (has_problem,) = self._replicas.compare(
+            model=model, problems=[self.loss.problem is not None]
+        )
         if has_problem:
-            raise_problem(self.loss.found, self.comm)
+            raise_problem(self.loss.problem, self.comm)
 
     @property
     def compares_replicas(self) -> bool:
@@ -879,12 +882,12 @@ class TrainStep:
             call_on_all(self.comm, partial(check_separable, self.optimizer, shards.owns))
         error = self.finite_weights.error(self.steps_done)
         diverged, has_problem = self._replicas.compare(
-            found=[error is not None, self.loss.found is not None]
+            problems=[error is not None, self.loss.problem is not None]
         )
         if diverged:
             raise_on_all(self.comm, error)
         if has_problem:
-            raise_problem(self.loss.found, self.comm)
+            raise_problem(self.loss.problem, self.comm)
 
     def _begin(self, key: int) -> Number:
         """Prepare a step, of which the random draws follow from `key`; returns the learning
@@ -1017,10 +1020,10 @@ def digest_of_samples(batch: Batch, comm: Communicator) -> int:
     batch, at any number of workers. In float64 their sum is exact for up to 4,096 workers.
     """
     low, _ = local_range(batch.global_size, comm.size, comm.rank, batch.virtual_workers)
-    mixed = mix_bits(
-        batch.indices + (batch.epoch << DIGEST_BITS), torch.arange(low, low + len(batch.indices))
-    )
-    return int((mixed ^ (mixed >> 29)).sum()) & ((1 << DIGEST_BITS) - 1)
+    numbers = batch.indices + (batch.epoch << DIGEST_BITS)
+    mixed = mix_bits(numbers, torch.arange(low, low + len(numbers)))
+    mixed ^= mixed >> 29
+    return int(mixed.sum()) & ((1 << DIGEST_BITS) - 1)
 
 
 def _synchronise_batch_norm(model: nn.Module, strategy: Strategy) -> None:

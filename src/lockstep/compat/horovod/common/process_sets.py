@@ -42,8 +42,8 @@ class ProcessSet:
         if hasattr(ranks_or_comm, "Get_rank"):
             ranks_or_comm = _global_ranks(ranks_or_comm)
         expected = "different whole numbers, or a communicator of mpi4py"
-        found = ranks_or_comm if isinstance(ranks_or_comm, Iterable) else [ranks_or_comm]
-        ranks = [arguments.whole("ranks", rank, expected=expected) for rank in found]
+        listed = ranks_or_comm if isinstance(ranks_or_comm, Iterable) else [ranks_or_comm]
+        ranks = [arguments.whole("ranks", rank, expected=expected) for rank in listed]
         if len(set(ranks)) < len(ranks) or not isinstance(ranks_or_comm, Iterable):
             raise ConfigError("ranks", expected, ranks_or_comm)
         self.ranks: list[int] = sorted(ranks)

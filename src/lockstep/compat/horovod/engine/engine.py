@@ -328,8 +328,10 @@ class Engine:
             self._inspector.check(list(self._requests.values()))
         if self._response_cache.has_prediction and (confirmed := self._confirm_prediction(new)):
             return confirmed
-        own = [request.message for request in new]
-        messages = [own] if self._messages is None else self._messages.exchange(own)
+        of_this_rank = [request.message for request in new]
+        messages = (
+            [of_this_rank] if self._messages is None else self._messages.exchange(of_this_rank)
+        )
         responses = self._message_table.add(messages)
         if responses:
             self._execute_responses(responses)

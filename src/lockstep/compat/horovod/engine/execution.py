@@ -306,9 +306,9 @@ def matching_requests(
     irregular = [response.key for response in responses if response.has_mismatch or response.joined]
     if not irregular:
         return [requests[response.key] for response in responses]
-    own = [requests.get(key) for key in irregular]
+    of_this_rank = [requests.get(key) for key in irregular]
     descriptions = comm.allgather_object(
-        [None if r is None else (r.kind, r.name, r.signature) for r in own]
+        [None if r is None else (r.kind, r.name, r.signature) for r in of_this_rank]
     )
     matching = []
     for response in responses:

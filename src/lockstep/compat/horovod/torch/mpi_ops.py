@@ -372,8 +372,8 @@ def _split_counts(rows: int, splits: torch.Tensor | Sequence[int] | None, size: 
             "splits", "a vector of integers", found=f"{splits.dtype} of shape {tuple(splits.shape)}"
         )
     expected = f"{size} whole numbers, one for each rank, with the sum {rows}"
-    given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-    counts = [arguments.whole("splits", count, least=0, expected=expected) for count in given]
+    sizes = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    counts = [arguments.whole("splits", count, least=0, expected=expected) for count in sizes]
     if len(counts) != size or sum(counts) != rows:
         raise ConfigError("splits", expected, counts)
     return counts
