@@ -32,6 +32,7 @@ for _ in range(3):
 print((resident() - before) >> 20)
 """
 
+pytestmark = pytest.mark.usefixtures("warm")
 only_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
 
 

@@ -16,7 +16,6 @@ from lockstep.errors import ConfigError, DataError, DivergedError, LockstepError
 from lockstep.parallel.distributed import Distributed
 from lockstep.parallel.replicas_strategy import Replicas
 from lockstep.topology import World
-from lockstep.training.step import guards
 from lockstep.training.step.guards import Decision, Guard, PendingStep
 from lockstep.training.step.train_step import TrainStep
 
@@ -249,13 +248,16 @@ def test_buffers_that_come_during_the_training_are_seen() -> None:
 
 
 def test_each_buffer_counts_once_in_the_order_of_the_model() -> None:
-    shared = nn.BatchNorm1d(3)
-    model = nn.Sequential(nn.Sequential(shared, nn.BatchNorm1d(2)), nn.BatchNorm1d(4), shared)
-    model.missing = None
-    model[1].register_buffer("same", shared.running_mean)
+    shared = nn.BatchNorm1d(3, affine=False)
+    model = nn.ModuleDict({"called": model_with_buffers()})
+    model["beside"] = nn.Sequential(nn.Sequential(shared, nn.BatchNorm1d(2, affine=False)), shared)
+    model["beside"].register_module("missing", None)
+    model["beside"].register_buffer("same", shared.running_mean)
+    model.forward = model["called"].forward
+    guard = Recording()
+    make(guard, model=model)(batch())
     expected = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    found = guards._floating_buffers(model)
-    assert list(map(id, found)) == list(map(id, expected))
+    assert list(map(id, guard.pending[0].floating_buffers())) == list(map(id, expected))
 
 
 def test_a_batch_that_the_model_changes_cannot_be_repeated() -> None:

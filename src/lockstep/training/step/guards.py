@@ -131,15 +131,20 @@ class PendingStep:
         """The 2-norm of all floating buffers after the passes, a 0-dim tensor on the device; None
         without any.
         """
-        of_all = [
+        buffers = self.floating_buffers()
+        return torch.nn.utils.get_total_norm(buffers) if buffers else None
+
+    def floating_buffers(self) -> list[torch.Tensor]:
+        """Return the floating buffers of the model, each once, in the order of
+        `model.buffers()`.
+        """
+        of_layers = [
             buffer
             for layer in self.layers_with_buffers
             for buffer in layer._buffers.values()
             if buffer is not None and buffer.is_floating_point()
         ]
-        # Two layers may share one.
-        buffers = list({id(buffer): buffer for buffer in of_all}.values())
-        return torch.nn.utils.get_total_norm(buffers) if buffers else None
+        return list({id(buffer): buffer for buffer in of_layers}.values())
 
     @cached_property
     def measured(self) -> Measured:
