@@ -121,6 +121,12 @@ def allocated_mb() -> float | None:
     return round(float(heap.used + heap.hblkhd) / 1e6, 1)
 
 
+def generation_of(comm: lockstep.Communicator) -> int:
+    """The number of the group of an elastic job; 0 in a job of fixed size."""
+    client = getattr(comm, "client", None)
+    return 0 if client is None else client.generation
+
+
 class Noting(lockstep.callbacks.Callback):
     """Notes each step, on every worker."""
 
@@ -131,7 +137,7 @@ class Noting(lockstep.callbacks.Callback):
 
     def on_train_step_end(self, trainer: TrainingContext, result: StepResult) -> None:
         """A step is complete."""
-        generation = getattr(getattr(trainer.comm, "client", None), "generation", 0)
+        generation = generation_of(trainer.comm)
         self.notes.write("step", generation, step=result.step, size=trainer.comm.size)
         if result.step % 50 == 0:
             self.notes.write("allocated", generation, mb=allocated_mb())
@@ -164,7 +170,7 @@ def note_regroups(notes: Notes) -> None:
         receive(self, message)
 
     def run_step(self: Any) -> Any:
-        generation = self._trainer.comm.client.generation
+        generation = generation_of(self._trainer.comm)
         if last_begun[0] != generation:
             last_begun[0] = generation
             notes.write("begun", generation)
