@@ -1,5 +1,6 @@
 """The connections of a launcher to those of other hosts, in its loop: it accepts them, lets those
-pass that prove that they know the job's key, and receives.
+pass that prove that they know the job's key, knows which one counts of each host, receives, and
+notices launchers that do not answer.
 
 Nothing blocks here. What the messages mean, and what follows from the end of a connection, is the
 matter of `links`, for a job whose hosts are fixed, and of `elastic_jobs.mesh`.
@@ -10,7 +11,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from ..job.connection import AT_ONCE, Connection, watch_unsent
 from ..system.heartbeat import keep_alive
 from ..system.strangers import Strangers
 from .handshake import Handshake, HostHello
+from .pulse import SilenceWatch
 
 __all__ = ["HostConnection", "HostConnections"]
 
@@ -62,6 +64,7 @@ class HostConnections:
 
     Attributes:
         strangers: the connections of those who have not said who they are.
+        of_host: the connection that counts of each host that is connected, by its number.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class HostConnections:
         on_end: Callable[[HostConnection, Exception], None],
     ) -> None:
         self.strangers: Strangers[HostConnection] = Strangers(self.close)
+        self.of_host: dict[int, HostConnection] = {}
         self._key = key
         self._selector = selector
         self._kind = kind
@@ -116,6 +120,22 @@ class HostConnections:
         )
         return host_connection
 
+    def assign(self, host_connection: HostConnection, host: int) -> None:
+        """Let a connection be the one that counts of a host."""
+        host_connection.host = host
+        host_connection.connection.is_strange = False
+        self.of_host[host] = host_connection
+
+    def counts(self, host_connection: HostConnection) -> bool:
+        """Return whether a connection is the one that counts of its host."""
+        return self.of_host.get(host_connection.host) is host_connection
+
+    def send_to(self, host: int, message: object) -> None:
+        """Send a message to a host; ignored if it is not connected."""
+        host_connection = self.of_host.get(host)
+        if host_connection is not None:
+            self.send(host_connection, message)
+
     def send(self, host_connection: HostConnection, message: object) -> None:
         """Send a message; that the other side is gone, the loop finds out."""
         try:
@@ -131,6 +151,30 @@ class HostConnections:
             host_connection.connection.ping()
         except OSError:
             host_connection.is_broken = True
+
+    def ping_all(self) -> None:
+        """Let the launchers of all hosts know that this one runs; another thread may call this."""
+        for host_connection in list(self.of_host.values()):
+            self.ping(host_connection)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something for a host is not sent yet."""
+        return any(
+            host_connection.connection.has_unsent for host_connection in self.of_host.values()
+        )
+
+    def look_for_silence(self, silence: SilenceWatch) -> Iterator[tuple[HostConnection, bool]]:
+        """Yield the connections to launchers that have not answered for so long that it is to be
+        said, each with whether that is too long.
+        """
+        silence.tick()
+        for host_connection in list(self.of_host.values()):
+            host = host_connection.host
+            is_due = silence.is_due(host, host_connection.heard)
+            is_over = silence.is_over(host, host_connection.heard)
+            if is_due or is_over:
+                yield host_connection, is_over
 
     def tick(self) -> None:
         """Close the connections that have taken too long to say whose they are."""

@@ -145,7 +145,6 @@ class FixedHosts(OneHost):
         self._key = environment.job_key()
         self._limit_s = environment.heartbeat_timeout()
         self._silence = SilenceWatch(Patience.of(several_hosts=True))
-        self._links: dict[int, HostConnection] = {}
         self._connections = HostConnections(
             self._key, self.selector, Wire, self._limit_s, self._greet, self._handle, self._end
         )
@@ -183,28 +182,29 @@ class FixedHosts(OneHost):
         self._connections.listen(listener)
         deadline = time.monotonic() + config.start_timeout
         try:
-            while len(self._links) < self.nodes - 1 and time.monotonic() < deadline:
+            while len(self._connections.of_host) < self.nodes - 1 and time.monotonic() < deadline:
                 self.turn(_TURN_S)
                 self._connections.tick()
             descriptions = [
                 description,
-                *(self._descriptions[node] for node in sorted(self._links)),
+                *(self._descriptions[node] for node in sorted(self._connections.of_host)),
             ]
             self._check(descriptions, config)
         except LockstepError as error:
             verdict = str(error)  # the same on all hosts
-            for link in self._links.values():
+            for link in self._connections.of_host.values():
                 self._connections.send(link, HostRefused(verdict))
             raise LockstepError(verdict) from None
         finally:
             self._connections.stop_listening()
-        for link in self._links.values():
+        for link in self._connections.of_host.values():
             self._connections.send(link, HostWelcome(link.handshake.proof, time.time_ns()))
         names = {node: host.host for node, host in enumerate(descriptions)}
         self._coordinator = Coordinator(names, self._tell, self._serve)
 
     def _check(self, descriptions: list[HostDescription], config: JobOptions) -> None:
-        missing = [str(node) for node in range(1, self.nodes) if node not in self._links]
+        joined = self._connections.of_host
+        missing = [str(node) for node in range(1, self.nodes) if node not in joined]
         if missing:
             nodes = counted(self.nodes, "node")
             late = ", ".join(missing)
@@ -233,7 +233,7 @@ class FixedHosts(OneHost):
             raise LockstepError(
                 f"{address} is no launcher of this job, has another key, or has just ended"
             )
-        self._links[FIRST] = self._connections.adopt(connection)
+        self._connections.assign(self._connections.adopt(connection), FIRST)
         match answered:
             case HostRefused(is_number=True), _:
                 raise ConfigError("node_rank", "a number that no other host has", self.node)
@@ -252,27 +252,25 @@ class FixedHosts(OneHost):
         """
         if hello.description is None:
             raise OSError("a stranger")
-        if hello.node in self._links or not FIRST < hello.node < self.nodes:
+        if hello.node in self._connections.of_host or not FIRST < hello.node < self.nodes:
             self._connections.send(link, HostRefused("", is_number=True))
             self._connections.close(link)
             return
         self._descriptions[hello.node] = hello.description
-        link.connection.is_strange = False
-        self._links[hello.node] = link
+        self._connections.assign(link, hello.node)
 
     def tick(self) -> list[str]:
         """Look at the other hosts; returns what is to be said of them."""
-        self._silence.tick()
         names = {} if self._coordinator is None else self._coordinator.names
-        for node, link in list(self._links.items()):
-            pings = link.connection.pings
-            text = f"the launcher of host {names.get(node, self.address)} has not answered for"
-            if self._silence.is_due(node, pings):
-                self._say(f"{text} {self._silence.patience.warning_s:g} s")
-            if self._silence.is_over(node, pings):
-                reason = f"{text} {self._silence.patience.limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)"
+        patience = self._silence.patience
+        for link, is_over in self._connections.look_for_silence(self._silence):
+            text = f"the launcher of host {names.get(link.host, self.address)} has not answered for"
+            if is_over:
+                reason = f"{text} {patience.limit_s:g} s (LOCKSTEP_LAUNCHER_TIMEOUT)"
                 self._say(reason)
-                self._lose(node, reason)
+                self._lose(link, reason)
+            else:
+                self._say(f"{text} {patience.warning_s:g} s")
         self._look_for_hosts_that_have_left()
         notes = self._notes
         self._notes = []
@@ -298,41 +296,35 @@ class FixedHosts(OneHost):
 
     def ping(self) -> None:
         """Show the other launchers that this one runs; another thread may call this."""
-        for link in list(self._links.values()):
-            self._connections.ping(link)
+        self._connections.ping_all()
 
     def _handle(self, link: HostConnection, message: Any) -> None:
-        node = self._node_of(link)
-        if (
-            isinstance(message, ToCoordinator)
-            and self._coordinator is not None
-            and node is not None
-        ):
-            self._coordinator.receive(node, message)
-        elif isinstance(message, FromCoordinator) and node == FIRST:
+        if not self._connections.counts(link):
+            return
+        if isinstance(message, ToCoordinator) and self._coordinator is not None:
+            self._coordinator.receive(link.host, message)
+        elif isinstance(message, FromCoordinator) and link.host == FIRST:
             self._take(message)
-
-    def _node_of(self, link: HostConnection) -> int | None:
-        return next((node for node, known in self._links.items() if known is link), None)
 
     def _end(self, link: HostConnection, error: Exception) -> None:
         """A connection has ended."""
         reason = "the launcher on {} has ended"
         if isinstance(error, OSError) and not isinstance(error, ConnectionError):
             reason = f"no heartbeat from {{}} for {self._limit_s:g} s"  # of the other kernel
-        node = self._node_of(link)
         coordinator = self._coordinator
-        if node is not None and coordinator is None:
-            self._lose(node, f"the first host ({self.address}) no longer answers")
-        elif node is not None and coordinator is not None:
-            self._lose(node, reason.format(coordinator.names[node]))
-        self._connections.close(link)
+        if not self._connections.counts(link):
+            self._connections.close(link)
+        elif coordinator is None:
+            self._lose(link, f"the first host ({self.address}) no longer answers")
+        else:
+            self._lose(link, reason.format(coordinator.names[link.host]))
 
-    def _lose(self, node: int, reason: str) -> None:
+    def _lose(self, link: HostConnection, reason: str) -> None:
         """The launcher of a host, or the host, is gone."""
-        self._connections.close(self._links.pop(node))
+        del self._connections.of_host[link.host]
+        self._connections.close(link)
         if self._coordinator is not None:
-            self._coordinator.lost(node, reason)
+            self._coordinator.lost(link.host, reason)
         elif self.node != FIRST and not self.all_done and self.outcome is None:
             self.is_disconnected = True
             self.reason = self.reason or reason
@@ -377,14 +369,14 @@ class FixedHosts(OneHost):
     def _to_coordinator(self, message: ToCoordinator) -> None:
         if self._coordinator is not None:
             self._coordinator.receive(FIRST, message)
-        elif FIRST in self._links:
-            self._connections.send(self._links[FIRST], message)
+        else:
+            self._connections.send_to(FIRST, message)
 
     def _tell(self, node: int, message: FromCoordinator) -> None:
         if node == FIRST:
             self._take(message)
-        elif node in self._links:
-            self._connections.send(self._links[node], message)
+        else:
+            self._connections.send_to(node, message)
 
     def _take(self, message: FromCoordinator) -> None:
         match message:
@@ -415,13 +407,11 @@ class FixedHosts(OneHost):
     def close(self) -> None:
         """Let the last messages reach the others, and close all connections."""
         deadline = time.monotonic() + _FLUSH_S
-        while time.monotonic() < deadline and any(
-            link.connection.has_unsent for link in self._links.values()
-        ):
+        while time.monotonic() < deadline and self._connections.has_unsent:
             self.turn(_TURN_S)
-        for link in self._links.values():
+        for link in self._connections.of_host.values():
             self._connections.close(link)
-        self._links.clear()
+        self._connections.of_host.clear()
         self._connections.stop_listening()
         super().close()
 

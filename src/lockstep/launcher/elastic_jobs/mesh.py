@@ -206,7 +206,7 @@ class Mesh:
         self._connections = HostConnections(
             key, selector, kind, limit_s, self._answer, self._handle, self._ended
         )
-        self._peers: dict[int, HostConnection] = {}
+        self._peers = self._connections.of_host
         self._answering: dict[
             HostConnection, float
         ] = {}  # who were dialled and have not answered yet, and since when
@@ -225,9 +225,7 @@ class Mesh:
 
     def send(self, host: int, message: object) -> None:
         """Send a message to another host; ignored if it is not connected."""
-        peer = self._peers.get(host)
-        if peer is not None:
-            self._connections.send(peer, message)
+        self._connections.send_to(host, message)
 
     def silent_s(self, host: int) -> float:
         """Return for how many seconds nothing has come from a host; infinite if it is not
@@ -250,7 +248,7 @@ class Mesh:
     @property
     def has_unsent(self) -> bool:
         """Whether something is not sent yet."""
-        return any(peer.connection.has_unsent for peer in self._peers.values())
+        return self._connections.has_unsent
 
     def add_hosts(self, hosts: list[HostEntry]) -> None:
         """Get to know hosts, and dial those with smaller numbers."""
@@ -298,15 +296,11 @@ class Mesh:
         """Say which launchers have not answered for long, and lose those for which that has lasted
         too long.
         """
-        self.silence.tick()
         patience = self.silence.patience
-        for peer in list(self._peers.values()):
-            is_due = self.silence.is_due(peer.host, peer.heard)
-            if self.silence.is_over(peer.host, peer.heard):
-                self.on_silence(peer.host, patience.limit_s)
+        for peer, is_over in self._connections.look_for_silence(self.silence):
+            self.on_silence(peer.host, patience.limit_s if is_over else patience.warning_s)
+            if is_over:
                 self._lose(peer)
-            elif is_due:
-                self.on_silence(peer.host, patience.warning_s)
 
     def _lose(self, peer: HostConnection) -> None:
         """End a connection whose other side may go on, or not."""
@@ -315,8 +309,7 @@ class Mesh:
 
     def ping(self) -> None:
         """Let the other launchers know that this one runs; another thread may call this."""
-        for peer in list(self._peers.values()):
-            self._connections.ping(peer)
+        self._connections.ping_all()
 
     def close(self) -> None:
         """Listen no more, and close all connections."""
@@ -366,7 +359,7 @@ class Mesh:
         """Take a message of a host that was dialled, or is connected."""
         if peer in self._answering:
             self._take_answer(peer, message)
-        elif self._peers.get(peer.host) is peer and not isinstance(message, Wire):
+        elif self._connections.counts(peer) and not isinstance(message, Wire):
             self.on_message(peer.host, message)
 
     def _take_answer(self, peer: HostConnection, message: object) -> None:
@@ -435,9 +428,7 @@ class Mesh:
         if before is not None or host in self._probing:
             self._probing.pop(host, None)
             self.on_link(host, Link.SILENT)
-        peer.host = host
-        self._peers[host] = peer
-        peer.connection.is_strange = False
+        self._connections.assign(peer, host)
         self._dialling.pop(host, None)
         self._listens.pop(host, None)
         self.on_link(host, Link.CONNECTED)
@@ -448,7 +439,7 @@ class Mesh:
         if self._answering.pop(peer, None) is not None:
             if peer.host in self._dialling:
                 self._dialling[peer.host] = time.monotonic() + _REDIAL_S
-        elif self._peers.get(peer.host) is peer:
+        elif self._connections.counts(peer):
             del self._peers[peer.host]
             if time.monotonic() - peer.heard < _RECENT_S and peer.host in self.hosts:
                 self._probing[peer.host] = Link.LOST if peer.is_broken else Link.ENDED
