@@ -794,6 +794,9 @@ class Coordinator:
         ]
         stay = [member for member in members if member not in leave]
         if leave and not stay and not ready:
+            if self._stop is None and self._is_anybody_starting():
+                # Within a step, they complete it first; between two, they wait below the minimum.
+                return (members, []) if is_within_step else ([], leave)
             self._tell_stop(_SIGTERM)  # nobody is left to go on: save and end
             return members, []
         newest = max((member.state.commit for member in stay), default=NO_STATE)
@@ -802,6 +805,10 @@ class Coordinator:
             leave.remove(source)
             stay = sorted([*stay, source], key=lambda member: member.seniority)
         return stay, leave
+
+    def _is_anybody_starting(self) -> bool:
+        """Return whether a worker was started that has not asked to become a member yet."""
+        return any(worker.status is _Status.STARTED for worker in self._workers.values())
 
     def _send_view(self, stay: list[_Worker], ready: list[_Worker]) -> None:
         if self.formed < 0:

@@ -622,6 +622,35 @@ def test_who_alone_has_the_state_hands_it_over_before_it_leaves() -> None:
     assert leaves == [(0, Finish("leave"))] and coordinator.view == (1,)
 
 
+def test_if_all_leave_they_wait_for_those_that_are_starting() -> None:
+    """As when a host leaves that has all workers, and another one has room for their successors."""
+    coordinator = formed(2)
+    say(coordinator, 0, leaving=True)
+    say(coordinator, 1, leaving=True)
+    coordinator.started(2)
+    say(coordinator, 0, phase="left", generation=1)
+    told(coordinator)
+    for number in (0, 1):
+        say(coordinator, number, phase="arrived", generation=2, commit=(0, 3, 0), leaving=True)
+    assert told(coordinator) == [] and coordinator.waiting and coordinator.leaving == [0, 1]
+    coordinator.receive(2, Hello(2))
+    coordinator.receive(2, WorkerState("ready"))
+    assert coordinator.view == (0, 2)  # who hands over the state, and who gets it
+    leaves = [number for number, message in told(coordinator) if isinstance(message, Finish)]
+    assert leaves == [1]
+
+
+def test_if_all_leave_within_a_step_they_complete_it_first() -> None:
+    coordinator = formed(2)
+    coordinator.started(2)
+    say(coordinator, 0, leaving=True)
+    coordinator.lost(1)
+    told(coordinator)
+    say(coordinator, 0, phase="arrived", generation=2, commit=(0, 3, 0), leaving=True)
+    assert coordinator.view == (0,) and not coordinator.waiting
+    assert not any(isinstance(message, Finish) for _, message in told(coordinator))
+
+
 def test_if_all_leave_the_job_saves_and_ends() -> None:
     coordinator = formed(2)
     say(coordinator, 0, leaving=True)

@@ -464,6 +464,33 @@ def test_below_the_minimum_a_worker_that_leaves_waits_for_its_replacement() -> N
     assert len(world.of(Start)) == 1 and world.job.state.target == 2
 
 
+def test_the_host_with_all_workers_leaves_when_they_have_successors() -> None:
+    world = World((1, 1), 1)
+    world.train()
+    world.job.ask(0, Request(1, "leave"))
+    world.job.supervise()
+    assert world.placed() == {1: 1}
+    world.leave(0)
+    assert world.job.coordinator.waiting and not world.job.state.stops
+    for message in (Hello(1), WorkerState("ready")):
+        world.job.receive(1, message)
+    assert world.job.coordinator.view == (0, 1)
+
+
+def test_the_host_with_all_workers_leaves_and_no_other_has_a_slot() -> None:
+    world = World((1, 1), 1)
+    world.train()
+    world.job.ask(0, Request(1, "leave"))
+    world.job.supervise()
+    world.leave(0)
+    world.job.ask(1, Request(2, "slots", 0))
+    world.end(1, host=1)
+    assert world.said[-1] == (
+        "lockstep: all workers leave, and no host has a slot for others; the job saves and ends"
+    )
+    assert world.job.state.stops == (signal.SIGTERM,) and not world.job.coordinator.waiting
+
+
 def test_while_members_wait_it_is_said_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     now = fake_clock(monkeypatch)
     world = World((1, 1), 2, minimum=2)

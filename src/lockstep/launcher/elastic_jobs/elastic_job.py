@@ -300,6 +300,9 @@ class ElasticJob:
                 if not workers.start():
                     break
             coordinator.expect(len(workers.living))
+            leaving = len(coordinator.leaving)
+            if not coordinator.candidates and 0 < leaving == len(coordinator.members):
+                self._end_without_successors()
 
     def messages(self) -> None:
         """Send what the coordinator has to tell."""
@@ -347,6 +350,12 @@ class ElasticJob:
             first=state.started,
             resume=resume,
         )
+
+    def _end_without_successors(self) -> None:
+        """Save and end if all members wait in order to leave, and no host has a slot for others."""
+        self.tell("all workers leave, and no host has a slot for others; the job saves and ends")
+        self._record.change(stops=(signal.SIGTERM,))
+        self.coordinator.stop(signal.SIGTERM)
 
     def _end_wait(self) -> None:
         """Save and end when the members have waited for others for too long."""
