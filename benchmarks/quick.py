@@ -4,8 +4,8 @@ what it measures changes in the meantime.
     python benchmarks/quick.py                 # all of them
     python benchmarks/quick.py elastic plan    # these
 
-The figures of such runs say nothing, and are kept nowhere. One that needs what is not installed here
-is left out. It ends with 1 if one has failed.
+The figures of such runs say nothing, and are kept nowhere. One that needs what is not installed
+here is left out. It ends with 1 if one has failed.
 """
 
 from __future__ import annotations
