@@ -47,7 +47,7 @@ __all__ = [
     "run_host_share",
     "run_program",
     "run_workers",
-    "watchdog_options",
+    "worker_options",
 ]
 
 # The end of a worker is noticed at once in any case. Polling every 50 ms took 1.4 % of a core,
@@ -547,27 +547,8 @@ def run_host_share(
     script: Script, config: JobOptions, workers: int, multiplexer: LogMultiplexer, hosts: OneHost
 ) -> None:
     """Run this host's workers of `config.program`."""
-    threads = threads_per_worker(config, workers)
-    watch = watchdog_options(config)
-    write_start_line(multiplexer, config, workers, threads)
-    method = config.start_method
-    debug_rank = config.debug_rank
-    network = (
-        None
-        if config.network is None
-        else config.network.resolved(workers, environment.usable_cores())
-    )
-    options = WorkerOptions(
-        workers,
-        threads,
-        config.grace,
-        EXIT_GRACE,
-        config.restarts,
-        method,
-        debug_rank,
-        watch,
-        network,
-    )
+    options = worker_options(config, workers)
+    write_start_line(multiplexer, config, workers, options.threads)
     folder = Path(config.output_dir) if config.output_dir is not None else None
     alone = workers == 1 and hosts.nodes == 1 and folder is None and not config.as_host
     run_program(
@@ -575,12 +556,35 @@ def run_host_share(
     )
 
 
-def watchdog_options(config: JobOptions) -> WatchdogOptions:
-    """Return what the options of a run say of the watchdog.
+def worker_options(config: JobOptions, workers: int) -> WorkerOptions:
+    """Return how the options of a run say that the workers of this host are run.
+
+    Args:
+        config: of the run.
+        workers: their number; in an elastic job the most of them.
 
     Raises:
-        ConfigError: the environment has no valid mode.
+        ConfigError: the environment has no valid mode of the watchdog.
     """
+    network = (
+        None
+        if config.network is None
+        else config.network.resolved(workers, environment.usable_cores())
+    )
+    return WorkerOptions(
+        workers,
+        threads_per_worker(config, workers),
+        config.grace,
+        EXIT_GRACE,
+        config.restarts,
+        config.start_method,
+        config.debug_rank,
+        _watchdog_options(config),
+        network,
+    )
+
+
+def _watchdog_options(config: JobOptions) -> WatchdogOptions:
     environment.watchdog_mode()  # raises for an invalid value before anything starts
     mode = "off" if config.no_watchdog else "strict" if config.strict else None
     timeline = None if config.timeline is None else str(Path(config.timeline).absolute())

@@ -18,7 +18,7 @@ from ...environment import ElasticWorker
 from ...environment.variable_table import EARLIER_RUN_DIR, RESUME
 from ...job.messages import FromAnyWorker
 from ...stores import loopback_variables
-from ..local import watchdog_options
+from ..local import worker_options
 from ..options import JobOptions
 from ..output.log_multiplexer import LogMultiplexer
 from ..output.output_lines import OutputLine
@@ -31,9 +31,8 @@ from ..supervisor import (
     WorkerSupervisor,
     end_left_processes,
 )
-from ..worker_options import EXIT_GRACE, WorkerOptions
+from ..worker_options import WorkerOptions
 from ..worker_process import worker
-from ..worker_process.fork_server import threads_per_worker
 from ..worker_process.script import Script
 from ..workers import Workers
 from .host_messages import Ended, JobState, Start
@@ -74,12 +73,8 @@ def elastic_setup(
         workers: the most on this host.
         multiplexer: prints the workers' lines.
     """
-    threads = threads_per_worker(config, workers)
-    watch = watchdog_options(config)
-    write_start_line(multiplexer, config, workers, threads)
-    options = WorkerOptions(
-        workers, threads, config.grace, EXIT_GRACE, 0, config.start_method, None, watch
-    )
+    options = worker_options(config, workers)
+    write_start_line(multiplexer, config, workers, options.threads)
     assert config.elastic is not None
     several = config.nnodes > 1 or config.as_host or config.master_addr is not None
     variables = {} if several else loopback_variables()
