@@ -7,7 +7,6 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from ..errors import ConfigError
 
 __all__ = [
     "INTEGERS",
-    "PART_OF_STATE",
+    "PART",
     "checksum",
     "checksum_of",
     "combined_checksum",
@@ -26,6 +25,7 @@ __all__ = [
     "fingerprint_of",
     "kind_of",
     "mix_bits",
+    "part_of",
 ]
 
 
@@ -33,10 +33,22 @@ class _Digest(Protocol):
     def update(self, data: Any, /) -> None: ...
 
 
-PART_OF_STATE: WeakKeyDictionary[Optimizer, dict[str, Any]] = WeakKeyDictionary()
-"""Optimizers of this worker whose state is divided among the workers → what describes the part that
-this worker has.
+PART = "part_of_shard_optimizer"
+"""The entry of an optimizer's first parameter group that describes the part of the state which this
+worker has, if the state is divided among the workers.
+
+Parameter groups are what copies, pickles and state dicts of an optimizer have in common.
 """
+
+
+def part_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return what describes the part of a divided state: the worker, and the numbers of its
+    parameters; None for a whole state.
+
+    Args:
+        groups: the parameter groups of an optimizer, or of its state dict.
+    """
+    return groups[0].get(PART) if groups else None
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
@@ -64,7 +76,7 @@ def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
         >>> lockstep.fingerprint(model) == lockstep.fingerprint(copy.deepcopy(model))
         True
     """
-    if optimizer in PART_OF_STATE:
+    if optimizer is not None and part_of(optimizer.param_groups) is not None:
         raise ConfigError(
             "optimizer",
             "one whose whole state this worker has",

@@ -26,7 +26,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from ..communicator import Communicator
 from ..errors import ConfigError, TransportError, counted
 from ..flight_recorder import named
-from .fingerprints import PART_OF_STATE, combined_checksum, kind_of
+from .fingerprints import PART, combined_checksum, kind_of, part_of
 from .fingerprints import checksum as checksum_of_one
 from .gradient_buckets import ALONE, BUCKET, Bucket, flat_memory, group_parameters
 
@@ -72,6 +72,7 @@ class OptimizerShards:
         self._values: list[_Values] = []
         self._copies: list[_GradientCopy] = []
         self._copied: list[nn.Parameter] = []
+        self._is_divided = False
         # The parameters, by number, whose state this worker has as the last update has left it.
         self._held: set[int] = set()
         self._owned: set[int] = set()  # those of them whose first owner it is
@@ -123,34 +124,58 @@ class OptimizerShards:
 
     def divide(self, optimizer: Optimizer) -> None:
         """Leave an optimizer the state of this worker's parameters alone, from now on also when a
-        state is loaded.
+        state is loaded; called by all workers.
 
-        What its ``state_dict()`` returns says whose part it is, see `refuse_other_parts`.
+        It, its copies and what its ``state_dict()`` returns say whose part they have, see
+        `check_whole` and `refuse_other_parts`.
+
+        Raises:
+            ConfigError: on all workers, if the state is divided already, and one of them has
+                another part than it is to have.
         """
+        if self._is_divided:
+            self.forget_others(optimizer)
+            return
+        self._is_divided = True
+        if not self._comm.is_joining:
+            part = part_of(optimizer.param_groups)
+            is_other = part is not None and part != self._part(optimizer)
+            others = [
+                theirs
+                for theirs in self._comm.allgather_object(part if is_other else None)
+                if theirs
+            ]
+            if others:
+                raise _refused_part(
+                    others[0],
+                    "the whole state of all parameters, or the part of it that each worker is to "
+                    "have",
+                )
         self.forget_others(optimizer)
         shards = weakref.ref(self)  # an optimizer may live longer than the workers' connections
-
-        def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
-            state[_PART] = PART_OF_STATE[optimizer]
 
         def forget_others(optimizer: Optimizer) -> None:
             owners = shards()
             if owners is not None:
                 owners.forget_others(optimizer)
 
-        optimizer.register_state_dict_post_hook(mark)
         optimizer.register_load_state_dict_post_hook(forget_others)
 
     def forget_others(self, optimizer: Optimizer) -> None:
         """Drop the state of tensors that other workers update: some optimizers make it at once."""
-        workers = counted(self._comm.size, "worker")
-        PART_OF_STATE[optimizer] = {
-            "worker": f"rank {self._comm.rank} of {workers}",
-            "parameters": sorted(self._held),
-        }
+        optimizer.param_groups[0][PART] = self._part(optimizer)
         for number, p in enumerate(self.parameters):
             if number not in self._held:
                 optimizer.state.pop(p, None)
+
+    def _part(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return what describes the part of an optimizer's state that this worker has."""
+        held = {id(self.parameters[number]) for number in self._held}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return {
+            "worker": f"rank {self._comm.rank} of {counted(self._comm.size, 'worker')}",
+            "parameters": [number for number, p in enumerate(parameters) if id(p) in held],
+        }
 
     def gradient_norms(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the 2-norm of the gradient of each parameter that is trained; called by all
@@ -481,14 +506,40 @@ class OptimizerShards:
         return torch.empty_like(parameter, dtype=entry.dtype, device=tensor.device).copy_(tensor)
 
 
-_PART = "part_of_shard_optimizer"  # in a state dict: whose part of the state it is
-
-
 def without_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state dict without the state of parameters, the same on all workers."""
     state = optimizer.state_dict()
-    state.pop(_PART, None)
-    return {**state, "state": {}}
+    groups = [
+        {name: value for name, value in group.items() if name != PART}
+        for group in state["param_groups"]
+    ]
+    return {**state, "state": {}, "param_groups": groups}
+
+
+def check_whole(optimizer: Optimizer) -> None:
+    """Check that an optimizer has its whole state, for a training that does not divide it.
+
+    Parameters whose state other workers have would begin anew, on each worker others.
+
+    Raises:
+        ConfigError: if it has a part of a state that was divided among workers.
+    """
+    part = part_of(optimizer.param_groups)
+    if part is not None:
+        raise _refused_part(
+            part, "the whole state of all parameters, for a training that does not divide it"
+        )
+
+
+def _refused_part(part: dict[str, Any], expected: str) -> ConfigError:
+    return ConfigError(
+        "optimizer",
+        expected,
+        found=f"the part of a state that {part['worker']} had with shard_optimizer=True",
+        hint="Make a new optimizer, and load into it the whole state: what "
+        "TrainStep.full_optimizer_state() returns, or optimizer.full_state_dict() after "
+        "lockstep.prepare(); all workers call it.",
+    )
 
 
 def refuse_other_parts(optimizer: Optimizer) -> None:
@@ -498,8 +549,8 @@ def refuse_other_parts(optimizer: Optimizer) -> None:
     """
 
     def check(optimizer: Optimizer, state: dict[str, Any]) -> None:
-        part = state.get(_PART)
-        if part is not None and part != PART_OF_STATE.get(optimizer):
+        part = part_of(state.get("param_groups", ()))
+        if part is not None and part != part_of(optimizer.param_groups):
             raise ConfigError(
                 "state_dict",
                 "the state of all parameters, or the part that this worker had",

@@ -137,9 +137,14 @@ class Strategy:
             )
         self.is_optimizer_sharded = True
 
+    @property
+    def divides_optimizer(self) -> bool:
+        """Whether `shard_optimizer` was called and there are, or may be, several workers."""
+        may_change = isinstance(self.comm, ElasticCommunicator)
+        return self.is_optimizer_sharded and (self.comm.size > 1 or may_change)
+
     def choose_owners(self, model: nn.Module, divides_gradients: bool) -> None:
-        """Choose who updates which parameter, if `shard_optimizer` was called and there are, or may
-        be, several workers.
+        """Choose who updates which parameter, if the optimizer's state is to be divided.
 
         Args:
             model: the model, in `prepare`.
@@ -149,10 +154,10 @@ class Strategy:
             ConfigError: if the model has other parameters than before.
         """
         parameters = list(model.parameters())
-        is_elastic = isinstance(self.comm, ElasticCommunicator)
         if self.shards is not None:
             self.shards.check_same(parameters)
-        elif self.is_optimizer_sharded and (self.comm.size > 1 or is_elastic):
+        elif self.divides_optimizer:
+            is_elastic = isinstance(self.comm, ElasticCommunicator)
             self.shards = OptimizerShards(parameters, self.comm, is_elastic, divides_gradients)
 
     def prepare(self, model: nn.Module) -> None:
@@ -169,7 +174,7 @@ class Strategy:
         any, and drop the state of parameters that other workers own.
         """
         if self.shards is not None:
-            self.shards.forget_others(optimizer)
+            self.shards.divide(optimizer)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module that a step calls instead of `module`: (data, samples) → (sum of the

@@ -18,6 +18,7 @@ from .. import arguments
 from ..communicator import Communicator
 from ..data.loader import Batch
 from ..errors import ConfigError
+from ..parallel.fingerprints import PART
 from ..parallel.full_state import load_model, load_optimizer, read_optimizer_state
 from ..parallel.module_sync import expanded_dimensions
 from ..parallel.nested import map_tensors
@@ -179,7 +180,10 @@ class ModelState(TrainingState):
         """Return a copy of the hyperparameters of the optimizer's parameter groups."""
         groups = self.optimizer.param_groups
         return copy.deepcopy(
-            [{name: value for name, value in g.items() if name != "params"} for g in groups]
+            [
+                {name: value for name, value in group.items() if name not in ("params", PART)}
+                for group in groups
+            ]
         )
 
     def _set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:

@@ -17,14 +17,14 @@ from .. import arguments
 from ..communicator import Communicator
 from ..errors import MismatchError
 from ..flight_recorder import named
-from ..parallel.fingerprints import INTEGERS, checksum_of, mix_bits
+from ..parallel.fingerprints import INTEGERS, PART, checksum_of, mix_bits
 from ..parallel.shards import mix
 from ..parallel.strategy import accumulation_dtype
 from .formats import REPLICA_CHECK
 
 _log = logging.getLogger(__name__)
 
-_NOT_COMPARED = ("params", "param_names", "initial_lr")
+_NOT_COMPARED = ("params", "param_names", "initial_lr", PART)
 _ON_DEVICE = "on the device"
 _MISSING = "missing"
 

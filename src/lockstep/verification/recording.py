@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import environment, observers
-from ..parallel.fingerprints import PART_OF_STATE
+from ..parallel.fingerprints import part_of
 from .held import Held, hold
 from .passes import PassRecorder
 from .records import RunRecord, StepRecord, TensorRecord
@@ -143,7 +143,7 @@ class StepRecorder(observers.Observer):
             self._passes.passes,
             self._passes.targets,
             self._passes.draws,
-            optimizer in PART_OF_STATE,
+            part_of(optimizer.param_groups) is not None,
         )
 
 

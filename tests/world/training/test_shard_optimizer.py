@@ -4,6 +4,8 @@ bit.
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError
@@ -20,6 +21,7 @@ from lockstep.parallel.optimizer_shards import LostStateError, OptimizerShards
 from lockstep.proof.on_spike import StateCopy
 from lockstep.training.optimizers import LAMB, LARS
 from lockstep.training.step.precision import Precision
+from support.classifier import make_classifier, make_samples
 from support.outcome import RanksFailedError
 from support.pool import Pool
 
@@ -53,26 +55,6 @@ def matrices() -> nn.Module:
     )
 
 
-def usual() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(16, 24),
-        nn.BatchNorm1d(24),
-        nn.ReLU(),
-        nn.Dropout(0.1),
-        nn.Linear(24, 24),
-        nn.Linear(24, 5),
-    )
-    model[4].bias.requires_grad_(False)
-    return model
-
-
-def data(steps: int = STEPS) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(BATCH * steps, 16, generator=generator)
-    return TensorDataset(x, torch.randint(5, (BATCH * steps,), generator=generator))
-
-
 def trained(
     make: Callable[[], nn.Module],
     optimizer: str,
@@ -90,7 +72,7 @@ def trained(
         shard_optimizer=shard_optimizer,
         **{"max_grad_norm": 0.5, **options},
     )
-    loader = lockstep.Loader(data(), BATCH, virtual_workers=virtual_workers)
+    loader = lockstep.Loader(make_samples(STEPS * BATCH), BATCH, virtual_workers=virtual_workers)
     results = [step.run(batch) for batch in loader.epoch(0)]
     norms = [None if result.grad_norm is None else float(result.grad_norm) for result in results]
     return [step.fingerprint(), norms, [float(result.loss) for result in results]]
@@ -119,7 +101,7 @@ def test_equal_bits_of_a_usual_model(
     pool: Pool, virtual_workers: int, options: dict[str, Any]
 ) -> None:
     """With batch norm, small tensors and a frozen one."""
-    arguments = usual, "adamw"
+    arguments = make_classifier, "adamw"
     expected = pool.run(trained, *arguments, False, virtual_workers, **options, workers=1)
     for workers, backend in ((2, "gloo"), (3, "gloo"), (3, "shm"), (4, "gloo")):
         found = pool.run(
@@ -129,7 +111,9 @@ def test_equal_bits_of_a_usual_model(
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "fused", "adafactor", "lamb"])
-@pytest.mark.parametrize("make", [matrices, usual])  # by DistributedDataParallel, in one message
+@pytest.mark.parametrize(
+    "make", [matrices, make_classifier]
+)  # by DistributedDataParallel, in one message
 def test_equal_bits_without_virtual_workers(
     pool: Pool, make: Callable[[], nn.Module], optimizer: str
 ) -> None:
@@ -153,8 +137,8 @@ def test_equal_bits_without_virtual_workers(
 def test_equal_bits_without_virtual_workers_of_a_usual_model(
     pool: Pool, options: dict[str, Any]
 ) -> None:
-    expected = pool.run(trained, usual, "adamw", False, None, **options, workers=3)
-    assert pool.run(trained, usual, "adamw", True, None, **options, workers=3) == expected
+    expected = pool.run(trained, make_classifier, "adamw", False, None, **options, workers=3)
+    assert pool.run(trained, make_classifier, "adamw", True, None, **options, workers=3) == expected
 
 
 def test_workers_without_a_sample(pool: Pool) -> None:
@@ -182,7 +166,7 @@ def test_a_step_that_overflows_is_skipped_on_all_workers(pool: Pool) -> None:
     """Only the owner of a tensor sees that its gradient is infinite."""
 
     def scales(shard_optimizer: bool) -> list[Any]:
-        model = usual()
+        model = make_classifier()
         step = lockstep.TrainStep(
             model,
             OPTIMIZERS["adamw"](model.parameters()),
@@ -192,10 +176,10 @@ def test_a_step_that_overflows_is_skipped_on_all_workers(pool: Pool) -> None:
             shard_optimizer=shard_optimizer,
         )
         step.precision._scaler._init_scale = 2.0**20  # type: ignore[union-attr]
-        loader = lockstep.Loader(data(), BATCH, virtual_workers=4)
+        loader = lockstep.Loader(make_samples(STEPS * BATCH), BATCH, virtual_workers=4)
         found = []
         for number, batch in enumerate(loader.epoch(0)):
-            model[5].weight.register_hook(
+            model[6].weight.register_hook(
                 lambda gradient, number=number: gradient * (torch.inf if number == 1 else 1)
             )
             step.run(batch)
@@ -244,7 +228,7 @@ def test_a_worker_has_the_state_of_its_own_tensors_only(pool: Pool) -> None:
         step = lockstep.TrainStep(
             model, optimizer, nn.CrossEntropyLoss(), virtual_workers=4, shard_optimizer=True
         )
-        loader = lockstep.Loader(data(1), BATCH, virtual_workers=4)
+        loader = lockstep.Loader(make_samples(BATCH), BATCH, virtual_workers=4)
         step.run(next(iter(loader.epoch(0))))
         state = optimizer.state_dict()["state"]
         assert all(p.grad is None for p in model.parameters())
@@ -269,7 +253,7 @@ def trained_in(
     async_save: bool = False,
     virtual_workers: int | None = 8,
 ) -> tuple[str, list[Any]]:
-    model = usual()
+    model = make_classifier()
     trainer = lockstep.Trainer(
         model,
         OPTIMIZERS["adamw"](model.parameters()),
@@ -283,7 +267,7 @@ def trained_in(
         fingerprint_every=2 if virtual_workers else 0,
         async_save=async_save,
     )
-    trainer.fit(data(), epochs, resume=resume)
+    trainer.fit(make_samples(STEPS * BATCH), epochs, resume=resume)
     trainer.save()
     rows = [[row[name] for name in row if name != "seconds"] for row in trainer.history]
     return trainer.step.fingerprint(), [row[:2] for row in rows]
@@ -403,7 +387,7 @@ def has_a_hook(parameters: Any) -> Any:
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizers_that_couple_tensors(name: str) -> None:
     make, text = REFUSED[name]
-    model = usual()
+    model = make_classifier()
     before = lockstep.fingerprint(model)
     optimizer = make(model.parameters())
     with pytest.raises(ConfigError) as raised:
@@ -434,7 +418,7 @@ def test_what_couples_tensors_later_is_refused_at_a_checkpoint(pool: Pool, tmp_p
             return super().step(closure)
 
     def run() -> str:
-        model = usual()
+        model = make_classifier()
         trainer = lockstep.Trainer(
             model,
             Late(model.parameters(), lr=0.1),
@@ -446,7 +430,7 @@ def test_what_couples_tensors_later_is_refused_at_a_checkpoint(pool: Pool, tmp_p
             shard_optimizer=True,
         )
         with pytest.raises(ConfigError) as raised:
-            trainer.fit(data(), 1)
+            trainer.fit(make_samples(STEPS * BATCH), 1)
             trainer.save()
         return str(raised.value)
 
@@ -456,7 +440,7 @@ def test_what_couples_tensors_later_is_refused_at_a_checkpoint(pool: Pool, tmp_p
 
 @pytest.mark.parametrize("strategy", ["sharded", "replicas"])
 def test_only_with_data_parallelism(strategy: str) -> None:
-    model = usual()
+    model = make_classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
         ConfigError,
@@ -479,14 +463,120 @@ def test_only_with_dense_gradients() -> None:
         lockstep.TrainStep(model, optimizer, nn.CrossEntropyLoss(), shard_optimizer=True)
 
 
+def stepped(shard_optimizer: bool, *of_model: Any, epoch: int = 0) -> tuple[Any, Any, Any]:
+    """A model, its optimizer and its step, after two steps."""
+    model = of_model[0] if of_model else make_classifier()
+    optimizer = of_model[1] if of_model else OPTIMIZERS["adamw"](model.parameters())
+    step = lockstep.TrainStep(
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        virtual_workers=4,
+        shard_optimizer=shard_optimizer,
+    )
+    loader = lockstep.Loader(make_samples(2 * BATCH), BATCH, virtual_workers=4)
+    for batch in loader.epoch(epoch):
+        step.run(batch)
+    return model, optimizer, step
+
+
+def test_a_part_of_the_state_is_trained_by_nobody_else(pool: Pool) -> None:
+    """The parameters whose state is missing would begin anew, on each worker others."""
+
+    def copied(model: Any, optimizer: Any) -> Any:
+        return copy.deepcopy((model, optimizer))
+
+    def pickled(*of_model: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(of_model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    def loaded(_: Any, optimizer: Any) -> Any:
+        """With the part of rank 0 everywhere, as rank 0 alone has saved it."""
+        model = make_classifier()
+        new = OPTIMIZERS["adamw"](model.parameters())
+        new.load_state_dict(lockstep.init().broadcast_object(optimizer.state_dict()))
+        return model, new
+
+    def run() -> list[str]:
+        model, optimizer, _ = stepped(True)
+        said = []
+        ways: list[Any] = [lambda *of_model: of_model, copied, pickled, loaded]
+        for way in ways:
+            changed = way(model, optimizer)
+            with pytest.raises(ConfigError) as raised:
+                stepped(False, *changed)
+            said.append(str(raised.value))
+            with pytest.raises(ConfigError) as raised:
+                lockstep.prepare(*changed)
+            said.append(str(raised.value))
+        with pytest.raises(ConfigError) as raised:
+            stepped(True, *loaded(model, optimizer))
+        return [*said, str(raised.value)]
+
+    for rank, messages in enumerate(pool.run(run, workers=2)):
+        for number, said in enumerate(messages):
+            owner = rank if number < 6 else 0
+            assert "optimizer: expected the whole state of all parameters, " in said
+            assert f"got the part of a state that rank {owner} of 2 workers had" in said
+            assert "load into it the whole state: what TrainStep.full_optimizer_state()" in said
+
+
+def test_training_goes_on_with_the_same_parts_or_with_the_whole_state(pool: Pool) -> None:
+    def run(first: bool, second: bool) -> str:
+        model, optimizer, step = stepped(first)
+        if first and not second:
+            state = step.full_optimizer_state()
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            optimizer.load_state_dict(state)
+        return str(stepped(second, model, optimizer, epoch=1)[2].fingerprint())
+
+    expected = pool.run(run, False, False, workers=1)
+    for first, second in ((True, True), (True, False), (False, True)):
+        assert pool.run(run, first, second, workers=3) == expected * 3
+
+
+def single() -> nn.Module:
+    """One parameter: of several workers, all but one own nothing."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 5, bias=False))
+
+
+@pytest.mark.parametrize("virtual_workers", [8, None])
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+def test_workers_that_own_nothing(pool: Pool, virtual_workers: int | None, optimizer: str) -> None:
+    workers = 1 if virtual_workers else 3
+    expected = pool.run(trained, single, optimizer, False, virtual_workers, workers=workers)
+    found = pool.run(trained, single, optimizer, True, virtual_workers, workers=3)
+    assert found == (expected * 3 if virtual_workers else expected)
+
+
+def test_parameters_that_are_frozen_or_trained_later(pool: Pool) -> None:
+    def run(shard_optimizer: bool) -> str:
+        model, _, step = stepped(shard_optimizer)
+        model[0].weight.requires_grad_(False)
+        model[6].bias.requires_grad_(True)
+        loader = lockstep.Loader(make_samples(2 * BATCH), BATCH, virtual_workers=4)
+        for batch in loader.epoch(1):
+            step.run(batch)
+        return str(step.fingerprint())
+
+    expected = pool.run(run, False, workers=1)
+    for workers in (2, 3):
+        assert pool.run(run, True, workers=workers) == expected * workers
+
+
 def test_a_part_of_the_state_is_loaded_by_nobody_else(pool: Pool) -> None:
     def run() -> None:
-        model = usual()
+        model = make_classifier()
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         step = lockstep.TrainStep(
             model, optimizer, nn.CrossEntropyLoss(), virtual_workers=4, shard_optimizer=True
         )
-        step.run(next(iter(lockstep.Loader(data(1), BATCH, virtual_workers=4).epoch(0))))
+        step.run(
+            next(iter(lockstep.Loader(make_samples(BATCH), BATCH, virtual_workers=4).epoch(0)))
+        )
         before = step.fingerprint()
         parts = step.comm.allgather_object(optimizer.state_dict())
         optimizer.load_state_dict(parts[step.comm.rank])
@@ -526,7 +616,9 @@ def test_second_owners_make_the_same_updates_and_workers_hand_over_their_parts(
         strategy.shards = shards
         strategy.regroup(model)
         step._module = strategy.wrap(step._loss)
-        for batch in lockstep.Loader(data(), BATCH, virtual_workers=virtual_workers).epoch(0):
+        for batch in lockstep.Loader(
+            make_samples(STEPS * BATCH), BATCH, virtual_workers=virtual_workers
+        ).epoch(0):
             step.run(batch)
         held = {
             number: lockstep.fingerprint(model) + str(optimizer.state[p]["exp_avg_sq"].sum().item())
@@ -562,7 +654,7 @@ def test_state_that_all_its_owners_have_taken_along_is_missed_by_all(pool: Pool)
 @pytest.mark.parametrize("option", ["cross_check", "callbacks"])
 def test_what_reads_whole_gradients_is_refused(pool: Pool, option: str) -> None:
     def run() -> None:
-        model = usual()
+        model = make_classifier()
         value: Any = 10 if option == "cross_check" else [lockstep.callbacks.GradientNoise()]
         lockstep.Trainer(
             model,
@@ -572,7 +664,7 @@ def test_what_reads_whole_gradients_is_refused(pool: Pool, option: str) -> None:
             virtual_workers=8,
             shard_optimizer=True,
             **{"callbacks": [], option: value},
-        ).fit(data(1), 1)
+        ).fit(make_samples(BATCH), 1)
 
     with pytest.raises(
         RanksFailedError, match=f"ConfigError: {option}: expected .*shard_optimizer"
@@ -584,7 +676,7 @@ def test_a_step_that_is_taken_back(pool: Pool) -> None:
     """The copy in memory is of a worker's own part of the state."""
 
     def run(shard_optimizer: bool) -> list[Any]:
-        model = usual()
+        model = make_classifier()
         trainer = lockstep.Trainer(
             model,
             OPTIMIZERS["adamw"](model.parameters()),
@@ -595,7 +687,7 @@ def test_a_step_that_is_taken_back(pool: Pool) -> None:
             callbacks=[],
         )
         copies = []
-        loader = lockstep.Loader(data(), BATCH, virtual_workers=8)
+        loader = lockstep.Loader(make_samples(STEPS * BATCH), BATCH, virtual_workers=8)
         for number, batch in enumerate(loader.epoch(0)):
             trainer.step.run(batch)
             if number == 1:

@@ -15,32 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.parallel.fingerprints import fingerprint_of
+from support.classifier import make_classifier, make_samples
 from support.outcome import RanksFailedError
 from support.pool import Pool
 
 SAMPLES, BATCH = 44, 16  # the last batch is smaller
-
-
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(SAMPLES, 16, generator=generator)
-    return TensorDataset(inputs, torch.randint(5, (SAMPLES,), generator=generator))
-
-
-def make_model() -> nn.Module:
-    """With batch norm, dropout, small tensors, a frozen one, and one that is sent by itself."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(16, 1024),
-        nn.BatchNorm1d(1024),
-        nn.ReLU(),
-        nn.Dropout(0.1),
-        nn.Linear(1024, 300),
-        nn.Tanh(),
-        nn.Linear(300, 5),
-    )
-    model[6].bias.requires_grad_(False)
-    return model
 
 
 def whole(model: nn.Module, optimizer: Any) -> str:
@@ -59,10 +38,10 @@ def trained(
     accumulates: bool = False,
 ) -> list[Any]:
     """The fingerprint, the losses and norms, after some epochs; with what a checkpoint needs."""
-    model = make_model()
+    model = make_classifier()
     optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3)
     scheduler: Any = ExponentialLR(optimizer, 0.9)
-    loader: Any = DataLoader(data(), BATCH, shuffle=True)
+    loader: Any = DataLoader(make_samples(SAMPLES), BATCH, shuffle=True)
     model, optimizer, scheduler, loader = lockstep.prepare(
         *(model, optimizer, scheduler, loader),
         virtual_workers=virtual_workers,
@@ -136,7 +115,7 @@ def adversaries(shard_optimizer: bool) -> list[str]:
     torch.manual_seed(0)
     generator, critic = nn.Linear(4, 16), nn.Sequential(nn.Linear(16, 33), nn.Linear(33, 1))
     optimizers: list[Any] = [torch.optim.Adam(each.parameters()) for each in (generator, critic)]
-    loader: Any = DataLoader(TensorDataset(data().tensors[0]), BATCH)
+    loader: Any = DataLoader(TensorDataset(make_samples(SAMPLES).tensors[0]), BATCH)
     *_, loader = lockstep.prepare(
         *(generator, critic, *optimizers, loader),
         virtual_workers=6,
@@ -163,9 +142,9 @@ def test_two_optimizers(pool: Pool) -> None:
 
 
 def make_prepared(change: Callable[[Any], Any] = lambda optimizer: optimizer) -> tuple[Any, ...]:
-    model = make_model()
+    model = make_classifier()
     optimizer = change(torch.optim.Adagrad(model.parameters(), 0.01))  # its state is made at once
-    loader: Any = DataLoader(data(), BATCH)
+    loader: Any = DataLoader(make_samples(SAMPLES), BATCH)
     prepared: tuple[Any, ...] = lockstep.prepare(
         model, optimizer, loader, virtual_workers=6, shard_optimizer=True
     )
@@ -202,7 +181,7 @@ def test_a_state_dict_is_a_part_and_no_other_worker_or_run_loads_it(
         return len(part["state"]), len(full["state"]), errors
 
     def make_alone() -> tuple[nn.Module, Any]:
-        model = make_model()
+        model = make_classifier()
         return model, torch.optim.Adagrad(model.parameters(), 0.01)
 
     found = pool.run(run, workers=2)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...communicator import Communicator
 from ...errors import ConfigError
-from ...parallel.optimizer_shards import OptimizerShards, refuse_other_parts
+from ...parallel.optimizer_shards import OptimizerShards, check_whole, refuse_other_parts
 from ...parallel.reducer import Reducer
 from ...parallel.strategy import accumulation_dtype
 from ..batch_parts import BatchParts, Shard
@@ -107,6 +107,8 @@ class PreparedOptimizer:
         if loop.shards_optimizers:
             check_separable(optimizer)
             self._choose_owners()
+        if self.owners is None:
+            check_whole(optimizer)
         self._reducer = self._make_reducer()
         self.steps_done = 0
         self._empty: list[int] = []  # shards of the batch for which no body runs

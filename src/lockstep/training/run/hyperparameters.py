@@ -14,12 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import CheckpointError
+from ...parallel.fingerprints import PART
 
 ParamGroup = dict[str, Any]
 """One parameter group: `parameters`, the names of its parameters, and its hyperparameters by name.
 `lr` is the learning rate without the factor of a schedule."""
 
-_NOT_HYPER = ("params", "param_names", "lr", "initial_lr")
+_NOT_HYPER = ("params", "param_names", "lr", "initial_lr", PART)
 
 
 def named_param_groups(model: nn.Module, optimizer: Optimizer) -> list[ParamGroup]:

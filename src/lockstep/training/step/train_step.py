@@ -26,7 +26,7 @@ from ...parallel.distributed import Distributed
 from ...parallel.fingerprints import mix_bits
 from ...parallel.invariant import Invariant
 from ...parallel.nested import split, tensors_of
-from ...parallel.optimizer_shards import refuse_other_parts
+from ...parallel.optimizer_shards import check_whole, refuse_other_parts
 from ...parallel.randomness import seed_torch
 from ...parallel.replicas_strategy import Replicas
 from ...parallel.shards import local_range, mix
@@ -374,14 +374,14 @@ class TrainStep:
         if shard_optimizer:
             self.strategy.shard_optimizer()
             check_separable(optimizer)
+        if not self.strategy.divides_optimizer:
+            check_whole(optimizer)
         refuse_other_parts(optimizer)
         if sync_batchnorm:
             _synchronise_batch_norm(model, self.strategy)
         self.loss = Loss(loss_fn, self.comm.device, forward, model)
         self.strategy.loss_modules = self.loss.modules
         self._prepare()
-        if self.strategy.shards is not None:
-            self.strategy.shards.divide(optimizer)
         self._loss = LossModule(
             model, self.loss, collective_forward=self.strategy.collective_forward
         )
