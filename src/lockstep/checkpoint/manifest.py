@@ -232,9 +232,9 @@ def _kind(path: Path) -> str:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return "nothing of that name"
-    return (
-        "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "something else"
-    )
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a file" if stat.S_ISREG(mode) else "something else"
 
 
 def _is_count(number: object) -> bool:

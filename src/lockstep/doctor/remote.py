@@ -170,8 +170,9 @@ def compare(
     text = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     problems = [
         Problem(
-            f"{host.name} has {f'{name} {version}' if version else f'no {name}'}, this host "
-            f"{local.get(name, 'none')}",
+            f"{host.name} has {name} {version}, this host {local.get(name, 'none')}"
+            if version
+            else f"{host.name} has no {name}, this host {local.get(name, 'none')}",
             f"Install {name} {local.get(name, '')} there, in the Python at {python}.",
         )
         for name, version in versions.items()

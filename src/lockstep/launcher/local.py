@@ -586,7 +586,9 @@ def worker_options(config: JobOptions, workers: int) -> WorkerOptions:
 
 def _watchdog_options(config: JobOptions) -> WatchdogOptions:
     environment.watchdog_mode()  # raises for an invalid value before anything starts
-    mode = "off" if config.no_watchdog else "strict" if config.strict else None
+    mode = "strict" if config.strict else None
+    if config.no_watchdog:
+        mode = "off"
     timeline = None if config.timeline is None else str(Path(config.timeline).absolute())
     folder = "" if config.output_dir is None else str(Path(config.output_dir).absolute())
     # the first host serves the metrics of the whole job

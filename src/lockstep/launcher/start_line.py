@@ -34,7 +34,8 @@ def write_start_line_of_hosts(
     if len(hosts) == 1:
         text = f"{workers} on {hosts[0].name}"
     else:
-        text = f"{workers}: {', '.join(f'{host.name} {host.slots}' for host in hosts)}"
+        places = ", ".join(f"{host.name} {host.slots}" for host in hosts)
+        text = f"{workers}: {places}"
     _write(multiplexer, config, text)
 
 

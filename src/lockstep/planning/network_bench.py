@@ -189,11 +189,12 @@ def verdict(network: NetworkMeasurement) -> str:
         f"{name} ({100 * noise:.0f} %)" for name, noise in noises.items() if noise > NOISE_LIMIT
     )
     others = ", ".join(name for name, noise in noises.items() if noise <= NOISE_LIMIT)
+    rest = f" What was measured of {others} is a result." if others else ""
     return (
         f"Not a result: {noisy}. Parts of these measurements differ by so much (the quartiles of "
         f"their medians); expected at most {100 * NOISE_LIMIT:.0f} %. Something else uses these "
         "hosts or the network; measure again when they are idle, or longer with "
-        f"--seconds.{f' What was measured of {others} is a result.' * bool(others)}"
+        f"--seconds.{rest}"
     )
 
 

@@ -218,7 +218,6 @@ def hand_over(scheduler: Scheduler, job: Job, path: Path) -> str:
     words = scheduler.submit_words(str(path))
     code, output, error = run_tool(words)
     if code:
-        raise LockstepError(
-            f"`{shlex.join(words)}` has failed: {error or f'exit code {code}'}. The file is {path}."
-        )
+        why = error or f"exit code {code}"
+        raise LockstepError(f"`{shlex.join(words)}` has failed: {why}. The file is {path}.")
     return output.strip()

@@ -143,7 +143,9 @@ class Golden:
         """
         __tracebackhide__ = True
         self._calls += 1
-        suffix = f"-{name}" if name else f"-{self._calls}" if self._calls > 1 else ""
+        suffix = f"-{self._calls}" if self._calls > 1 else ""
+        if name:
+            suffix = f"-{name}"
         path = self._folder / f"{_file_name(self._name + suffix)}.json"
         entries = {key: _entry(value) for key, value in as_entries(result).items()}
         if not entries:

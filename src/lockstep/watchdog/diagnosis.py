@@ -125,12 +125,14 @@ def missing_finding(
         process: its process and the host of it, if that is this host.
         batches: how many batches it has had, if they are not as many as this rank's.
     """
-    name = f"Rank {row.rank}{row.host and f' on {row.host}'}"
+    name = f"Rank {row.rank}"
+    if row.host:
+        name += f" on {row.host}"
     if row.state == "died":
+        gone = f": its {process} is gone" if process else ""
         return Finding(
             "lost",
-            f"{name} died while other ranks waited for it in "
-            f"{where}{process and f': its {process} is gone'}.",
+            f"{name} died while other ranks waited for it in {where}{gone}.",
             (row.rank,),
             "It was killed (SIGKILL; the kernel does that when memory runs out), crashed in C "
             "code, or called os._exit.",
@@ -140,10 +142,10 @@ def missing_finding(
     if row.state == "ended":
         return _exit_finding(row, name, where, batches)
     if row.state == "frozen":
+        stopped = f"{name} ({process})" if process else name
         return Finding(
             "frozen",
-            f"{name}{process and f' ({process})'} is stopped while other ranks wait for it in "
-            f"{where}.",
+            f"{stopped} is stopped while other ranks wait for it in {where}.",
             (row.rank,),
             "It has received SIGSTOP, or Ctrl-Z was pressed.",
             "To stop one rank in a debugger, start the job with --debug-rank.",

@@ -95,7 +95,8 @@ def describe_difference(kind: str, ranks: tuple[int, int], calls: tuple[Record, 
 
 def describe_collective(sequence: int, group: str) -> str:
     """Return ``collective #6 of the default group``, or ``... of group tp``."""
-    return f"collective #{sequence} of {f'group {group}' if group else 'the default group'}"
+    of_group = f"group {group}" if group else "the default group"
+    return f"collective #{sequence} of {of_group}"
 
 
 def size_finding(ranks: tuple[int, int], sizes: tuple[int, int], tag: int, call: str) -> Finding:

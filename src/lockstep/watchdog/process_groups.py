@@ -347,9 +347,10 @@ def _watched_message(name: str, method: Callable[..., Any]) -> Callable[..., Any
                 f"a rank from 0 to {len(monitor.ranks) - 1}",
                 args[1],
             )
-        peer, tag = (
-            (-1, args[1]) if from_any else (monitor.ranks[args[1]], args[2] if len(args) > 2 else 0)
-        )
+        peer = -1 if from_any else monitor.ranks[args[1]]
+        tag = args[2] if len(args) > 2 else 0
+        if from_any:
+            tag = args[1]
         pending = monitor.send_or_receive(name, args[0], peer, int(tag))
         device = None if monitor.completes_on_host or name == "send" else _device(args)
         return _start(monitor, pending, thread, functools.partial(method, self, *args), device)

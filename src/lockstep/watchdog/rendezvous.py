@@ -128,7 +128,8 @@ def rendezvous(
         NoSpaceError: some rank has no space for its flight recorder.
         OSError, LockstepError, RuntimeError: the rendezvous failed.
     """
-    turn = f"lockstep-watch/{store.add(f'lockstep-watch/turn/{rank}', 1)}"
+    number = store.add(f"lockstep-watch/turn/{rank}", 1)
+    turn = f"lockstep-watch/{number}"
     records = environment.records_dir()
     base = jobs.default_base() if records is None else ""
     address = _own_address(store)

@@ -264,9 +264,8 @@ def _tracebacks(report: Report) -> Iterator[_Line]:
         :_MAX_TRACEBACKS
     ]:
         yield _Line("")
-        yield _Line(
-            f"Traceback of rank {row.rank}{f' on {plain(row.host)}' if row.host else ''}:", "title"
-        )
+        place = f" on {plain(row.host)}" if row.host else ""
+        yield _Line(f"Traceback of rank {row.rank}{place}:", "title")
         lines = plain_lines(row.traceback.strip("\n"))
         if len(lines) > _MAX_TRACEBACK_LINES:
             lines = [*lines[:10], "...", *lines[10 - _MAX_TRACEBACK_LINES :]]

@@ -92,5 +92,7 @@ class JobNews:
         ]
         why = "; ".join([*self._losses, *leave])
         count = len(coordinator.members) - len(coordinator.leaving)
-        missing = f"{self._minimum - count} more{f' ({why})' if why else ''}"
+        missing = f"{self._minimum - count} more"
+        if why:
+            missing += f" ({why})"
         self._record.tell(f"{describe_workers(count, 'waits', 'wait')} for {missing}")

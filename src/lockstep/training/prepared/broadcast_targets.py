@@ -83,8 +83,10 @@ def _shapes_in_table(root: torch.Tensor, calls: ModelCalls) -> tuple[list[int], 
                 vectors.append(saved)
     targets = [tensor for tensor in tensors_of(calls.data) if tensor.numel() == samples]
     are_targets = any(_are_alike(vector, target) for vector in vectors for target in targets)
+    if not are_targets:
+        return None
     column = [samples, 1]
-    return (shape, [samples] if shape == column else column) if are_targets else None
+    return shape, [samples] if shape == column else column
 
 
 def _broadcast_in(node: Node, samples: int) -> list[int] | None:
