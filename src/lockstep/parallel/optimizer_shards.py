@@ -11,6 +11,7 @@ computes what it computes without owners, bit for bit.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import math
 import weakref
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ..communicator import Communicator
-from ..errors import ConfigError, TransportError, counted
+from ..errors import ConfigError, MismatchError, TransportError, counted
 from ..flight_recorder import named
 from .fingerprints import PART, combined_checksum, kind_of, part_of
 from .fingerprints import checksum as checksum_of_one
@@ -132,25 +133,15 @@ class OptimizerShards:
         Raises:
             ConfigError: on all workers, if the state is divided already, and one of them has
                 another part than it is to have.
+            MismatchError: on all workers, if they begin with other states: nobody would notice, as
+                all get the values of the owners.
         """
         if self._is_divided:
             self.forget_others(optimizer)
             return
         self._is_divided = True
         if not self._comm.is_joining:
-            part = part_of(optimizer.param_groups)
-            is_other = part is not None and part != self._part(optimizer)
-            others = [
-                theirs
-                for theirs in self._comm.allgather_object(part if is_other else None)
-                if theirs
-            ]
-            if others:
-                raise _refused_part(
-                    others[0],
-                    "the whole state of all parameters, or the part of it that each worker is to "
-                    "have",
-                )
+            self._check_before(optimizer)
         self.forget_others(optimizer)
         shards = weakref.ref(self)  # an optimizer may live longer than the workers' connections
 
@@ -160,6 +151,29 @@ class OptimizerShards:
                 owners.forget_others(optimizer)
 
         optimizer.register_load_state_dict_post_hook(forget_others)
+
+    def _check_before(self, optimizer: Optimizer) -> None:
+        """Check what state the workers have before the first step, see `divide`."""
+        part = part_of(optimizer.param_groups)
+        is_other = part is not None and part != self._part(optimizer)
+        has_all = part is None
+        state = _digest_of_state(optimizer) if has_all else ""
+        with named("state of the optimizer"):
+            by_rank = self._comm.allgather_object((part if is_other else None, has_all, state))
+        for theirs, _, _ in by_rank:
+            if theirs is not None:
+                raise _refused_part(
+                    theirs,
+                    "the whole state of all parameters, or the part of it that each worker is to "
+                    "have",
+                )
+        for rank, beginning in enumerate(by_rank):
+            if beginning != by_rank[0]:
+                raise MismatchError(
+                    f"the workers' optimizers differ: the state that rank {rank} has before the "
+                    "first step is not that of rank 0. Load the same state on every rank, also "
+                    "those parts of it that other workers update."
+                )
 
     def forget_others(self, optimizer: Optimizer) -> None:
         """Drop the state of tensors that other workers update: some optimizers make it at once."""
@@ -514,6 +528,23 @@ def without_state(optimizer: Optimizer) -> dict[str, Any]:
         for group in state["param_groups"]
     ]
     return {**state, "state": {}, "param_groups": groups}
+
+
+def _digest_of_state(optimizer: Optimizer) -> str:
+    """Return a digest of an optimizer's state: of which parameters there is some, its names, and
+    the bits of plain tensors and numbers.
+    """
+    digest = hashlib.sha256()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in enumerate(parameters):
+        for name, value in sorted(optimizer.state.get(p, {}).items()):
+            content: Any = type(value).__name__
+            if type(value) is torch.Tensor and value.layout is torch.strided:
+                content = kind_of(value), int(checksum_of_one(value))
+            elif isinstance(value, (int, float, str)):
+                content = value
+            digest.update(repr((number, name, content)).encode())
+    return digest.hexdigest()
 
 
 def check_whole(optimizer: Optimizer) -> None:

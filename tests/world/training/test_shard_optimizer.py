@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, MismatchError
 from lockstep.parallel.optimizer_shards import LostStateError, OptimizerShards
 from lockstep.proof.on_spike import StateCopy
 from lockstep.training.optimizers import LAMB, LARS
@@ -535,6 +535,29 @@ def test_training_goes_on_with_the_same_parts_or_with_the_whole_state(pool: Pool
     expected = pool.run(run, False, False, workers=1)
     for first, second in ((True, True), (True, False), (False, True)):
         assert pool.run(run, first, second, workers=3) == expected * 3
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_workers_that_begin_with_other_states_are_refused(pool: Pool, is_missing: bool) -> None:
+    """Nobody would notice: values are those of the owners, and the same on all workers."""
+
+    def run() -> str:
+        model = make_classifier()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        rank = lockstep.init().rank
+        if rank == 0 or not is_missing:
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 1.0 + rank)
+            optimizer.step()
+        with pytest.raises(MismatchError) as raised:
+            stepped(True, model, optimizer)
+        return str(raised.value)
+
+    for said in pool.run(run, workers=3):
+        assert said.startswith(
+            "the workers' optimizers differ: the state that rank 1 has before the first step is "
+            "not that of rank 0."
+        )
 
 
 def single() -> nn.Module:
