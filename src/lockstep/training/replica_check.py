@@ -17,7 +17,7 @@ from .. import arguments
 from ..communicator import Communicator
 from ..errors import MismatchError
 from ..flight_recorder import named
-from ..parallel.fingerprints import INTEGERS, PART, checksum_of, mix_bits
+from ..parallel.fingerprints import INTEGERS, PART, checksum_of, mix_bits, part_of
 from ..parallel.shards import mix
 from ..parallel.strategy import accumulation_dtype
 from .formats import REPLICA_CHECK
@@ -42,6 +42,9 @@ class ReplicaCheck:
     Each worker adds a digest d, a small whole number, and d² to the all-reduce of each step: n
     workers have the same d if and only if n · Σd² = (Σd)². Only a difference causes further
     communication.
+
+    The first step also compares the optimizer's state, which the program may have loaded on one
+    worker only.
 
     Weights that were changed on some workers only are an error. Weights that differ by rounding are
     a warning: other processors, other numbers of threads, or an optimizer whose operations have no
@@ -91,12 +94,21 @@ class ReplicaCheck:
         self._steps = 0  # number of steps, for the bound on rounding
         self._latest_step = -1
         self._compared_until = -1
+        # A worker that joins has the state of the others, who have made their first step.
+        self._is_before_first_step = not comm.is_joining
+        self._first_step = -1
+        # Of each parameter, when the first step began: the names of what the optimizer has of it,
+        # with numbers of the host. And a checksum of the tensors among it, if bits are compared.
+        self._first_state: list[Any] = []
+        self._first_checksum: torch.Tensor | None = None
 
     def regroup(self) -> None:
         """Adapt to the communicator's new workers."""
         self._on = self.every > 0 and self._comm.size > 1
         self._values = None
         self._compared_until = -1
+        self._is_before_first_step = False
+        self._first_step = -1
         self._marks = torch.zeros(4 if self._on else 0, dtype=self._dtype, device=self._comm.device)
 
     def marks(self, step: int) -> torch.Tensor:
@@ -116,6 +128,10 @@ class ReplicaCheck:
             if step % self.every or not self._weights or self._warned
             else list(self._sample_weights(step))
         )
+        if self._is_before_first_step:
+            self._is_before_first_step = False
+            self._first_step = step
+            samples += self._note_state()
         if not samples and not on_device:
             return self._marks
         number = self._digest([*on_device, *samples])
@@ -133,6 +149,8 @@ class ReplicaCheck:
             or all(self._equal(*sums[at : at + 2]) for at in (0, 2))
         ):
             return
+        if step == self._first_step:
+            self._report_state(step)
         self.compare(step)
 
     def _equal(self, total: float, squares: float) -> bool:
@@ -193,6 +211,35 @@ class ReplicaCheck:
                 offset += index % size * stride
                 index //= size
             yield p.as_strided((1,), (1,), offset)
+
+    def _note_state(self) -> list[torch.Tensor]:
+        """Note the state that the optimizer has before the first step; returns what is compared of
+        it, each of shape (1,). Nothing if each worker has another part of it.
+        """
+        groups = self._optimizer.param_groups
+        if not self._weights or part_of(groups) is not None:
+            return []
+        states = [self._optimizer.state.get(p, {}) for group in groups for p in group["params"]]
+        self._first_state = [
+            sorted((str(name), value if type(value) is int else None) for name, value in of.items())
+            for of in states
+        ]
+        if not any(states):
+            return []
+        device = self._comm.device
+        number = zlib.crc32(repr(self._first_state).encode())
+        samples = [torch.full((1,), number, dtype=torch.int64, device=device)]
+        tensors = [
+            value.to(device, non_blocking=True)
+            for of in states
+            for _, value in sorted(of.items(), key=lambda entry: str(entry[0]))
+            if type(value) is torch.Tensor and value.layout is torch.strided
+        ]
+        # Rounding may have made the states of an earlier training others, where that may be.
+        if self._exact and tensors:
+            self._first_checksum = checksum_of(tensors)
+            samples.append(self._first_checksum.reshape(1))
+        return samples
 
     def _digest(self, samples: list[torch.Tensor]) -> torch.Tensor:
         """Return a small whole number computed from the bits of `samples`, on the device."""
@@ -297,6 +344,29 @@ class ReplicaCheck:
                     f"{name!r} of parameter group {group} is {first!r} on rank 0 and {other!r} on "
                     f"rank {rank}."
                 )
+
+    def _report_state(self, step: int) -> None:
+        """Raise an error if the optimizer's state was another on some worker when the first step
+        began.
+        """
+        checksum = None if self._first_checksum is None else int(self._first_checksum)
+        with named("comparison of the optimizer's state"):
+            by_rank = self._comm.allgather_object((self._first_state, checksum))
+        first, first_checksum = by_rank[0]
+        for rank, (theirs, their_checksum) in enumerate(by_rank):
+            if (theirs, their_checksum) == (first, first_checksum):
+                continue
+            names, other_names = (
+                [", ".join(name for name, _ in of) or "nothing" for of in states]
+                for states in (first, theirs)
+            )
+            pairs = enumerate(zip(names, other_names, strict=False))
+            for number, (one, other) in pairs:
+                if one != other:
+                    problem = f"the optimizer's state of parameter {number} is {one} on rank 0"
+                    _fail(step, f"{problem} and {other} on rank {rank}, before the first step.")
+            problem = f"the optimizer's state on rank {rank} holds other values than on rank 0"
+            _fail(step, f"{problem}, before the first step.")
 
     def _report_weights(self, differing: list[tuple[str, torch.Tensor]], step: int | None) -> None:
         """Raise an error for the first weights that differ by more than rounding; warn of others

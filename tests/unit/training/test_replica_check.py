@@ -13,7 +13,10 @@ from lockstep.communicator import Communicator
 from lockstep.errors import ConfigError
 from lockstep.training.replica_check import ReplicaCheck
 
-TWO = cast(Communicator, SimpleNamespace(size=2, rank=0, device=torch.device("cpu")))
+TWO = cast(
+    Communicator,
+    SimpleNamespace(size=2, rank=0, device=torch.device("cpu"), is_joining=False),
+)
 
 
 def check(every: int = 1, model: nn.Module | None = None, **group: Any) -> ReplicaCheck:

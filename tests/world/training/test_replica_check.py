@@ -69,6 +69,10 @@ def change_weight(trainer: Trainer, factor: float = 1.5) -> None:
         trainer.model[4].weight[1, 3] *= factor  # type: ignore[index]
 
 
+def with_momentum(parameters: Any, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr, momentum=0.9)
+
+
 def refused(callback: Callback, said: str, out: Path | None = None, **options: Any) -> int:
     """The steps that were made until the error came, on every rank."""
     callbacks = [callback] if out is None else [callback, Checkpoints("2steps")]
@@ -133,6 +137,47 @@ def test_it_can_be_switched_off(pool: Pool) -> None:
         return trainer.step.steps_done
 
     assert pool.run(run, workers=2) == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_missing"),
+    # without virtual workers rounding may have made other values
+    [*((options, True) for options in EVERYWHERE), ({"virtual_workers": 4}, False)],
+)
+def test_a_state_of_the_optimizer_that_only_rank_0_has(
+    pool: Pool, options: dict[str, Any], is_missing: bool
+) -> None:
+    """As when rank 0 alone loads a checkpoint: its first step would be another than the others'."""
+
+    def run() -> tuple[int, str]:
+        trainer = make(None, [], with_momentum, **options)
+        rank = trainer.comm.rank
+        for p in trainer.model.parameters() if rank == 0 or not is_missing else ():
+            trainer.optimizer.state[p]["momentum_buffer"] = torch.full_like(p, 1.0 + rank)
+        with pytest.raises(MismatchError) as raised:
+            trainer.fit(images(), 3)
+        return trainer.step.steps_done, str(raised.value)
+
+    ((steps, said), (other_steps, other_said)) = pool.run(run, workers=2)
+    assert steps == other_steps and steps <= 1 and said == other_said
+    assert "differ at step 0: the optimizer's state " in said
+    expected = (
+        "of parameter 0 is momentum_buffer on rank 0 and nothing on rank 1, before the first step"
+        if is_missing
+        else "on rank 1 holds other values than on rank 0, before the first step"
+    )
+    assert expected in said
+
+
+def test_the_same_state_of_the_optimizer_is_fine(pool: Pool) -> None:
+    def run() -> int:
+        trainer = make(None, [], with_momentum, virtual_workers=4)
+        for p in trainer.model.parameters():
+            trainer.optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
+        trainer.fit(images(), 1)
+        return trainer.step.steps_done
+
+    assert pool.run(run, workers=2) == [5, 5]
 
 
 def test_what_differs_by_rounding_is_a_warning_and_the_job_continues(pool: Pool) -> None:
