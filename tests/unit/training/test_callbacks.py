@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,10 @@ def test_a_full_disk_ends_no_training(
     full_disk: Path, caplog: pytest.LogCaptureFixture, make: type[Callback], name: str
 ) -> None:
     live(make(), trainer(full_disk))
+    for thread in threading.enumerate():
+        if "tensorboard" in type(thread).__module__:
+            thread.join(10.0)  # its error is reported when it ends, which would be in another test
+            assert not thread.is_alive()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
