@@ -50,6 +50,8 @@ class OptimizerShards:
         has_second_owners: whether the state of each parameter is kept by two workers.
         divides_gradients: whether a step leaves the gradient of a parameter to its owner alone;
             otherwise all workers have all gradients.
+        has_equal_bits: whether the training guarantees equal bits, so that the workers' states
+            before the first step are compared bit by bit.
 
     Attributes:
         parameters: the parameters.
@@ -63,10 +65,12 @@ class OptimizerShards:
         comm: Communicator,
         has_second_owners: bool = False,
         divides_gradients: bool = True,
+        has_equal_bits: bool = True,
     ) -> None:
         self.parameters = list(parameters)
         self.has_second_owners = has_second_owners
         self._divides_gradients = divides_gradients
+        self._has_equal_bits = has_equal_bits
         self._comm = comm
         self.owner_of: dict[torch.Tensor, int] = {}
         self.second_owner_of: dict[torch.Tensor, int] = {}
@@ -157,7 +161,7 @@ class OptimizerShards:
         part = part_of(optimizer.param_groups)
         is_other = part is not None and part != self._part(optimizer)
         has_all = part is None
-        state = _digest_of_state(optimizer) if has_all else ""
+        state = _digest_of_state(optimizer, self._has_equal_bits) if has_all else ""
         with named("state of the optimizer"):
             by_rank = self._comm.allgather_object((part if is_other else None, has_all, state))
         for theirs, _, _ in by_rank:
@@ -530,9 +534,11 @@ def without_state(optimizer: Optimizer) -> dict[str, Any]:
     return {**state, "state": {}, "param_groups": groups}
 
 
-def _digest_of_state(optimizer: Optimizer) -> str:
-    """Return a digest of an optimizer's state: of which parameters there is some, its names, and
-    the bits of plain tensors and numbers.
+def _digest_of_state(optimizer: Optimizer, with_bits: bool) -> str:
+    """Return a digest of an optimizer's state: of which parameters there is some, its names and
+    kinds, whole numbers and texts; and the bits of plain tensors and other numbers, if `with_bits`.
+
+    Rounding may have made them others on some worker, where equal bits are not guaranteed.
     """
     digest = hashlib.sha256()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -540,8 +546,8 @@ def _digest_of_state(optimizer: Optimizer) -> str:
         for name, value in sorted(optimizer.state.get(p, {}).items()):
             content: Any = type(value).__name__
             if type(value) is torch.Tensor and value.layout is torch.strided:
-                content = kind_of(value), int(checksum_of_one(value))
-            elif isinstance(value, (int, float, str)):
+                content = kind_of(value), int(checksum_of_one(value)) if with_bits else 0
+            elif isinstance(value, (int, str)) or (with_bits and isinstance(value, float)):
                 content = value
             digest.update(repr((number, name, content)).encode())
     return digest.hexdigest()

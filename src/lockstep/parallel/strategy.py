@@ -158,7 +158,10 @@ class Strategy:
             self.shards.check_same(parameters)
         elif self.divides_optimizer:
             is_elastic = isinstance(self.comm, ElasticCommunicator)
-            self.shards = OptimizerShards(parameters, self.comm, is_elastic, divides_gradients)
+            has_equal_bits = self.virtual_workers is not None
+            self.shards = OptimizerShards(
+                parameters, self.comm, is_elastic, divides_gradients, has_equal_bits
+            )
 
     def prepare(self, model: nn.Module) -> None:
         """Move the model to its device, with rank 0's values on every worker."""

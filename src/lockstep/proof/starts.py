@@ -20,7 +20,7 @@ import torch
 from .. import environment
 from ..data.loader import Loader
 from ..environment.variable_table import DEBUG, DEBUG_RANK, JOB_KEY, OF_WORKERS, RESUME
-from ..parallel.fingerprints import checksum_of
+from ..parallel.fingerprints import PART, checksum_of
 from ..training.trainer import Trainer
 
 TRAIN_COMMAND = ("-m", "lockstep", "train")
@@ -160,7 +160,7 @@ def start_of(trainer: Trainer, data: Data, place: tuple[int, int] = (0, 0)) -> S
         weights=weights,
         optimizer=type(trainer.optimizer).__name__,
         hyperparameters=[
-            {name: _plain(value) for name, value in group.items() if name != "params"}
+            {name: _plain(value) for name, value in group.items() if name not in ("params", PART)}
             for group in trainer.optimizer.param_groups
         ],
         data=data,

@@ -560,6 +560,33 @@ def test_workers_that_begin_with_other_states_are_refused(pool: Pool, is_missing
         )
 
 
+def test_states_that_rounding_has_made_others_are_not_refused(pool: Pool) -> None:
+    """Without virtual workers, as on other processors."""
+
+    def run() -> list[str]:
+        model = make_classifier()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + 1e-7 * lockstep.init().rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        step = lockstep.TrainStep(model, optimizer, nn.CrossEntropyLoss(), shard_optimizer=True)
+        loader = lockstep.Loader(make_samples(BATCH), BATCH)
+        step.run(next(iter(loader.epoch(0))))
+        return [lockstep.fingerprint(model)]
+
+    first, second = pool.run(run, workers=2)
+    assert first == second
+
+
+def test_the_mark_of_a_part_is_no_hyperparameter(pool: Pool, tmp_path: Path) -> None:
+    for shard_optimizer in (True, False):
+        folder = tmp_path / str(shard_optimizer)
+        pool.run(trained_in, folder, shard_optimizer, 1, None, workers=2)
+    one, other = (lockstep.ledger(tmp_path / name).starts[0] for name in ("True", "False"))
+    assert one.hyperparameters == other.hyperparameters
+
+
 def single() -> nn.Module:
     """One parameter: of several workers, all but one own nothing."""
     torch.manual_seed(0)

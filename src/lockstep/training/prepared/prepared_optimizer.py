@@ -132,7 +132,9 @@ class PreparedOptimizer:
         may_change = not loop.repeats.recovery.has_fixed_workers
         if loop.comm.size > 1 or may_change:
             parameters = parameters_of(loop.model, self.optimizer)
-            self.owners = OptimizerShards(parameters, loop.comm, has_second_owners=may_change)
+            self.owners = OptimizerShards(
+                parameters, loop.comm, may_change, has_equal_bits=loop.parts.exact
+            )
             self.owners.divide(self.optimizer)
 
     def _make_reducer(self) -> Reducer:
