@@ -94,9 +94,8 @@ class ReplicaCheck:
         self._steps = 0  # number of steps, for the bound on rounding
         self._latest_step = -1
         self._compared_until = -1
-        # A worker that joins has the state of the others, who have made their first step.
-        self._is_before_first_step = not comm.is_joining
-        self._first_step = -1
+        # None until it comes. A worker that joins has the state of the others, who have made it.
+        self._first_step: int | None = -1 if comm.is_joining else None
         # Of each parameter, when the first step began: the names of what the optimizer has of it,
         # with numbers of the host. And a checksum of the tensors among it, if bits are compared.
         self._first_state: list[Any] = []
@@ -107,7 +106,6 @@ class ReplicaCheck:
         self._on = self.every > 0 and self._comm.size > 1
         self._values = None
         self._compared_until = -1
-        self._is_before_first_step = False
         self._first_step = -1
         self._marks = torch.zeros(4 if self._on else 0, dtype=self._dtype, device=self._comm.device)
 
@@ -128,8 +126,7 @@ class ReplicaCheck:
             if step % self.every or not self._weights or self._warned
             else list(self._sample_weights(step))
         )
-        if self._is_before_first_step:
-            self._is_before_first_step = False
+        if self._first_step is None:
             self._first_step = step
             samples += self._note_state()
         if not samples and not on_device:
