@@ -13,7 +13,6 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from contextlib import suppress
 from typing import Any
 
 from .. import environment
@@ -34,7 +33,7 @@ from .options import JobOptions, check_debug_rank
 from .pulse import Patience, SilenceWatch
 from .remote_hosts.host_description import check_compatible
 
-__all__ = ["FIRST", "FixedHosts", "OneHost", "interface_with_address", "listen_for_hosts"]
+__all__ = ["FIRST", "FixedHosts", "OneHost", "listen_for_hosts"]
 
 FIRST = 0
 """The number of the host whose launcher coordinates."""
@@ -469,22 +468,3 @@ def _dial(address: str, port: int, seconds: float) -> socket.socket:
                     "master_addr", expected, found=f"{address}:{port}", hint=hint
                 ) from None
         time.sleep(_RETRY_S)
-
-
-def interface_with_address(address: str) -> str | None:
-    """Return the name of the network interface with `address`; None if it cannot be determined
-    (IPv4, Linux).
-    """
-    try:
-        import fcntl
-        import struct
-    except ImportError:
-        return None
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                # SIOCGIFADDR
-                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None

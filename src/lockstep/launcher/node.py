@@ -10,7 +10,7 @@ import signal
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -20,9 +20,9 @@ from typing_extensions import override
 from .. import environment
 from ..errors import InterruptedRunError, LockstepError, WorkerError
 from ..job.messages import Failure, HostDescription, JobEnd, Request
-from ..system.heartbeat import address_towards
-from .links import FIRST, FixedHosts, interface_with_address, listen_for_hosts
+from .links import FIRST, FixedHosts, listen_for_hosts
 from .local import run_host_share
+from .network_interface import choose_interface
 from .options import JobOptions
 from .output.log_multiplexer import LogMultiplexer
 from .remote_hosts.host_description import describe_host
@@ -188,7 +188,7 @@ def run_host(
     error: LockstepError | None = None
     with closing(hosts):
         hosts.meet(description, config, listener)
-        _choose_interface(config, hosts)
+        choose_interface(config.network_interface, hosts.address if hosts.nodes > 1 else None)
         try:
             run_workers()
         except InterruptedRunError:
@@ -236,15 +236,3 @@ def failure_of(error: LockstepError, clock_offset_ns: int = 0) -> Failure | None
     if not isinstance(cause, WorkerError):
         return None
     return Failure.from_error(cause, socket.gethostname(), clock_offset_ns)
-
-
-def _choose_interface(config: JobOptions, hosts: FixedHosts) -> None:
-    """Make Gloo and NCCL use the network of the first host; by default Gloo uses the address of the
-    host name.
-    """
-    name = config.network_interface
-    if name is None and hosts.nodes > 1:
-        with suppress(OSError):
-            name = interface_with_address(address_towards(hosts.address))
-    if name is not None:
-        environment.set_defaults({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name})

@@ -20,6 +20,7 @@ from ..hosts import Host
 from ..interruption import deferred_signals
 from ..topology import World
 from .host_requirements import check_loopback
+from .network_interface import check_interface
 from .options import AUTO, JobOptions, check_debug_rank, check_network
 from .output.log_multiplexer import LogMultiplexer
 from .remote_hosts.remote_command import requested_variables
@@ -214,6 +215,7 @@ def _prepare_host(script: Script, config: JobOptions, workers: int) -> str:
     try:
         prepare_workers(config, workers)
         script.check()
+        check_interface(config.network_interface)
     except ConfigError as error:
         return str(error)
     return ""

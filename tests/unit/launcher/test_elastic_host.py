@@ -86,13 +86,10 @@ class FakeHost:
     [(None, True), (LockstepError("ended"), True), (OutsideError("went on"), False)],
 )
 def test_a_host_listens_no_more_when_its_part_is_over(
-    error: Exception | None, is_final: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception | None, is_final: bool
 ) -> None:
     # others that still find it listening when its connections end take it for a host that is cut
     # off, and wait for it
-    monkeypatch.setattr(
-        elastic_node, "interface_with_address", lambda address: None
-    )  # no variables are set
     listener, setup = Listener("127.0.0.1"), cast(HostSetup, SimpleNamespace(multiplexer=Mock()))
     with listener.socket:
         try:
@@ -107,8 +104,7 @@ def test_a_host_listens_no_more_when_its_part_is_over(
 
 
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let hosts that wait to join again be quick, and touch no variables."""
-    monkeypatch.setattr(elastic_node, "interface_with_address", lambda address: None)
+    """Let hosts that wait to join again be quick."""
     monkeypatch.setattr(elastic_node, "ALONE_S", 0.3)
     monkeypatch.setattr(elastic_node, "_RETRY_S", 0.02)
 

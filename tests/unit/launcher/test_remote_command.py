@@ -14,7 +14,6 @@ import pytest
 
 from lockstep import hosts
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launcher.links import interface_with_address
 from lockstep.launcher.options import JobOptions
 from lockstep.launcher.remote_hosts.remote_command import (
     assign_workers,
@@ -229,14 +228,12 @@ def test_values_are_neither_shown_nor_stored(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_own_addresses_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert hosts.is_this_host("localhost")
     assert hosts.is_this_host("127.0.0.1")
     assert not hosts.is_this_host("192.0.2.1")  # reserved for examples
     assert address_towards("127.0.0.1") == "127.0.0.1"
-    assert interface_with_address("127.0.0.1") == "lo"
-    assert interface_with_address("192.0.2.1") is None
 
 
 # --- Slurm

@@ -21,6 +21,8 @@ import pytest
 
 from lockstep.elastic.control import request
 from lockstep.flight_recorder import jobs
+from lockstep.launcher.network_interface import interface_with_address
+from lockstep.system.heartbeat import address_in_a_network
 from support import warm_python
 from support.warm_python import WarmProcess
 
@@ -283,6 +285,60 @@ def test_a_flood_that_stays_keeps_nobody_out(job: Job) -> None:
     assert job.end() == [0, 0, 0], job.out()
     assert job.out().count("done") == 3, job.out()
     assert job.out().count("was lost") == 1, job.out()
+
+
+# --- the network interface
+# --------------------------------------------------------------------------------------------------
+
+
+def other_interface() -> str:
+    """An interface of this host over which processes here can talk to each other, and which they
+    would not choose in a job at 127.0.0.1.
+    """
+    try:
+        found = interface_with_address(address_in_a_network())
+    except OSError:
+        found = None
+    if found is None:
+        pytest.skip("there is only a loopback interface")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fixed", "elastic"])
+def test_all_hosts_use_the_interface_that_the_user_has_chosen(kind: str, job: Job) -> None:
+    chosen = other_interface()
+    names = '("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")'
+    says = f'print("over", *(os.environ[name] for name in {names}), flush=True)\n'
+    (job.folder / "program.py").write_text(PROGRAM + says)
+    elastic = ("--elastic", "1:3") if kind == "elastic" else ()
+    start_hosts(job, 2, *elastic, "--network-interface", chosen)
+    if kind == "elastic":
+        (control,) = [
+            found.control
+            for found in jobs.find_jobs().values()
+            if found.pid == job.launchers[0].pid
+        ]
+        job.start_command("join", request(control, "address").split()[-1], "-np", 1)
+        job.wait_until(lambda: len(job.workers()) == 3)
+    assert set(job.end()) == {0}, job.out()
+    assert job.out().count(f"over {chosen} {chosen}\n") == len(job.launchers), job.out()
+
+
+@pytest.mark.parametrize("kind", ["fixed"])
+def test_an_interface_that_one_host_has_not_is_said_on_all(kind: str, job: Job) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    where = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "-np", 1)
+    elastic = ("--elastic", "1:2") if kind == "elastic" else ()
+    job.start(*elastic, *where, "--node-rank", 0)
+    job.start(*elastic, *where, "--node-rank", 1, "--network-interface", "nothing0")
+    codes = [launcher.wait(LIMIT) for launcher in job.launchers]
+    for reader in job.readers:
+        reader.join(LIMIT)
+    assert codes == [1, 1], job.out()
+    for launcher in range(2):
+        assert "network_interface: expected one of this host (lo" in job.out(launcher), job.out()
+        assert "got 'nothing0'" in job.out(launcher), job.out()
 
 
 # --- the fork server

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from ...job.messages import Failure, MeetingPoint, Request
 from ...stores import listen
 from ...system.heartbeat import address_towards
 from ..handshake import HostEntry, HostHello, HostRefused, HostWelcome
-from ..links import interface_with_address
+from ..network_interface import check_interface, choose_interface
 from ..node import HostPart, failure_of
 from ..options import JobOptions
 from ..output.log_multiplexer import LogMultiplexer
@@ -109,12 +108,6 @@ class Listener:
         self.port = int(self.socket.getsockname()[1])
         self.name = name or socket.gethostname()
         self.numbers: list[int] = []
-        with suppress(OSError):  # a name of this host
-            interface = interface_with_address(address_towards(address))
-            if interface is not None:
-                environment.set_defaults(
-                    {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-                )
 
     def entry(self, number: int, slots: int) -> HostEntry:
         """Return this host as the others know it."""
@@ -261,6 +254,7 @@ def found_job(
         ConfigError: not all hosts joined in time, or are incompatible.
         as `ElasticHost.run`.
     """
+    choose_interface(config.network_interface, listener.address)
     own_entry = listener.entry(0, slots)
     with _opened(setup, own_entry, listener) as host:
         watch(host)
@@ -364,6 +358,7 @@ def join_job(
     """
     node = config.node_rank if config.nnodes > 1 else -1
     listener = listener or Listener(_own_address(addresses[0][0]))
+    choose_interface(config.network_interface, listener.address)
     while addresses:
         own_entry = listener.entry(NEW, slots)
         hello = HostHello(node=node, description=describe_host(slots), host=own_entry)
@@ -511,6 +506,7 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
         metrics_port=None,  # the first host serves them
         metrics_file=None,
     )
+    check_interface(config.network_interface)
     with Activity("lockstep join: loading PyTorch", shown=True):
         count = workers or default_workers()
         prepare_workers(config, count)
