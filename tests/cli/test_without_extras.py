@@ -62,10 +62,7 @@ def test_a_training_runs_and_resumes(
         monkeypatch.setitem(sys.modules, name, None)
     begun = here("train", "--model", "mlp", "--run-dir", "run", "--epochs", "1", "--workers", "1")
     assert begun.returncode == 0, begun.stderr
-    line = "curve.png needs the package matplotlib: pip install 'lockstep-train[plots]'."
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{line} The training continues without it."
-    ]
+    assert not caplog.records  # nobody has asked for a picture
     files = {path.name for path in (folder / "run").iterdir()}
     assert (
         files >= {"config.json", "metrics.csv", "model.safetensors", "result.json"}

@@ -32,13 +32,13 @@ from .callbacks import (
     Callback,
     Checkpoints,
     CSVLog,
-    Curve,
     Progress,
     TensorBoard,
     TextSamples,
     TokenColumns,
     TrainingContext,
 )
+from .callbacks.curve import curve_by_default
 from .losses.torch_losses import check_fit
 from .modes import evaluating
 from .optimizers import LAMB, LARS
@@ -517,7 +517,7 @@ def _schedule(options: TrainOptions, samples: int) -> Schedule:
 def make_callbacks(options: TrainOptions) -> list[Callback]:
     """Create the callbacks for the options."""
     chosen: list[Callback] = [] if options.quiet else [Progress(options.context)]
-    chosen += [CSVLog(), Curve(), Checkpoints(options.checkpoint_every)]
+    chosen += [CSVLog(), curve_by_default(), Checkpoints(options.checkpoint_every)]
     if "tensorboard" in options.logs():
         arguments.require_package("tensorboard", "log", "tensorboard")
         chosen.append(TensorBoard())

@@ -156,6 +156,23 @@ def test_a_log_is_whole_again_once_there_is_space(
     assert len(list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))) == 3
 
 
+def test_a_plot_without_matplotlib_is_missed_by_who_has_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (by_default,) = [
+        each for each in training_callbacks.defaults(with_folder=True) if isinstance(each, Curve)
+    ]
+    live(by_default, trainer(tmp_path))
+    assert not caplog.records
+    live(Curve(), trainer(tmp_path))
+    assert [record.getMessage() for record in caplog.records] == [
+        "curve.png needs the package matplotlib: pip install 'lockstep-train[plots]'. The training "
+        "continues without it."
+    ]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("make", [CSVLog, Curve, TensorBoard])
 def test_a_run_without_a_folder_has_no_files(make: type[Callback]) -> None:
     live(make(), trainer(None))

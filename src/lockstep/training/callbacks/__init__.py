@@ -6,7 +6,7 @@ from .averaged_weights import AveragedWeights
 from .base import Callback, TrainingContext
 from .checkpoints import Checkpoints
 from .csv_log import CSVLog
-from .curve import Curve
+from .curve import Curve, curve_by_default
 from .early_stopping import EarlyStopping
 from .gradient_noise import GradientNoise
 from .language import TextSamples, TokenColumns
@@ -49,4 +49,5 @@ def defaults(with_folder: bool, pretrained: bool = False) -> list[Callback]:
     """
     if not with_folder:
         return [Progress()]
-    return [Progress(), CSVLog(), Curve(), Checkpoints(), *([Pretrained()] if pretrained else [])]
+    own = [Pretrained()] if pretrained else []
+    return [Progress(), CSVLog(), curve_by_default(), Checkpoints(), *own]

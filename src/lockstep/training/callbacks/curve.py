@@ -71,13 +71,15 @@ class StepLosses:
 class Curve(Callback):
     """Plots the run to `curve.png` in its run directory when it ends, with or without an error.
 
-    If the file cannot be written, or matplotlib is not installed, a warning is logged.
+    If the file cannot be written, or matplotlib is not installed, a warning is logged. A run to
+    which Lockstep itself adds this callback has no plot without matplotlib, and no warning.
     """
 
     needs_run_dir = True
 
     def __init__(self) -> None:
         self._losses = StepLosses()
+        self._is_wanted = True
         self._can_draw = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,12 +91,13 @@ class Curve(Callback):
         self._losses.load_state_dict(state)
 
     def on_train_start(self, trainer: TrainingContext) -> None:
-        """Say at once if no plot can be made."""
+        """Say at once if no plot can be made that the user has asked for."""
         try:
             arguments.require_package("matplotlib", "curve.png", "plots")
         except MissingPackageError as error:
             self._can_draw = False
-            _log.warning("%s. The training continues without it.", error)
+            if self._is_wanted:
+                _log.warning("%s. The training continues without it.", error)
 
     def on_loss(self, trainer: TrainingContext, result: StepResult, loss: float) -> None:
         """Keep the loss of a step."""
@@ -109,6 +112,15 @@ class Curve(Callback):
                     trainer.history, self._losses, trainer.steps_per_epoch, trainer.run_dir.name
                 )
                 atomic_files.write_bytes(path, picture)
+
+
+def curve_by_default() -> Curve:
+    """Return the callback for a run whose user has not asked for a plot: without matplotlib it is
+    silent.
+    """
+    curve = Curve()
+    curve._is_wanted = False
+    return curve
 
 
 def draw(history: list[Row], losses: StepLosses, steps_per_epoch: int | None, name: str) -> bytes:
