@@ -8,6 +8,7 @@ Run as a program it tries many seeds: ``python tests/support/elastic_chaos.py 10
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -39,10 +40,11 @@ from lockstep.launcher.workers import Workers
 from lockstep.parallel import bucket_exchange, one_bucket, optimizer_shards, reducer
 from lockstep.parallel.optimizer_shards import OptimizerShards
 from lockstep.proof.ledger import values_of
+from lockstep.training.step.separable_updates import check_separable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.optimizers import MasterSGD
+from support.optimizers import DIVISIBLE, MasterSGD
 
 __all__ = ["Outcome", "Plan", "Point", "run_job", "undisturbed"]
 
@@ -101,6 +103,7 @@ class Plan:
         parts: of an iterable data set with the samples; 0 for one whose samples have indices.
         shards: whether the optimizer's state is divided among the workers.
         precision: of the training; with "fp16" gradients overflow now and then.
+        optimizer: the name of one of `DIVISIBLE`; "" for that of the model.
     """
 
     workers: int
@@ -118,6 +121,7 @@ class Plan:
     on_spike: str = ""
     shards: bool = False
     precision: str = "fp32"
+    optimizer: str = ""
 
     @classmethod
     def of(cls, seed: int, backend: str | None = None) -> Plan:
@@ -198,7 +202,16 @@ class Plan:
             plan = replace(plan, precision="fp16")
         elif kind < 0.5:
             plan = plan.averaged(draw.choice(["plain", "wide"]), ddp=draw.random() < 0.5)
+        if plan.virtual and draw.random() < 0.7:
+            plan = plan.optimized_by(draw.choice(list(DIVISIBLE)))
         return plan
+
+    def optimized_by(self, optimizer: str) -> Plan:
+        """Return the plan with one of `DIVISIBLE`, with virtual workers: else rounding makes others
+        of the updates of those that look at signs.
+        """
+        model = "matrices" if optimizer == "muon" else self.model
+        return replace(self, model=model, optimizer=optimizer, virtual=True, ddp=False)
 
     @staticmethod
     def _fault(draw: random.Random, workers: int, places: Sequence[str] = POINTS) -> Point:
@@ -337,10 +350,18 @@ def make_trainer(
         net = nn.Sequential(*layers)
         optimizer = torch.optim.AdamW(net.parameters(), 0.001, fused=True)
         options = {"max_grad_norm": 1.0}
+    elif plan.model == "matrices":
+        sizes = (6, 24, 16, 3)
+        linear = [nn.Linear(*pair, bias=False) for pair in itertools.pairwise(sizes)]
+        net = nn.Sequential(linear[0], nn.Tanh(), linear[1], nn.Tanh(), linear[2])
+        optimizer, options = torch.optim.AdamW(net.parameters(), 0.01), {}
     else:
         net = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
         optimizer, options = torch.optim.AdamW(net.parameters(), 0.01), {}
+    if plan.optimizer:
+        optimizer = DIVISIBLE[plan.optimizer](net.parameters())
     if plan.shards:
+        check_separable(optimizer)
         optimizer.same_bits = True  # the hooks that let it meet its faults change nothing
         options["shard_optimizer"] = True
     trainer = lockstep.Trainer(
@@ -618,6 +639,7 @@ def undisturbed(
     on_spike: str = "",
     shards: bool = False,
     precision: str = "fp32",
+    optimizer: str = "",
 ) -> dict[str, Any]:
     """Return the result of a run without faults on one worker."""
     with tempfile.TemporaryDirectory() as folder:
@@ -625,7 +647,8 @@ def undisturbed(
         plan = Plan(
             1, model, "shm", (), (), False, False, virtual=virtual, loaders=loaders, parts=parts
         )
-        plan = replace(plan, on_spike=on_spike, shards=shards, precision=precision)
+        plan = replace(plan, on_spike=on_spike, shards=shards)
+        plan = replace(plan, precision=precision, optimizer=optimizer)
         run_dir = Path(folder, "run") if on_spike else None
         train(plan, 0, run_dir, path)
         found: dict[str, Any] = json.loads(path.read_text())
@@ -905,8 +928,15 @@ def main(words: list[str]) -> int:
         action="store_true",
         help="an optimizer that is divided among the workers, and faults within its update",
     )
+    parser.add_argument(
+        "--optimizers",
+        action="store_true",
+        help="with --shard-optimizer, one of those that can be divided after the other",
+    )
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(words)
+    if options.optimizers and not options.shard_optimizer:
+        parser.error("--optimizers: expected --shard-optimizer with it")
     torch.set_num_threads(1)
     undisturbed("plain", True, 0, 0)  # what workers are forked from has loaded what they need
     bad = completed = joined = 0
@@ -922,10 +952,12 @@ def main(words: list[str]) -> int:
             plan = plan.proving(seed)
         if options.shard_optimizer:
             plan = plan.sharding(seed)
+        if options.optimizers:
+            plan = plan.optimized_by(list(DIVISIBLE)[seed % len(DIVISIBLE)])
         begun = time.monotonic()
         outcome = run_job(plan, options.limit)
         kind = plan.model, plan.virtual, plan.loaders, plan.parts, plan.on_spike, plan.shards
-        expected = undisturbed(*kind, plan.precision)
+        expected = undisturbed(*kind, plan.precision, plan.optimizer)
         wrong = check(plan, outcome, expected)
         bad, completed, joined = (
             bad + bool(wrong),

@@ -35,6 +35,7 @@ from support.elastic_chaos import (
     arm,
     make_trainer,
 )
+from support.optimizers import DIVISIBLE
 
 # There is no fp16 in these loops.
 PLACES = {"unscale": "meet", "unscaled": "give out"}
@@ -171,11 +172,18 @@ def main(words: list[str]) -> int:
         help="with --prepare, an optimizer that is divided among the workers, and faults within "
         "its update",
     )
+    parser.add_argument(
+        "--optimizers",
+        action="store_true",
+        help="with --shard-optimizer, one of those that can be divided after the other",
+    )
     options = parser.parse_args(words)
     if options.shard_optimizer and not options.prepare:
         parser.error("--shard-optimizer: expected --prepare with it")
+    if options.optimizers and not options.shard_optimizer:
+        parser.error("--optimizers: expected --shard-optimizer with it")
     elastic_chaos.train = train_prepared if options.prepare else train
-    expected: dict[str, Any] = {}
+    expected: dict[tuple[str, str], Any] = {}
     completed = joined = wrong = 0
     for seed in range(options.first, options.first + options.count):
         plan = Plan.of(seed, options.backend)
@@ -185,16 +193,21 @@ def main(words: list[str]) -> int:
                 replace(each, place=PLACES.get(each.place, each.place)) for each in plan.faults
             )
             plan = replace(plan, faults=faults)
+        if options.optimizers:
+            plan = plan.optimized_by(list(DIVISIBLE)[seed % len(DIVISIBLE)])
         plan = replace(plan, virtual=True, loaders=0, parts=0, precision="fp32", ddp=False)
         if options.kept:
             plan = replace(plan, model="kept", replaces=True)
-        if plan.model not in expected:
-            expected[plan.model] = elastic_chaos.undisturbed(plan.model, True, 0, 0)
+        kind = plan.model, plan.optimizer
+        if kind not in expected:
+            expected[kind] = elastic_chaos.undisturbed(
+                plan.model, True, 0, 0, optimizer=plan.optimizer
+            )
         outcome = elastic_chaos.run_job(plan, options.limit)
         # The first batch shows whether a loop can be repeated, and is not repeated itself.
         is_in_first = any(fault.count == 1 for fault in plan.faults)
         checked = replace(plan, shards=False) if is_in_first else plan
-        problem = elastic_chaos.check(checked, outcome, expected[plan.model])
+        problem = elastic_chaos.check(checked, outcome, expected[kind])
         completed, wrong = completed + bool(outcome.results), wrong + bool(problem)
         joined += outcome.joined
         if problem:

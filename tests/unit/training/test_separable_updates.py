@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 
 from lockstep.errors import ConfigError
 from lockstep.training.step.separable_updates import check_separable
+from support.optimizers import DIVISIBLE
 
 
 def optimizer_after_a_step() -> torch.optim.AdamW:
@@ -23,6 +24,20 @@ def optimizer_after_a_step() -> torch.optim.AdamW:
         weight.grad = torch.ones_like(weight)
     optimizer.step()
     return optimizer
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_optimizers_pass_with_and_without_a_state(name: str) -> None:
+    """Adafactor has a number for each row and column in its state, and so it is at a checkpoint."""
+    weights = [nn.Parameter(torch.ones(7, 5)), nn.Parameter(torch.ones(5, 4))]
+    optimizer = DIVISIBLE[name](weights)
+    check_separable(optimizer)
+    for number in range(2):
+        for weight in weights:
+            generator = torch.Generator().manual_seed(number)
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+        check_separable(optimizer)
 
 
 def test_numbers_that_are_none_are_no_difference() -> None:

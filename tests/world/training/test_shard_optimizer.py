@@ -19,27 +19,14 @@ import lockstep
 from lockstep.errors import ConfigError, MismatchError
 from lockstep.parallel.optimizer_shards import LostStateError, OptimizerShards
 from lockstep.proof.on_spike import StateCopy
-from lockstep.training.optimizers import LAMB, LARS
 from lockstep.training.step.precision import Precision
 from support.classifier import make_classifier, make_samples
+from support.optimizers import DIVISIBLE
 from support.outcome import RanksFailedError
 from support.pool import Pool
 
 BATCH = 24
 STEPS = 4
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-4),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
-    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "lars": lambda p: LARS(p, lr=0.5),
-    "lamb": lambda p: LAMB(p, lr=1e-2, weight_decay=0.01),
-}
-if hasattr(torch.optim, "Muon"):
-    OPTIMIZERS["muon"] = lambda p: torch.optim.Muon(p, lr=0.02)
 
 
 def matrices() -> nn.Module:
@@ -66,7 +53,7 @@ def trained(
     model = make()
     step = lockstep.TrainStep(
         model,
-        OPTIMIZERS[optimizer](model.parameters()),
+        DIVISIBLE[optimizer](model.parameters()),
         nn.CrossEntropyLoss(),
         virtual_workers=virtual_workers,
         shard_optimizer=shard_optimizer,
@@ -78,7 +65,7 @@ def trained(
     return [step.fingerprint(), norms, [float(result.loss) for result in results]]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", DIVISIBLE)
 def test_equal_bits_at_any_number_of_workers(pool: Pool, optimizer: str) -> None:
     expected = pool.run(trained, matrices, optimizer, False, workers=1)
     assert pool.run(trained, matrices, optimizer, True, workers=1) == expected
@@ -169,7 +156,7 @@ def test_a_step_that_overflows_is_skipped_on_all_workers(pool: Pool) -> None:
         model = make_classifier()
         step = lockstep.TrainStep(
             model,
-            OPTIMIZERS["adamw"](model.parameters()),
+            DIVISIBLE["adamw"](model.parameters()),
             nn.CrossEntropyLoss(),
             precision="fp16",
             virtual_workers=4,
@@ -224,7 +211,7 @@ def test_a_step_whose_exchange_of_overflows_was_interrupted_runs_again() -> None
 def test_a_worker_has_the_state_of_its_own_tensors_only(pool: Pool) -> None:
     def held() -> tuple[int, int, int]:
         model = matrices()
-        optimizer = OPTIMIZERS["adagrad"](model.parameters())  # which makes its state at once
+        optimizer = DIVISIBLE["adagrad"](model.parameters())  # which makes its state at once
         step = lockstep.TrainStep(
             model, optimizer, nn.CrossEntropyLoss(), virtual_workers=4, shard_optimizer=True
         )
@@ -256,7 +243,7 @@ def trained_in(
     model = make_classifier()
     trainer = lockstep.Trainer(
         model,
-        OPTIMIZERS["adamw"](model.parameters()),
+        DIVISIBLE["adamw"](model.parameters()),
         nn.CrossEntropyLoss(),
         BATCH,
         run_dir=folder,
@@ -466,7 +453,7 @@ def test_only_with_dense_gradients() -> None:
 def stepped(shard_optimizer: bool, *of_model: Any, epoch: int = 0) -> tuple[Any, Any, Any]:
     """A model, its optimizer and its step, after two steps."""
     model = of_model[0] if of_model else make_classifier()
-    optimizer = of_model[1] if of_model else OPTIMIZERS["adamw"](model.parameters())
+    optimizer = of_model[1] if of_model else DIVISIBLE["adamw"](model.parameters())
     step = lockstep.TrainStep(
         model,
         optimizer,
@@ -495,7 +482,7 @@ def test_a_part_of_the_state_is_trained_by_nobody_else(pool: Pool) -> None:
     def loaded(_: Any, optimizer: Any) -> Any:
         """With the part of rank 0 everywhere, as rank 0 alone has saved it."""
         model = make_classifier()
-        new = OPTIMIZERS["adamw"](model.parameters())
+        new = DIVISIBLE["adamw"](model.parameters())
         new.load_state_dict(lockstep.init().broadcast_object(optimizer.state_dict()))
         return model, new
 
@@ -528,7 +515,7 @@ def test_training_goes_on_with_the_same_parts_or_with_the_whole_state(pool: Pool
         model, optimizer, step = stepped(first)
         if first and not second:
             state = step.full_optimizer_state()
-            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            optimizer = DIVISIBLE["adamw"](model.parameters())
             optimizer.load_state_dict(state)
         return str(stepped(second, model, optimizer, epoch=1)[2].fingerprint())
 
@@ -543,7 +530,7 @@ def test_workers_that_begin_with_other_states_are_refused(pool: Pool, is_missing
 
     def run() -> str:
         model = make_classifier()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        optimizer = DIVISIBLE["adamw"](model.parameters())
         rank = lockstep.init().rank
         if rank == 0 or not is_missing:
             for p in model.parameters():
@@ -565,7 +552,7 @@ def test_states_that_rounding_has_made_others_are_not_refused(pool: Pool) -> Non
 
     def run() -> list[str]:
         model = make_classifier()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        optimizer = DIVISIBLE["adamw"](model.parameters())
         for p in model.parameters():
             p.grad = torch.full_like(p, 1.0 + 1e-7 * lockstep.init().rank)
         optimizer.step()
@@ -620,7 +607,7 @@ def test_parameters_that_are_frozen_or_trained_later(pool: Pool) -> None:
 def test_a_part_of_the_state_is_loaded_by_nobody_else(pool: Pool) -> None:
     def run() -> None:
         model = make_classifier()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        optimizer = DIVISIBLE["adamw"](model.parameters())
         step = lockstep.TrainStep(
             model, optimizer, nn.CrossEntropyLoss(), virtual_workers=4, shard_optimizer=True
         )
@@ -650,7 +637,7 @@ def test_second_owners_make_the_same_updates_and_workers_hand_over_their_parts(
 
     def run() -> list[Any]:
         model = matrices()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        optimizer = DIVISIBLE["adamw"](model.parameters())
         step = lockstep.TrainStep(
             model,
             optimizer,
@@ -729,7 +716,7 @@ def test_a_step_that_is_taken_back(pool: Pool) -> None:
         model = make_classifier()
         trainer = lockstep.Trainer(
             model,
-            OPTIMIZERS["adamw"](model.parameters()),
+            DIVISIBLE["adamw"](model.parameters()),
             nn.CrossEntropyLoss(),
             BATCH,
             virtual_workers=8,

@@ -151,10 +151,16 @@ def _small_copy(optimizer: Optimizer, owns: Callable[[torch.Tensor], bool]) -> O
 
 
 def _corner(value: Any, shape: torch.Size) -> Any:
-    """Return a corner of a tensor of this shape; others, and other values, are copied."""
-    if not isinstance(value, torch.Tensor) or value.shape != shape:
+    """Return a corner of a parameter of this shape, or of a tensor of its state; other values are
+    copied.
+
+    State may be one number for each row, such as Adafactor's, or a square of a side of the
+    parameter: a dimension is cut if it is as long as one of the parameter's.
+    """
+    if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    return value.detach()[tuple(slice(0, _SIDE) for _ in shape)].clone()
+    corner = tuple(slice(0, _SIDE) if size in shape else slice(None) for size in value.shape)
+    return value.detach()[corner].clone()
 
 
 def _are_same(one: Any, other: Any) -> bool:
