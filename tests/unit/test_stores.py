@@ -13,7 +13,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from lockstep import stores
-from lockstep.launcher.links import FixedHosts, OneHost, listen_for_hosts
+from lockstep.launcher.host_rendezvous import listen_for_hosts
+from lockstep.launcher.links import FixedHosts, OneHost
 from lockstep.stores import LOOPBACK, serve_store
 from support.openings import listens_at
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import socket
-import time
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import structs
 
-from ..job.connection import Connection
 from ..job.messages import HostDescription
 from ..messages import Integer, List, Tagged
 
@@ -28,13 +25,10 @@ __all__ = [
     "HostHello",
     "HostRefused",
     "HostWelcome",
-    "ask",
 ]
 
 ANY_HOST = -1
 """In place of a host's number: any."""
-
-_MOST_OF_ANSWER = 1 << 24  # bytes, before it is known that this is a launcher of the job
 
 
 class HostEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -180,39 +174,3 @@ class Handshake:
     ) -> bool:
         expected = self._code(side, dialled, dials)
         return hmac.compare_digest(code.encode(errors="replace"), expected.encode())
-
-
-def ask(
-    connection: Connection[Any, Any], key: str, hello: HostHello, seconds: float
-) -> tuple[HostWelcome | HostRefused, bool] | None:
-    """Say on a new connection who this host is, and wait for the answer.
-
-    Args:
-        connection: to a launcher of the job, or to what listens in its place.
-        key: of the job.
-        hello: of this host, without a proof.
-        seconds: how long to wait for each message.
-
-    Returns:
-        The answer, and whether the other side has proved that it knows the key; None if the
-        connection ends before, or it is no launcher.
-
-    Raises:
-        TimeoutError: it does not answer.
-    """
-    most = connection.most
-    connection.most = _MOST_OF_ANSWER
-    connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    handshake = Handshake(key)
-    try:
-        first = connection.receive(time.monotonic() + seconds)
-        connection.send(handshake.answer(first, hello))
-        answer = connection.receive(time.monotonic() + seconds)
-    except TimeoutError:
-        raise
-    except (OSError, msgspec.DecodeError):
-        return None
-    if not isinstance(answer, HostWelcome | HostRefused):
-        return None
-    connection.most = most
-    return answer, handshake.has_proved(answer)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import selectors
 import socket
 import time
+from functools import partial
 from typing import Any
 
 from .. import environment
 from ..errors import ConfigError, LockstepError, counted
-from ..job.connection import Connection, take_turn
+from ..job.connection import take_turn
 from ..job.messages import Failure, Finished, HostDescription, JobEnd, Request, Say
-from ..stores import LOOPBACK, listen, serve_store
+from ..stores import LOOPBACK, serve_store
 from .coordinator import (
     Coordinator,
     FromCoordinator,
@@ -27,13 +28,14 @@ from .coordinator import (
     Round,
     ToCoordinator,
 )
-from .handshake import HostHello, HostRefused, HostWelcome, ask
+from .handshake import HostHello, HostRefused, HostWelcome
 from .host_connections import HostConnection, HostConnections
+from .host_rendezvous import HostRefusedError, ask_launcher, ask_until_let_in
 from .options import JobOptions, check_debug_rank
 from .pulse import Patience, SilenceWatch
 from .remote_hosts.host_description import check_compatible
 
-__all__ = ["FIRST", "FixedHosts", "OneHost", "listen_for_hosts"]
+__all__ = ["FIRST", "FixedHosts", "OneHost"]
 
 FIRST = 0
 """The number of the host whose launcher coordinates."""
@@ -111,7 +113,6 @@ class OneHost:
         self.selector.close()
 
 
-_RETRY_S = 0.1
 _TURN_S = 0.05
 _FLUSH_S = 2.0
 _VERDICT_S = 5.0  # that others wait longer than the first host does
@@ -214,34 +215,20 @@ class FixedHosts(OneHost):
         check_debug_rank(config, sum(host.workers for host in descriptions))
 
     def _connect(self, description: HostDescription, config: JobOptions) -> None:
-        """As another host, connect to the first one."""
-        connection: Connection[Any, Any] = Connection(
-            _dial(self.address, self.port, config.start_timeout), Wire
-        )
-        seconds = config.start_timeout + _VERDICT_S
-        address = f"{self.address}:{self.port}"
+        """As another host, connect to the first one, which answers when all hosts are there."""
+        hello = HostHello(node=self.node, description=description)
+        answer_s = config.start_timeout + _VERDICT_S
+        ask = partial(ask_launcher, self.address, self.port, self._key, hello, Wire, answer_s)
         try:
-            answered = ask(
-                connection, self._key, HostHello(node=self.node, description=description), seconds
+            connection, welcome = ask_until_let_in(
+                ask, self.address, self.port, config.start_timeout
             )
-        except TimeoutError:
-            connection.close()
-            raise LockstepError(f"no answer from the first host within {seconds:g} s") from None
-        if answered is None:
-            connection.close()
-            raise LockstepError(
-                f"{address} is no launcher of this job, has another key, or has just ended"
-            )
+        except HostRefusedError as error:
+            if not error.answer.is_number:
+                raise
+            raise ConfigError("node_rank", "a number that no other host has", self.node) from None
         self._connections.assign(self._connections.adopt(connection), FIRST)
-        match answered:
-            case HostRefused(is_number=True), _:
-                raise ConfigError("node_rank", "a number that no other host has", self.node)
-            case HostRefused(reason), _:
-                raise LockstepError(reason)
-            case HostWelcome(), False:
-                raise LockstepError(f"{address} has another key")
-            case HostWelcome(sent_at_ns=sent_at_ns), True:
-                self.clock_offset_ns = time.time_ns() - sent_at_ns
+        self.clock_offset_ns = time.time_ns() - welcome.sent_at_ns
 
     def _greet(self, link: HostConnection, hello: HostHello) -> None:
         """Take what another host has said of itself.
@@ -413,58 +400,3 @@ class FixedHosts(OneHost):
         self._connections.of_host.clear()
         self._connections.stop_listening()
         super().close()
-
-
-def listen_for_hosts(address: str, port: int) -> socket.socket:
-    """Return the socket at which the launcher of the first host listens for the others; port 0: the
-    system chooses one.
-
-    Args:
-        address: by which the others reach this host.
-        port: that is free.
-
-    Raises:
-        ConfigError: the port is in use, or the address is unknown.
-    """
-    _look_up(address, port)
-    try:
-        return listen(address, port, several_hosts=True)
-    except OSError as error:
-        raise ConfigError(
-            "master_port", "a port that is free on the first host", port, f"{error.strerror}."
-        ) from None
-
-
-def _look_up(address: str, port: int) -> None:
-    try:
-        socket.getaddrinfo(address, port)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        expected = "a name that this host can resolve, or an address"
-        raise ConfigError("master_addr", expected, address, f"{reason}.") from None
-
-
-def _dial(address: str, port: int, seconds: float) -> socket.socket:
-    """Connect to the launcher of the first host, which may be started later.
-
-    Raises:
-        ConfigError: nobody answers in time.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        _look_up(address, port)
-        try:
-            return socket.create_connection(
-                (address, port), timeout=max(0.1, deadline - time.monotonic())
-            )
-        except OSError as error:
-            if time.monotonic() > deadline:
-                hint = (
-                    f"The last attempt failed with: {error}. Is the launcher of node 0 running, "
-                    "and the port open?"
-                )
-                expected = f"a host that answers within {seconds:g} s"
-                raise ConfigError(
-                    "master_addr", expected, found=f"{address}:{port}", hint=hint
-                ) from None
-        time.sleep(_RETRY_S)

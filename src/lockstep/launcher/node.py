@@ -20,7 +20,8 @@ from typing_extensions import override
 from .. import environment
 from ..errors import InterruptedRunError, LockstepError, WorkerError
 from ..job.messages import Failure, HostDescription, JobEnd, Request
-from .links import FIRST, FixedHosts, listen_for_hosts
+from .host_rendezvous import listen_for_hosts
+from .links import FIRST, FixedHosts
 from .local import run_host_share
 from .network_interface import choose_interface
 from .options import JobOptions
@@ -44,18 +45,26 @@ class HostPart(ABC):
     Attributes:
         description: of this host.
         starter: of this launcher; None if it was not started by `lockstep run -H`.
+        listener: where the launchers of the other hosts connect, if this host is the first.
+        is_ended: whether the starter has ended the job.
     """
 
     def __init__(self, script: Script, workers: int, problem: str) -> None:
         self.script = script
         self.description = describe_host(workers, problem)
         self.starter: Starter | None = None
+        self.listener: socket.socket | None = None
+        self.is_ended = False
 
-    @abstractmethod
     def listen(self, address: str, port: int) -> int:
         """Listen there for the launchers of the other hosts; 0 for a port that the system chooses.
         Returns the port.
+
+        Raises:
+            ConfigError: the port is in use, or the address is unknown.
         """
+        self.listener = listen_for_hosts(address, port)
+        return int(self.listener.getsockname()[1])
 
     @abstractmethod
     def run(self, config: JobOptions, log: LogMultiplexer, address: str, port: int) -> None:
@@ -67,13 +76,28 @@ class HostPart(ABC):
             address, port: where the launcher of the first host listens, or of any that takes part.
         """
 
-    @abstractmethod
     def take(self, request: Request) -> None:
         """The starter asks for something."""
+        match request.what:
+            case "signal":
+                self.signal(request.count)
+            case "end":
+                self.end()
 
-    @abstractmethod
+    def signal(self, number: int) -> None:
+        """Take a signal that the job is to get."""
+        os.kill(os.getpid(), number)
+
+    def end(self) -> None:
+        """End the job, once."""
+        if not self.is_ended:
+            self.is_ended = True
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGINT)  # the second signal ends the grace period
+
     def lose_starter(self) -> None:
-        """The starter or the connection to it is gone."""
+        """The starter or the connection to it is gone: the job ends with it."""
+        self.end()
 
     def failure_of(self, error: LockstepError) -> Failure | None:
         """Return the failure of a worker that the starter is to be told with `error`."""
@@ -130,31 +154,12 @@ def run_as_node(part: HostPart, config: JobOptions, starter: Starter | None) -> 
 class FixedPart(HostPart):
     """This host's part of a job with a fixed number of workers, which ends with its starter."""
 
-    def __init__(self, script: Script, workers: int, problem: str) -> None:
-        super().__init__(script, workers, problem)
-        self._listener: socket.socket | None = None
-
-    @override
-    def listen(self, address: str, port: int) -> int:
-        self._listener = listen_for_hosts(address, port)
-        return int(self._listener.getsockname()[1])
-
-    @override
-    def take(self, request: Request) -> None:
-        if request.what == "signal":
-            os.kill(os.getpid(), request.count)
-
-    @override
-    def lose_starter(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):  # the second signal ends the grace period
-            os.kill(os.getpid(), number)
-
     @override
     def run(self, config: JobOptions, log: LogMultiplexer, address: str, port: int) -> None:
         hosts = FixedHosts(address, port, config.node_rank, config.nnodes)
         workers = self.description.workers
         run_workers = partial(run_host_share, self.script, config, workers, log, hosts)
-        run_host(hosts, self.description, config, self._listener, run_workers, self._report)
+        run_host(hosts, self.description, config, self.listener, run_workers, self._report)
 
     def _report(self, failure: Failure) -> None:
         if self.starter is not None:

@@ -33,7 +33,6 @@ from .relay import Item, RelayedLog
 
 if TYPE_CHECKING:
     from ..launcher.elastic_jobs.elastic_host import ElasticHost
-    from ..launcher.elastic_jobs.elastic_node import Listener
     from ..launcher.links import OneHost
 
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -150,7 +149,6 @@ class AgentActor:
         self._log = RelayedLog()
         self._host: ElasticHost | None = None
         self._hosts: OneHost | None = None
-        self._founder: Listener | None = None
         self._listener: socket.socket | None = None
         self._address: tuple[str, int] | None = None
         self._signals: list[int] = []  # of an elastic job those that came while it took no part
@@ -163,18 +161,13 @@ class AgentActor:
         """Return the description of this host."""
         return describe_host(0)
 
-    def listen(self, is_elastic: bool) -> tuple[str, int]:
+    def listen(self) -> tuple[str, int]:
         """Listen for the agents of the other nodes; returns the address."""
         import ray
 
+        from ..launcher.host_rendezvous import listen_for_hosts
+
         address = ray.util.get_node_ip_address()
-        if is_elastic:
-            from ..launcher.elastic_jobs.elastic_node import Listener
-
-            self._founder = Listener(address)
-            return address, self._founder.port
-        from ..launcher.links import listen_for_hosts
-
         self._listener = listen_for_hosts(address, 0)
         return address, int(self._listener.getsockname()[1])
 
@@ -281,14 +274,12 @@ class AgentActor:
     def _run_elastic(
         self, script: Script, config: JobOptions, slots: int, addresses: list[tuple[str, int]]
     ) -> None:
-        from ..launcher.elastic_jobs.elastic_node import found_job, join_job
+        from ..launcher.elastic_jobs.elastic_node import run_elastic_host
         from ..launcher.elastic_jobs.elastic_workers import elastic_setup
 
         setup = elastic_setup(script, config, slots, self._log)
-        if self._founder is not None:
-            found_job(config, setup, slots, self._founder, self._watch)
-        else:
-            join_job(addresses, config, setup, slots, self._watch, config.start_timeout)
+        here = describe_host(slots)
+        run_elastic_host(addresses, here, config, setup, self._listener, self._watch)
 
     def _watch(self, host: ElasticHost | None) -> None:
         with self._lock:

@@ -189,11 +189,10 @@ class _Job:
         try:
             descriptions = self._get([part.actor.describe.remote() for part in parts])
             check_compatible([describe_host(0), *descriptions])
-            is_elastic = isinstance(self.workers, tuple)
             address = LOOPBACK
             port = 0
-            if is_elastic or len(parts) > 1:
-                ((address, port),) = self._get([parts[0].actor.listen.remote(is_elastic)])
+            if isinstance(self.workers, tuple) or len(parts) > 1:
+                ((address, port),) = self._get([parts[0].actor.listen.remote()])
         except ray.exceptions.RayError as error:
             raise LockstepError(describe_start(error)) from error
         config = self._config(address, port)

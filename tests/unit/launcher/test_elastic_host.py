@@ -24,7 +24,6 @@ from lockstep.launcher.elastic_jobs.elastic_node import Listener
 from lockstep.launcher.elastic_jobs.elastic_workers import HostSetup
 from lockstep.launcher.elastic_jobs.host_messages import Ended, FromWorker, HostMessages, Kept
 from lockstep.launcher.elastic_jobs.mesh import (
-    NEW,
     NOBODY_LEADS,
     WAITS_TO_JOIN,
     NobodyLeadsError,
@@ -32,7 +31,9 @@ from lockstep.launcher.elastic_jobs.mesh import (
 )
 from lockstep.launcher.elastic_jobs.other_hosts import Inbox
 from lockstep.launcher.elastic_jobs.waiting import OutsideError
-from lockstep.launcher.handshake import HostEntry, HostHello
+from lockstep.launcher.handshake import HostEntry
+from lockstep.launcher.host_rendezvous import listen_for_hosts
+from lockstep.launcher.remote_hosts.host_description import describe_host
 
 
 def ended(number: int) -> Ended:
@@ -90,7 +91,7 @@ def test_a_host_listens_no_more_when_its_part_is_over(
 ) -> None:
     # others that still find it listening when its connections end take it for a host that is cut
     # off, and wait for it
-    listener, setup = Listener("127.0.0.1"), cast(HostSetup, SimpleNamespace(multiplexer=Mock()))
+    listener, setup = listening(), cast(HostSetup, SimpleNamespace(multiplexer=Mock()))
     with listener.socket:
         try:
             again = listener.take_part(cast(ElasticHost, FakeHost(error)), setup)
@@ -109,23 +110,28 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic_node, "_RETRY_S", 0.02)
 
 
-def hello(listener: Listener) -> HostHello:
-    return HostHello(host=listener.entry(NEW, 1))
+def listening(name: str = "") -> Listener:
+    """A host that listens for others."""
+    return Listener(listen_for_hosts("127.0.0.1", 0), "127.0.0.1", name)
+
+
+def ask_again(listener: Listener, *others: tuple[str, int], pause_s: float = math.inf) -> object:
+    """Ask launchers that listen at the other addresses to let a host in again."""
+    return elastic_node._ask_again(list(others), listener, describe_host(1), pause_s)
 
 
 def ask_in_vain(listener: Listener, *others: Listener) -> str:
     """The error with which a host that has taken part gives up to join again."""
-    addresses = [(other.address, other.port) for other in others]
     with pytest.raises(LockstepError) as caught:
-        elastic_node._ask_until_let_in(addresses, listener, hello(listener), math.inf)
+        ask_again(listener, *((other.address, other.port) for other in others))
     return str(caught.value)
 
 
 def test_hosts_that_all_wait_to_join_again_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each asks the others, of which none can let it in, and one is gone."""
     waiting(monkeypatch)
-    listeners = [Listener("127.0.0.1", name=name) for name in "abc"]
-    gone = Listener("127.0.0.1")
+    listeners = [listening(name) for name in "abc"]
+    gone = listening()
     gone.socket.close()
     with ThreadPoolExecutor(3) as pool:
         ends = [
@@ -156,12 +162,9 @@ def test_a_host_that_waits_joins_as_soon_as_somebody_leads(monkeypatch: pytest.M
         return answer
 
     monkeypatch.setattr(elastic_node, "ask_to_join", ask)
-    listener = Listener("127.0.0.1")
+    listener = listening()
     with listener.socket:
-        assert (
-            elastic_node._ask_until_let_in([("127.0.0.1", 1)], listener, hello(listener), math.inf)
-            == "welcome"
-        )
+        assert ask_again(listener, ("127.0.0.1", 1)) == "welcome"
     assert not answers
 
 
@@ -174,33 +177,24 @@ def test_a_host_that_waits_for_hosts_that_do_not_answer_ends_in_time(
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(elastic_node, "ask_to_join", ask)
-    listener = Listener("127.0.0.1", name="a")
+    listener = listening("a")
     with (
         listener.socket,
         pytest.raises(LockstepError, match=r"no host of the job has let a in again for 0\.2 s"),
     ):
-        elastic_node._ask_until_let_in([("127.0.0.1", 1)], listener, hello(listener), math.inf, 0.2)
-
-
-def test_who_joins_for_the_first_time_is_told_why_it_cannot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    waiting(monkeypatch)
-    listener = Listener("127.0.0.1")
-    gone = Listener("127.0.0.1")
-    gone.socket.close()
-    with (
-        listener.socket,
-        pytest.raises(ConfigError, match=r"a launcher of the job that answers within 0\.1 s"),
-    ):
-        elastic_node._ask_until_let_in([("127.0.0.1", gone.port)], listener, hello(listener), 0.1)
+        ask_again(listener, ("127.0.0.1", 1), pause_s=0.2)
 
 
 def test_a_host_does_not_join_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have taken part before under another number."""
     waiting(monkeypatch)
-    listener, setup = Listener("127.0.0.1"), cast(HostSetup, SimpleNamespace(multiplexer=Mock()))
+    listener, setup = listening(), cast(HostSetup, SimpleNamespace(multiplexer=Mock()))
     own, other = listener.entry(3, 1), HostEntry(4, "beta", "10.0.0.2", 4711, 1)
     with listener.socket:
         host = cast(ElasticHost, FakeHost(OutsideError("went on"), (own, other)))
         assert listener.take_part(host, setup) == [("10.0.0.2", 4711)]
+
+
+def test_a_name_of_the_first_host_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="a name that this host can resolve"):
+        elastic_node._own_address("no.such.name.invalid")

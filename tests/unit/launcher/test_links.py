@@ -21,13 +21,8 @@ from lockstep.errors import ConfigError, LockstepError, WorkerError
 from lockstep.job.connection import Connection
 from lockstep.job.messages import Failure, HostDescription
 from lockstep.launcher.coordinator import Round
-from lockstep.launcher.links import (
-    FixedHosts,
-    HostHello,
-    OneHost,
-    Wire,
-    listen_for_hosts,
-)
+from lockstep.launcher.host_rendezvous import listen_for_hosts
+from lockstep.launcher.links import FixedHosts, HostHello, OneHost, Wire
 from lockstep.launcher.options import JobOptions
 from lockstep.launcher.remote_hosts.host_description import check_compatible, describe_host
 from lockstep.stores import LOOPBACK
@@ -208,7 +203,7 @@ def test_who_does_not_know_the_key_takes_no_part(monkeypatch: pytest.MonkeyPatch
     with ThreadPoolExecutor(1) as pool:
         meeting = pool.submit(first.meet, described("a"), config(), listener)
         with pytest.raises(
-            LockstepError, match="is no launcher of this job, has another key, or has just ended"
+            LockstepError, match="is no launcher of the job, has another key, or has just ended"
         ):
             stranger.meet(described("x"), config(), None)
         second.meet(described("b"), config(), None)

@@ -324,7 +324,7 @@ def test_all_hosts_use_the_interface_that_the_user_has_chosen(kind: str, job: Jo
     assert job.out().count(f"over {chosen} {chosen}\n") == len(job.launchers), job.out()
 
 
-@pytest.mark.parametrize("kind", ["fixed"])
+@pytest.mark.parametrize("kind", ["fixed", "elastic"])
 def test_an_interface_that_one_host_has_not_is_said_on_all(kind: str, job: Job) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,33 +31,25 @@ from ... import environment, messages
 from ...activity import Activity
 from ...errors import ConfigError, LockstepError, counted
 from ...job.connection import Connection, take_turn
-from ...job.messages import Failure, MeetingPoint, Request
-from ...stores import listen
+from ...job.messages import Failure, HostDescription, MeetingPoint, Request
 from ...system.heartbeat import address_towards
-from ..handshake import HostEntry, HostHello, HostRefused, HostWelcome
+from ..handshake import ANY_HOST, HostEntry, HostHello, HostRefused, HostWelcome
+from ..host_rendezvous import ask_until_let_in, check_address, listen_for_hosts
 from ..network_interface import check_interface, choose_interface
-from ..node import HostPart, failure_of
+from ..node import HostPart, failure_of, run_as_node
 from ..options import JobOptions
 from ..output.log_multiplexer import LogMultiplexer
-from ..remote_hosts.host_description import describe_host
 from ..worker_process.fork_server import default_workers, prepare_workers, wait_until_loaded
 from ..worker_process.script import HOROVOD_SETUP, Script
 from .elastic_host import ElasticHost
 from .elastic_workers import HostSetup, elastic_setup
-from .mesh import ASKS, NEW, WAITS_TO_JOIN, Mesh, NobodyLeadsError, WaitsToJoinError, ask_to_join
+from .mesh import ASKS, NEW, WAITS_TO_JOIN, Mesh, WaitsToJoinError, ask_to_join
 from .peers import WireMessage
 from .waiting import ALONE_S, OutsideError, describe_ended
 
 T = TypeVar("T")
 
-__all__ = [
-    "ElasticPart",
-    "JobSpec",
-    "Listener",
-    "found_job",
-    "join_job",
-    "join_running_job",
-]
+__all__ = ["ElasticPart", "JobSpec", "Listener", "join_running_job", "run_elastic_host"]
 
 _ASK_S = 5.0
 _RETRY_S = 0.5
@@ -83,29 +76,21 @@ class JobSpec(msgspec.Struct, frozen=True):
 
 
 class Listener:
-    """Where this launcher listens for those of other hosts.
+    """Where this launcher listens for those of other hosts, as they know it.
 
     Args:
+        end: the socket at which it listens, from `listen_for_hosts`.
         address: of this host, as the others reach it.
-        port: 0 for one that the system chooses.
-        name: of this host.
+        name: of this host; "" for its own.
 
     Attributes:
         numbers: that this host has had in the job, the newest last.
-
-    Raises:
-        ConfigError: the port is in use.
     """
 
-    def __init__(self, address: str, port: int = 0, name: str = "") -> None:
-        try:
-            self.socket = listen(address, port, several_hosts=True)
-        except OSError as error:
-            raise ConfigError(
-                "master_port", "a port that is free on this host", port, f"{error.strerror}."
-            ) from None
+    def __init__(self, end: socket.socket, address: str, name: str = "") -> None:
+        self.socket = end
         self.address = address
-        self.port = int(self.socket.getsockname()[1])
+        self.port = int(end.getsockname()[1])
         self.name = name or socket.gethostname()
         self.numbers: list[int] = []
 
@@ -139,21 +124,16 @@ class ElasticPart(HostPart):
 
     def __init__(self, script: Script, workers: int, problem: str) -> None:
         super().__init__(script, workers, problem)
-        self._listener: Listener | None = None
         self._host: ElasticHost | None = None  # None as long as this host takes no part
-        self._has_ended_job = False
-
-    @override
-    def listen(self, address: str, port: int) -> int:
-        self._listener = Listener(address, port)
-        return self._listener.port
 
     @override
     def run(self, config: JobOptions, log: LogMultiplexer, address: str, port: int) -> None:
-        if self.starter is None and self.description.problem:
-            raise LockstepError(self.description.problem)
-        workers = self.description.workers
-        _run_part(self.script, config, workers, log, address, port, self._listener, self._watch)
+        setup = elastic_setup(self.script, config, self.description.workers, log)
+        at = [(address, port)]
+        try:
+            run_elastic_host(at, self.description, config, setup, self.listener, self._watch)
+        finally:
+            log.close()
 
     def _watch(self, host: ElasticHost | None) -> None:
         """Pass signals and requests on to `host`, and tell the starter where it listens."""
@@ -164,31 +144,28 @@ class ElasticPart(HostPart):
 
     @override
     def take(self, request: Request) -> None:
-        if request.what == "signal":
-            self._signal(request.count)
-        elif request.what == "end":
-            self._has_ended_job = True
-            self._signal(signal.SIGTERM)
-            self._signal(signal.SIGINT)  # ends the grace period
+        if request.what in ("signal", "end"):
+            super().take(request)
         elif self._host is not None:
             self._host.user.requests.append((request.what, request.count))
         elif request.what == "leave":  # it tries to join again
-            os.kill(os.getpid(), signal.SIGTERM)
+            self.signal(signal.SIGTERM)
+
+    @override
+    def signal(self, number: int) -> None:
+        if self._host is None:
+            super().signal(number)
+        else:
+            self._host.user.job_signals.append(number)
 
     @override
     def lose_starter(self) -> None:
-        if self._has_ended_job or self.starter is None:
+        if self.is_ended or self.starter is None:
             return
         _write_to_file()
         self.starter.log.keep()
         if self._host is not None:
             self._host.has_new_reader = True
-
-    def _signal(self, number: int) -> None:
-        if self._host is None:
-            os.kill(os.getpid(), number)
-        else:
-            self._host.user.job_signals.append(number)
 
     @override
     def failure_of(self, error: LockstepError) -> Failure | None:
@@ -198,26 +175,6 @@ class ElasticPart(HostPart):
     @override
     def knows_outcome(self) -> bool:
         return self._host is not None and self._host.knows_outcome
-
-
-def _run_part(
-    script: Script,
-    config: JobOptions,
-    workers: int,
-    multiplexer: LogMultiplexer,
-    address: str,
-    port: int,
-    listener: Listener | None,
-    watch: Watch,
-) -> None:
-    setup = elastic_setup(script, config, workers, multiplexer)
-    try:
-        if listener is not None:
-            found_job(config, setup, workers, listener, watch)
-        else:
-            join_job([(address, port)], config, setup, workers, watch, config.start_timeout)
-    finally:
-        multiplexer.close()
 
 
 Watch = Callable[[ElasticHost | None], None]
@@ -238,38 +195,98 @@ def _write_to_file() -> None:
     )
 
 
-def found_job(
-    config: JobOptions, setup: HostSetup, slots: int, listener: Listener, watch: Watch
+def run_elastic_host(
+    addresses: list[tuple[str, int]],
+    description: HostDescription,
+    config: JobOptions,
+    setup: HostSetup,
+    end: socket.socket | None,
+    watch: Watch,
 ) -> None:
-    """Wait until all hosts of `config` are there, and run the job.
+    """Run one host's part of an elastic job on several: found the job, or join it.
+
+    When the others go on without this host, because the network between them was cut, it joins
+    again.
 
     Args:
-        config: of the run.
+        addresses: where launchers of the job listen; that of this one, if it founds the job.
+        description: of this host.
+        config: of the run; `node_rank` is the number that a host that joins wants at the beginning.
         setup: how to run workers.
-        slots: of this host.
-        listener: where the others ask.
+        end: where the others ask, if this host founds the job.
         watch: called with this host.
 
     Raises:
-        ConfigError: not all hosts joined in time, or are incompatible.
+        ConfigError: not all hosts have joined in time, or are incompatible; nobody lets this host
+            in in time.
+        LockstepError: this host cannot run workers, or the job refuses it.
         as `ElasticHost.run`.
     """
-    choose_interface(config.network_interface, listener.address)
-    own_entry = listener.entry(0, slots)
+    address, port = addresses[0]
+    choose_interface(config.network_interface, address)
+    if end is not None:
+        listener = Listener(end, address)
+        again = _found_job(listener, description, config, setup, watch)
+    else:
+        own_address = _own_address(address)
+        listener = Listener(listen_for_hosts(own_address, 0), own_address)
+        hello = HostHello(
+            node=config.node_rank if config.nnodes > 1 else ANY_HOST,
+            description=description,
+            host=listener.entry(NEW, description.workers),
+        )
+        key = environment.job_key()
+        ask = partial(ask_to_join, address, port, key, hello, WireMessage, _ASK_S)
+        let_in = ask_until_let_in(ask, address, port, config.start_timeout)
+        again = _take_part(listener, *let_in, setup, watch)
+    while again:
+        watch(None)
+        let_in = _ask_again(again, listener, description, setup.limits.pause_s)
+        again = _take_part(listener, *let_in, setup, watch)
+
+
+def _found_job(
+    listener: Listener,
+    description: HostDescription,
+    config: JobOptions,
+    setup: HostSetup,
+    watch: Watch,
+) -> list[tuple[str, int]]:
+    """Wait until all hosts of `config` are there, and run the job; returns as
+    `Listener.take_part`.
+    """
+    if description.problem:
+        raise LockstepError(description.problem)
+    own_entry = listener.entry(0, description.workers)
     with _opened(setup, own_entry, listener) as host:
         watch(host)
         porter = _Porter(host, config)
         host.mesh.on_hello = porter.answer
         others = porter.wait_for(config.nnodes - 1, config.start_timeout)
-        total = config.elastic_start or slots + sum(other.slots for other in others)
-        host.found_job([own_entry, *others], min(total, setup.limits.maximum), porter.spec)
-        addresses = listener.take_part(host, setup)
-    if addresses:
-        watch(None)
-        join_job(addresses, config, setup, slots, watch, math.inf, listener)
+        slots = description.workers + sum(other.slots for other in others)
+        workers = min(config.elastic_start or slots, setup.limits.maximum)
+        host.found_job([own_entry, *others], workers, porter.spec)
+        return listener.take_part(host, setup)
 
 
-def _opened(setup: HostSetup, own_entry: HostEntry, listener: Listener) -> Any:
+def _take_part(
+    listener: Listener,
+    connection: Connection[Any, Any],
+    welcome: HostWelcome,
+    setup: HostSetup,
+    watch: Watch,
+) -> list[tuple[str, int]]:
+    """Run the part of this host in a job that has let it in; returns as `Listener.take_part`."""
+    own_entry = listener.entry(welcome.number, setup.options.workers)
+    with _opened(setup, own_entry, listener) as host:
+        watch(host)
+        host.join(connection, welcome)
+        return listener.take_part(host, setup)
+
+
+def _opened(
+    setup: HostSetup, own_entry: HostEntry, listener: Listener
+) -> AbstractContextManager[ElasticHost]:
     def open_mesh(selector: selectors.BaseSelector) -> Mesh:
         limit_s = min(_LIMIT_S, environment.heartbeat_timeout())
         key = environment.job_key()
@@ -327,55 +344,13 @@ class _Porter:
         return list(self._others.values())
 
 
-def join_job(
-    addresses: list[tuple[str, int]],
-    config: JobOptions,
-    setup: HostSetup,
-    slots: int,
-    watch: Watch,
-    seconds: float,
-    listener: Listener | None = None,
-) -> None:
-    """Join the job of which a launcher listens at one of the addresses, and run this host's part of
-    it.
-
-    When the others go on without this host, because the network between them was cut, it joins
-    again.
-
-    Args:
-        addresses: of any of its launchers.
-        config: of this host; `node_rank` is the number that it wants at the beginning.
-        setup: how to run workers.
-        slots: of this host.
-        watch: called with this host.
-        seconds: how long to try at first.
-        listener: where this host listens already, if it has taken part before.
+def _own_address(job: str) -> str:
+    """Return the address of this host in the network of the launcher of a job at `job`.
 
     Raises:
-        ConfigError: nobody answers in time.
-        LockstepError: the job refuses.
-        as `ElasticHost.run`.
+        ConfigError: that is unknown, or there is no way to it.
     """
-    node = config.node_rank if config.nnodes > 1 else -1
-    listener = listener or Listener(_own_address(addresses[0][0]))
-    choose_interface(config.network_interface, listener.address)
-    while addresses:
-        own_entry = listener.entry(NEW, slots)
-        hello = HostHello(node=node, description=describe_host(slots), host=own_entry)
-        connection, welcome = _ask_until_let_in(
-            addresses, listener, hello, seconds, setup.limits.pause_s
-        )
-        with _opened(setup, listener.entry(welcome.number, slots), listener) as host:
-            watch(host)
-            host.join(connection, welcome)
-            addresses = listener.take_part(host, setup)
-        if addresses:
-            watch(None)
-        node = -1
-        seconds = math.inf
-
-
-def _own_address(job: str) -> str:
+    check_address(job)
     try:
         return address_towards(job)
     except OSError as error:
@@ -385,27 +360,25 @@ def _own_address(job: str) -> str:
         raise ConfigError("master_addr", expected, found=unreached, hint=hint) from None
 
 
-def _ask_until_let_in(
+def _ask_again(
     addresses: list[tuple[str, int]],
     listener: Listener,
-    hello: HostHello,
-    seconds: float,
-    pause_s: float = math.inf,
+    description: HostDescription,
+    pause_s: float,
 ) -> tuple[Connection[Any, Any], HostWelcome]:
-    """Ask at one address after another until one lets this host in.
+    """Ask at one address after another until one lets this host in again, which has taken part
+    before.
 
     Meanwhile this host says to those who ask here that it takes no part: of hosts that were all cut
-    off, and wait to join again, none would ever let another in. Who has taken part before
-    (`seconds` is infinite) gives up when nobody has been left for `ALONE_S` who takes part, or
-    after `pause_s`.
+    off, and wait to join again, none would ever let another in. It gives up when nobody has been
+    left for `ALONE_S` who takes part, or after `pause_s`.
     """
-    own_entry = hello.host
-    assert own_entry is not None
+    own_entry = listener.entry(NEW, description.workers)
+    hello = HostHello(description=description, host=own_entry)
     key = environment.job_key()
     kind = WireMessage
     began = time.monotonic()
     nobody_since = math.inf
-    deadline = began + seconds
     with selectors.DefaultSelector() as selector:
         mesh = Mesh(
             own_entry, key, listener.socket.dup(), selector, kind, _LIMIT_S, listener.numbers
@@ -414,33 +387,23 @@ def _ask_until_let_in(
         try:
             while True:
                 others = 0
-                problem = ""
                 for address, port in addresses:
+                    ask = partial(ask_to_join, address, port, key, hello, kind, _ASK_S, _ASK_S)
                     try:
-                        answer = partial(ask_to_join, address, port, key, hello, kind, _ASK_S)
-                        return _answering(mesh, selector, answer)
+                        return _answering(mesh, selector, ask)
                     except (OSError, LockstepError) as error:
-                        may_change = isinstance(
-                            error, OSError | NobodyLeadsError | WaitsToJoinError
-                        )
-                        if not may_change and deadline < math.inf:
-                            raise
                         others += not isinstance(error, ConnectionRefusedError | WaitsToJoinError)
-                        problem = f"{address}:{port}: {error}"
                 now = time.monotonic()
                 nobody_since = math.inf if others else min(nobody_since, now)
-                if deadline == math.inf and now - nobody_since >= ALONE_S:
+                if now - nobody_since >= ALONE_S:
                     # who still waits would take this host for one that may answer
                     listener.socket.close()
                     raise LockstepError(describe_ended(own_entry.name))
-                if deadline == math.inf and now - began >= pause_s:
+                if now - began >= pause_s:
                     raise LockstepError(
                         f"no host of the job has let {own_entry.name} in again for {pause_s:g} s "
                         "(--pause-timeout)"
                     )
-                if now > deadline:
-                    expected = f"a launcher of the job that answers within {seconds:g} s"
-                    raise ConfigError("master_addr", expected, found=problem)
                 _answering(mesh, selector, partial(time.sleep, _RETRY_S))
         finally:
             mesh.close()
@@ -502,6 +465,7 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
     environment.set_variables(config.variables())
     config = replace(
         config,
+        node_rank=ANY_HOST,
         start_timeout=min(config.start_timeout, ALONE_S),  # the job runs already, or is over
         metrics_port=None,  # the first host serves them
         metrics_file=None,
@@ -515,10 +479,7 @@ def join_running_job(address: str, port: int, workers: int | None) -> None:
         config.program[0], config.program[1:], config.module, HOROVOD_SETUP * config.as_horovod
     )
     script.check()
-    multiplexer = LogMultiplexer(
-        (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
-    )
-    _run_part(script, config, count, multiplexer, address, port, None, lambda host: None)
+    run_as_node(ElasticPart(script, count, problem=""), config, None)
 
 
 def _read_spec(address: str, port: int, seconds: float) -> JobSpec:
@@ -530,6 +491,6 @@ def _read_spec(address: str, port: int, seconds: float) -> JobSpec:
     """
     asks = HostHello(host=HostEntry(ASKS, socket.gethostname(), "", 0, 0))
     key = environment.job_key()
-    connection, welcome = ask_to_join(address, port, key, asks, WireMessage, seconds)
+    connection, welcome = ask_to_join(address, port, key, asks, WireMessage, seconds, seconds)
     connection.close()
     return messages.decode(welcome.spec, JobSpec)

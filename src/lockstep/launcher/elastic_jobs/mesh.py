@@ -27,8 +27,9 @@ import msgspec
 from ...errors import LockstepError
 from ...job.connection import Connection
 from ...system.strangers import LIMIT_S
-from ..handshake import ANY_HOST, HostEntry, HostHello, HostRefused, HostWelcome, ask
+from ..handshake import ANY_HOST, HostEntry, HostHello, HostRefused, HostWelcome
 from ..host_connections import HostConnection, HostConnections
+from ..host_rendezvous import HostRefusedError, NotYetError, ask_launcher
 from ..pulse import Patience, SilenceWatch
 
 NEW = ANY_HOST
@@ -460,52 +461,40 @@ later.
 """
 
 
-class NobodyLeadsError(LockstepError):
+class NobodyLeadsError(NotYetError):
     """A host cannot be let in at the moment."""
 
 
-class WaitsToJoinError(LockstepError):
+class WaitsToJoinError(NotYetError):
     """A host cannot be let in by this one, which takes no part in the job either."""
 
 
 def ask_to_join(
-    address: str, port: int, key: str, hello: HostHello, kind: object, seconds: float
+    address: str,
+    port: int,
+    key: str,
+    hello: HostHello,
+    kind: object,
+    answer_s: float,
+    dial_s: float,
 ) -> tuple[Connection[Any, Any], HostWelcome]:
-    """Ask the job at an address to let this host join; returns the connection, and the answer.
-
-    Args:
-        address, port: of any launcher of the job.
-        key: the job's secret.
-        hello: this host, without a number; the proof is added here.
-        kind: the type of all messages between launchers.
-        seconds: how long to wait for each answer.
+    """Ask the job at an address to let this host join, as `ask_launcher` does; where another
+    launcher leads, ask that one.
 
     Raises:
         OSError: no launcher answers there.
         NobodyLeadsError: the job does not know at the moment.
         WaitsToJoinError: the launcher there takes no part in the job either.
-        LockstepError: it refuses, or another program answers.
+        LockstepError: it refuses, does not answer, or another program answers.
     """
     for _ in range(8):  # launchers that lead to another one
-        end = socket.create_connection((address, port), seconds)
-        connection: Connection[Any, Any] = Connection(end, kind)
         try:
-            answered = ask(connection, key, hello, seconds)
-        except TimeoutError:
-            answered = None
-        answer, is_proved = answered or (None, False)
-        if isinstance(answer, HostWelcome) and is_proved:
-            return connection, answer
-        connection.close()
-        if answer is None:
-            raise LockstepError(
-                f"{address}:{port} is no elastic job, has another key, or has just ended"
-            )
-        if isinstance(answer, HostWelcome):
-            raise LockstepError(f"{address}:{port} has another key")
-        if answer.ask is None:
-            kinds = {NOBODY_LEADS: NobodyLeadsError, WAITS_TO_JOIN: WaitsToJoinError}
-            raise kinds.get(answer.reason, LockstepError)(answer.reason)
+            return ask_launcher(address, port, key, hello, kind, answer_s, dial_s)
+        except HostRefusedError as error:
+            answer = error.answer
+            if answer.ask is None:
+                kinds = {NOBODY_LEADS: NobodyLeadsError, WAITS_TO_JOIN: WaitsToJoinError}
+                raise kinds.get(answer.reason, LockstepError)(answer.reason) from None
         address = answer.ask.address
         port = answer.ask.port
     raise NobodyLeadsError(NOBODY_LEADS)
