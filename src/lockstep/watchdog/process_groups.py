@@ -177,7 +177,10 @@ def watch_group(group: Any) -> Any:
 @functools.cache
 def _watched_class(kind: Any) -> Any:
     names = [name for name in (*OPERATIONS, *_MESSAGES) if hasattr(kind, name)]
-    methods = {name: _watched_collective(name, getattr(kind, name)) for name in names}
+    takes_op = getattr(kind, "takes_blocking_op", ())
+    methods = {
+        name: _watched_collective(name, getattr(kind, name), name in takes_op) for name in names
+    }
     if hasattr(kind, "monitored_barrier"):
         methods["monitored_barrier"] = _watched_barrier(kind.monitored_barrier)
     if hasattr(kind, "_end_coalescing"):
@@ -192,7 +195,17 @@ def _watched_class(kind: Any) -> Any:
     return type(kind.__name__, (kind,), attributes)
 
 
-def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _watched_collective(
+    name: str, method: Callable[..., Any], takes_op: bool
+) -> Callable[..., Any]:
+    """Return a watched form of a method.
+
+    Args:
+        name: of the method.
+        method: of the group's class.
+        takes_op: whether a synchronous call is also given the hash of its reduce op, which is the
+            last in its key, so that it is read once; see `ShmGroup.allreduce`.
+    """
     if name in _MESSAGES:
         return _watched_message(name, method)
     operation, key_of = OPERATIONS[name]
@@ -227,11 +240,13 @@ def _watched_collective(name: str, method: Callable[..., Any]) -> Callable[..., 
         monitor.threads_inside.add(thread)
         state.enter_wait(thread)
         try:
-            if monitor.preflight is None:
-                work = method(self, *args, **kwargs)
-            else:
+            if monitor.preflight is not None:
                 start = functools.partial(method, self, *args, **kwargs)
                 work = monitor.preflight.run(pending, start, operation)
+            elif takes_op and key:
+                work = method(self, *arguments, key[-1])
+            else:
+                work = method(self, *args, **kwargs)
             if work is not None:
                 # also if it has failed by now, so that its root cause is raised
                 if monitor.endable_waits is None:

@@ -72,6 +72,22 @@ class Group(dist.ProcessGroup):
     recv = send
 
 
+class BlockingOpGroup(Group):
+    """A group whose `allreduce` need not read the options of a blocking call; `given` is what it
+    got.
+    """
+
+    takes_blocking_op = ("allreduce",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[int | None] = []
+
+    def allreduce(self, tensors: Any, opts: Any = None, blocking_op: int | None = None) -> Any:
+        self.given.append(blocking_op)
+        return self.act()
+
+
 class Rank:
     """A rank of two, with all that a call needs of its session."""
 
@@ -234,6 +250,18 @@ def test_what_has_failed_before_it_is_waited_for_is_explained(
     with pytest.raises(RuntimeError, match="closed"):
         rank.group.allreduce([torch.ones(1)]).wait() if asynchronous else rank.all_reduce()
     assert rank.explained == [failed.error]
+
+
+def test_a_backend_that_takes_the_reduce_op_gets_that_of_blocking_calls(ranks: list[Rank]) -> None:
+    group: Any = watch_group(BlockingOpGroup())
+    group.watchdog_monitor = ranks[0].monitor
+    maximum = dist.AllreduceOptions()
+    maximum.reduceOp = dist.ReduceOp.MAX
+    group.allreduce([torch.ones(4)], maximum)  # not blocking
+    group.allreduce([torch.ones(4)], blocking(maximum))
+    group.allreduce([torch.ones(4)], blocking(dist.AllreduceOptions()))
+    group.allreduce(["no tensor"], blocking(maximum))
+    assert group.given == [None, hash(dist.ReduceOp.MAX), hash(dist.ReduceOp.SUM), None]
 
 
 def test_keywords_reach_the_backend_as_such(ranks: list[Rank]) -> None:

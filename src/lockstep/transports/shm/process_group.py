@@ -34,10 +34,14 @@ class ShmGroup(TransportGroup):
     """A process group whose ranks all run on one host; see `TransportGroup`.
 
     A synchronous call runs in the calling thread, in the native extension where that can do it.
+
+    Attributes:
+        takes_blocking_op: methods with an argument `blocking_op`, which the watchdog gives them.
     """
 
     carries_any_dtype = is_on_one_host = True
     dispatches = ("allreduce",)
+    takes_blocking_op = ("allreduce",)
     _context: ShmContext
 
     def __init__(self, context: ShmContext, store: Store) -> None:
@@ -48,20 +52,35 @@ class ShmGroup(TransportGroup):
         """Return how many parts of messages this rank has written and read."""
         return self._context.count_moved()
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> CPUWork | dist.Work:
+    def allreduce(
+        self, tensors: Tensors, opts: Any = None, blocking_op: int | None = None
+    ) -> CPUWork | dist.Work:
         """Reduce each tensor over all ranks, in place; see `TransportGroup.allreduce`.
 
         A synchronous sum of one plain tensor is what most steps wait for. Here it is one function,
         as a small one takes no longer than a few calls of Python.
+
+        Args:
+            tensors: as there.
+            opts: as there.
+            blocking_op: of a call that is known to be synchronous, the hash of its reduce op. To
+                read both from c10d's options takes a microsecond, and the watchdog has done so.
         """
-        if opts is not None and not opts.asyncOp and len(tensors) == 1 and self._is_native:
+        if (
+            opts is not None
+            and (blocking_op is not None or not opts.asyncOp)
+            and len(tensors) == 1
+            and self._is_native
+        ):
             tensor = tensors[0]
             dtype_code = NATIVE_SUMS.get(tensor.dtype)
-            op = opts.reduceOp
+            if blocking_op is None:
+                op = opts.reduceOp
+                # the hash is a call of pybind11
+                blocking_op = SUM if op is ReduceOp.SUM else hash(op)
             if (
                 dtype_code is not None
-                # the hash is a call of pybind11
-                and (op is ReduceOp.SUM or hash(op) == SUM)
+                and blocking_op == SUM
                 and tensor.is_cpu
                 and tensor.layout is _STRIDED
                 and tensor.is_contiguous()
