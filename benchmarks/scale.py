@@ -25,8 +25,9 @@ from lockstep.flight_recorder import RawRecord
 from lockstep.stores import combine_nothing, exchange
 from lockstep.transports.runtime import host_identity
 from lockstep.watchdog.mismatch import compare_records
-from lockstep.watchdog.preflight import CallInfo, Digest, encode
+from lockstep.watchdog.preflight import Digest, encode
 from lockstep.watchdog.rendezvous import HostInfo, Readiness, _join_hosts, _join_readiness
+from lockstep.watchdog.states import RecordRow
 from support.stores import CountingStore, all_ranks
 
 BENCHMARK = Benchmark("scale", __doc__)
@@ -87,7 +88,7 @@ def checking(size: int, times: int = 20) -> dict[str, float]:
     """Bytes that a rank gets before a collective, and µs in which it looks at them: rows of all
     ranks, or a digest.
     """
-    call = CallInfo(1000, False, False, 1 << 60, 1 << 61, 7, 1 << 62, 0)
+    call = RecordRow(1000, 1 << 60, 1 << 61, 7, 1 << 62)
     row = (1000, 1 << 60, 1 << 61, 7, 1 << 62)
     words = encode(call)
 

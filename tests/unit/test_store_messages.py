@@ -20,11 +20,12 @@ from lockstep.stores import from_ranges
 from lockstep.transports.mpi import process_group as mpi
 from lockstep.transports.runtime.host_identity import find_hosts
 from lockstep.watchdog import rendezvous
-from lockstep.watchdog.preflight import CallInfo, PreflightCheck
+from lockstep.watchdog.preflight import PreflightCheck
 from lockstep.watchdog.shared_state import PendingCall
+from lockstep.watchdog.states import RecordRow
 
-MINE = CallInfo(7, False, False, 5, 1, 3, 19, 0)
-CALL = {name: getattr(MINE, name) for name in MINE.__struct_fields__}
+MINE = RecordRow(7, 5, 1, 3, 19, 0)
+CALL = [7, 5, 1, 3, 19, 0]
 
 
 def exchange_calls(store: Any) -> None:
@@ -51,19 +52,19 @@ def from_the_last(topic: str, message: Any) -> dict[str, str]:
     ("stored", "read", "message"),
     [
         (
-            from_rank_1(CALLS, [7, 0]),
-            exchange_calls,
-            "the call of rank 1: .* damaged: Expected `object`, got `array`",
-        ),
-        (
-            from_rank_1(CALLS, {**CALL, "line": "x"}),
-            exchange_calls,
-            r"rank 1: .* got `str` - at `\$.line`",
-        ),
-        (
             from_rank_1(CALLS, {"sequence": 7}),
             exchange_calls,
-            "rank 1: .* missing required field `uneven`",
+            "the call of rank 1: .* damaged: Expected `array`, got `object`",
+        ),
+        (
+            from_rank_1(CALLS, [7, 5, "x", 3, 19, 0]),
+            exchange_calls,
+            r"rank 1: .* got `str` - at `\$\[2\]`",
+        ),
+        (
+            from_rank_1(CALLS, []),
+            exchange_calls,
+            "rank 1: .* Expected `array` of at least length 1",
         ),
         (
             from_the_last(CALLS, [{"call": CALL}]),

@@ -16,21 +16,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from .. import messages
-from ..flight_recorder import RawRecord, Record
+from ..flight_recorder import Record
 from ..stores import Ranges, exchange_available, from_ranges, read_message, to_ranges
 from . import mismatch
 from .call_order import CallOrder
 from .shared_state import PendingCall, WatchdogState
+from .states import RecordRow
 from .swaps import SwapDetector, are_swapped
 
 # Batches are compared among the ranks that are in the same loop. Loops are hashed into this many
@@ -56,45 +56,24 @@ _INSIDE = 8
 _ENDED = 8 + _LOOP_SLOTS
 
 
-class CallInfo(msgspec.Struct, frozen=True):
-    """What a rank is about to call, in numbers; see `flight_recorder.RawRecord`.
-
-    Attributes:
-        sequence: sequence number of the collective in its group.
-        uneven: whether ranks have different numbers of batches on purpose.
-        may_be_swapped: whether the rank has announced a possible swap; see `SwapDetector`.
-        fingerprint, line, batch, loop, name: as in its record.
-    """
-
-    sequence: int
-    uneven: bool
-    may_be_swapped: bool
-    fingerprint: int
-    line: int
-    batch: int
-    loop: int
-    name: int
-
-
-_Calls = list[tuple[CallInfo, Ranges]]
+_Calls = list[tuple[RecordRow, Ranges]]
 """The distinct calls, each with the ranks that are about to make it."""
 
-_RECORD_FIELDS = ("fingerprint", "line", "batch", "loop", "name")
 
-
-def encode(call: CallInfo) -> list[int]:
+def encode(call: RecordRow, uneven: bool = False, may_be_swapped: bool = False) -> list[int]:
     """Return the words that all ranks combine by OR, as signed 64-bit numbers.
 
     A number is encoded with its complement: all ranks have the same number if no bit is set in both
     combined words.
+
+    Args:
+        call: what a rank is about to call.
+        uneven: whether ranks have different numbers of batches on purpose.
+        may_be_swapped: whether the rank has announced a possible swap; see `SwapDetector`.
     """
     words = [0] * _WORDS
     slot = call.loop % _LOOP_SLOTS
-    flags = (
-        bool(call.uneven) << _UNEVEN
-        | bool(call.name) << _NAMED
-        | bool(call.may_be_swapped) << _SWAPPED
-    )
+    flags = bool(uneven) << _UNEVEN | bool(call.name) << _NAMED | bool(may_be_swapped) << _SWAPPED
     if call.loop:
         flags |= 1 << ((_INSIDE if call.batch >= 0 else _ENDED) + slot)
     words[_FLAGS] = flags
@@ -145,8 +124,18 @@ class Digest:
         slots = (slot for slot in range(_LOOP_SLOTS) if self._differs(_BATCHES + 2 * slot))
         return (*self.words[_LINE:_BATCHES], self.words[_FLAGS], *slots)
 
+    @property
+    def uneven(self) -> bool:
+        """Whether some rank says that ranks have different numbers of batches on purpose."""
+        return bool(self.words[_FLAGS] >> _UNEVEN & 1)
+
+    @property
+    def may_be_swapped(self) -> bool:
+        """Whether some rank has announced a possible swap."""
+        return bool(self.words[_FLAGS] >> _SWAPPED & 1)
+
     def _batches_differ(self) -> bool:
-        if self.words[_FLAGS] >> _UNEVEN & 1:
+        if self.uneven:
             return False
         return (
             any(self._differs(_BATCHES + 2 * slot) for slot in range(_LOOP_SLOTS))
@@ -259,11 +248,7 @@ class PreflightCheck:
         self._abandon = abandon
         # lines and loops that were warned about
         self._warned: set[tuple[str, tuple[int, ...]]] = set()
-        # sequence number and records of the last collective
-        self._before: tuple[int, list[RawRecord]] = (
-            0,
-            [],
-        )
+        self._before: Sequence[RecordRow] = ()  # the last collective, as the ranks have called it
         # of digests that an exchange has shown to be no error
         self._patterns: set[tuple[int, ...]] = set()
         self._expected = ExpectedCalls()
@@ -338,25 +323,29 @@ class PreflightCheck:
             return self._order.add(None, start), None
         return self._order.add(partial(self._begin, pending, mine), lambda: (call(), None)), None
 
-    def _call_of(self, pending: PendingCall) -> CallInfo:
+    def _call_of(self, pending: PendingCall) -> RecordRow:
+        """Return what this rank is about to call."""
         record = self._state.own_reader.raw(pending.number)
-        uneven = bool(self._state.uneven_batches)
-        may_be_swapped = self._swaps.has_announced(self._state.own_reader, pending.sequence)
-        numbers = (getattr(record, name, 0) for name in _RECORD_FIELDS)
-        return CallInfo(pending.sequence, uneven, may_be_swapped, *numbers)
+        return RecordRow(pending.sequence) if record is None else RecordRow.of(record)
 
-    def _compare(self, pending: PendingCall, mine: CallInfo) -> Any:
-        words = torch.tensor(encode(mine))
+    def _words(self, mine: RecordRow) -> torch.Tensor:
+        """Return this rank's words, see `encode`."""
+        uneven = bool(self._state.uneven_batches)
+        may_be_swapped = self._swaps.has_announced(self._state.own_reader, mine.sequence)
+        return torch.tensor(encode(mine, uneven, may_be_swapped))
+
+    def _compare(self, pending: PendingCall, mine: RecordRow) -> Any:
+        words = self._words(mine)
         work = self._group.allreduce_unwatched([words], _options(blocking=True))
         work.wait()
         return work if self._evaluate(pending, mine, words) else None
 
-    def _begin(self, pending: PendingCall, mine: CallInfo) -> torch.futures.Future[None]:
-        words = torch.tensor(encode(mine))
+    def _begin(self, pending: PendingCall, mine: RecordRow) -> torch.futures.Future[None]:
+        words = self._words(mine)
         work = self._group.allreduce_unwatched([words], _options(blocking=False))
         return PendingCheck(work, lambda: self._evaluate(pending, mine, words)).ended
 
-    def _run_beside(self, pending: PendingCall, mine: CallInfo, call: Callable[[], Any]) -> Any:
+    def _run_beside(self, pending: PendingCall, mine: RecordRow, call: Callable[[], Any]) -> Any:
         words, end = self._begin_beside(pending, mine)
         try:
             work = call()
@@ -375,7 +364,7 @@ class PreflightCheck:
         return work
 
     def _start_beside(
-        self, pending: PendingCall, mine: CallInfo, call: Callable[[], Any]
+        self, pending: PendingCall, mine: RecordRow, call: Callable[[], Any]
     ) -> tuple[Any, PendingCheck]:
         words, end = self._begin_beside(pending, mine)
         try:
@@ -386,7 +375,7 @@ class PreflightCheck:
         return work, PendingCheck(end(work), lambda: self._evaluate(pending, mine, words))
 
     def _begin_beside(
-        self, pending: PendingCall, mine: CallInfo
+        self, pending: PendingCall, mine: RecordRow
     ) -> tuple[torch.Tensor, Callable[[Any], Any]]:
         """Start a check beside a call that comes right behind it.
 
@@ -394,11 +383,11 @@ class PreflightCheck:
             The words; and a function of the call's work, None if the call has failed, that returns
             the work of the check, None if that has failed with it.
         """
-        words = torch.tensor(encode(mine))
+        words = self._words(mine)
         look = partial(self._look, pending, mine, words)
         return words, self._group.allreduce_beside(words, _options(blocking=False), look)
 
-    def _evaluate(self, pending: PendingCall, mine: CallInfo, words: torch.Tensor) -> bool:
+    def _evaluate(self, pending: PendingCall, mine: RecordRow, words: torch.Tensor) -> bool:
         """Exchange the calls if the digest calls for it; all ranks have the same digest, and so
         decide alike.
 
@@ -413,12 +402,12 @@ class PreflightCheck:
         if not digest.same_sequence or digest.is_equal or digest.pattern in self._patterns:
             return digest.same_sequence
         if not self._look(pending, mine, words):
-            self.compare_calls(pending, self._exchange_calls(pending, mine))
+            self.compare_calls(pending, self._exchange_calls(pending, mine), digest)
         if digest.pattern is not None:
             self._patterns.add(digest.pattern)
         return True
 
-    def _look(self, pending: PendingCall, mine: CallInfo, words: torch.Tensor) -> bool:
+    def _look(self, pending: PendingCall, mine: RecordRow, words: torch.Tensor) -> bool:
         """Compare the calls of hosts if these are not of one collective, in a group that has a
         leader for each host.
 
@@ -449,7 +438,7 @@ class PreflightCheck:
         ):
             for rank in ranks:
                 calls[rank] = call
-        self.compare_calls(pending, calls)
+        self.compare_calls(pending, calls, digest)
         return True
 
     def _await_report(self) -> None:
@@ -459,7 +448,7 @@ class PreflightCheck:
             time.sleep(_POLL_S)
         self._state.check()
 
-    def _exchange_calls(self, pending: PendingCall, mine: CallInfo) -> list[CallInfo]:
+    def _exchange_calls(self, pending: PendingCall, mine: RecordRow) -> list[RecordRow]:
         """Return what each rank is about to call; for a rank that publishes nothing in time, this
         rank's own call.
 
@@ -471,8 +460,8 @@ class PreflightCheck:
         )
 
     def _exchange(
-        self, pending: PendingCall, mine: CallInfo, topic: str, place: int, size: int
-    ) -> list[CallInfo]:
+        self, pending: PendingCall, mine: RecordRow, topic: str, place: int, size: int
+    ) -> list[RecordRow]:
         """Return what is called at each of `size` places, of which this rank is at `place`; see
         `_exchange_calls`.
         """
@@ -492,13 +481,16 @@ class PreflightCheck:
                 calls[rank] = call
         return calls
 
-    def compare_calls(self, pending: PendingCall, calls: Sequence[CallInfo]) -> None:
+    def compare_calls(
+        self, pending: PendingCall, calls: Sequence[RecordRow], digest: Digest
+    ) -> None:
         """Compare the calls of all ranks. All ranks have the same ones here, and so come to the
         same result.
 
         Args:
             pending: the collective.
             calls: of each rank.
+            digest: of the calls.
 
         Raises:
             DesyncError: the ranks do not call the same.
@@ -508,34 +500,29 @@ class PreflightCheck:
         record = self._state.own_reader.raw(pending.number)
         if record is None:
             return
-        uneven = any(call.uneven for call in calls)
-        raws = [
-            replace(record, **{name: getattr(call, name) for name in _RECORD_FIELDS})
-            for call in calls
+        differences = [
+            list(mismatch.compare_records(calls[0], call, digest.uneven)) for call in calls
         ]
-        differences = [list(mismatch.compare_records(raws[0], raw, uneven)) for raw in raws]
-        if any(call.may_be_swapped for call in calls):
-            self._add_swaps(record.sequence, raws, differences)
-        self._before = record.sequence, raws
-        self._swaps.note_lines(record, {raw.line for raw in raws})
+        if digest.may_be_swapped:
+            self._add_swaps(calls, differences)
+        self._before = calls
+        self._swaps.note_lines(record, {call.line for call in calls})
         for kind in mismatch.KINDS:
             at = next((at for at, kinds in enumerate(differences) if kind in kinds), -1)
             if at >= 0 and (
                 mismatch.is_error(kind, self._state.limits.strict)
-                or not self._has_warned(kind, raws)
+                or not self._has_warned(kind, calls)
             ):
                 self._report(pending, kind, (self._ranks[0], self._ranks[at]))
 
-    def _add_swaps(
-        self, sequence: int, raws: Sequence[RawRecord], differences: Sequence[list[str]]
-    ) -> None:
+    def _add_swaps(self, calls: Sequence[RecordRow], differences: Sequence[list[str]]) -> None:
         """Add "swap" to the differences of the ranks that have swapped this collective and the last
         one.
         """
-        number, before = self._before
-        if number + 1 == sequence:
-            for raw, last, kinds in zip(raws, before, differences, strict=True):
-                if are_swapped((before[0], last), (raws[0], raw)):
+        before = self._before
+        if before and before[0].sequence + 1 == calls[0].sequence:
+            for call, last, kinds in zip(calls, before, differences, strict=True):
+                if are_swapped((before[0], last), (calls[0], call)):
                     kinds.append("swap")
 
     def _report(self, pending: PendingCall, kind: str, pair: tuple[int, int]) -> None:
@@ -548,8 +535,8 @@ class PreflightCheck:
             # ranks of one host warn of it themselves
             state.write_message(difference.as_warning())
 
-    def _has_warned(self, kind: str, raws: Sequence[RawRecord]) -> bool:
-        topic = kind, tuple(sorted({raw.line if kind == "lines" else raw.loop for raw in raws}))
+    def _has_warned(self, kind: str, calls: Sequence[RecordRow]) -> bool:
+        topic = kind, tuple(sorted({call.line if kind == "lines" else call.loop for call in calls}))
         known = topic in self._warned
         self._warned.add(topic)
         return known
@@ -617,9 +604,9 @@ def _group_by_call(published: Mapping[int, str]) -> str:
     """Return the distinct calls with their ranks: of a thousand ranks' calls there are most often
     two.
     """
-    ranks_of_call: dict[CallInfo, list[int]] = {}
+    ranks_of_call: dict[RecordRow, list[int]] = {}
     for rank, text in published.items():
-        call = read_message(text, CallInfo, f"the pre-flight check, the call of rank {rank}")
+        call = read_message(text, RecordRow, f"the pre-flight check, the call of rank {rank}")
         ranks_of_call.setdefault(call, []).append(rank)
     return messages.encode([(call, to_ranges(ranks)) for call, ranks in ranks_of_call.items()])
 

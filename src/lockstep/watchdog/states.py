@@ -244,14 +244,26 @@ _MAX_CHANNELS = 256  # of a rank that waits
 
 
 class RecordRow(msgspec.Struct, frozen=True, array_like=True):
-    """A collective, by what is compared among ranks; see `RawRecord`."""
+    """A collective as a rank calls it, by what is compared among ranks; see `RawRecord`.
+
+    Attributes:
+        sequence, fingerprint, line, batch, loop: as in its record.
+        name: 1 if it has one, which is a number of its rank's own in the record; else 0.
+    """
 
     sequence: int
-    fingerprint: int
-    line: int
-    batch: int
-    loop: int
-    name: int
+    fingerprint: int = 0
+    line: int = 0
+    batch: int = 0
+    loop: int = 0
+    name: int = 0
+
+    @staticmethod
+    def of(raw: RawRecord) -> RecordRow:
+        """Return what is compared of a record."""
+        return RecordRow(
+            raw.sequence, raw.fingerprint, raw.line, raw.batch, raw.loop, int(raw.name > 0)
+        )
 
 
 class GroupState(msgspec.Struct, array_like=True):
@@ -434,9 +446,7 @@ def _group_state(reader: RecorderReader, slot: int, key: int, history: int) -> G
         if not raw.left and not group_state.pending:
             group_state.pending = sequence
             group_state.seconds = round(time.monotonic() - raw.entered, 1)
-        group_state.records.append(
-            RecordRow(sequence, raw.fingerprint, raw.line, raw.batch, raw.loop, int(raw.name > 0))
-        )
+        group_state.records.append(RecordRow.of(raw))
     raw = reader.raw(reader.record_number(slot, group_state.last))
     if raw is not None:
         group_state.what, group_state.call_site, group_state.title = map(

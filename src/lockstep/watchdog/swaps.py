@@ -14,11 +14,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..flight_recorder import FlightRecorder, RawRecord, RecorderReader
 from ..flight_recorder.layout import StateWords
 from .call_sites import is_internal
+
+if TYPE_CHECKING:
+    from .states import RecordRow
 
 _WORDS = StateWords()
 
@@ -104,7 +107,10 @@ class SwapDetector:
         )
 
 
-def are_swapped(before: tuple[RawRecord, RawRecord], now: tuple[RawRecord, RawRecord]) -> bool:
+def are_swapped(
+    before: tuple[RawRecord | RecordRow, RawRecord | RecordRow],
+    now: tuple[RawRecord | RecordRow, RawRecord | RecordRow],
+) -> bool:
     """Return whether two ranks have swapped two like collectives: each now calls what the other
     called just before.
 

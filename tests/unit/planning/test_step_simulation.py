@@ -30,7 +30,8 @@ from lockstep.planning.step_simulation import (
     equal_buckets,
     simulate,
 )
-from lockstep.watchdog.preflight import CallInfo, encode
+from lockstep.watchdog.preflight import encode
+from lockstep.watchdog.states import RecordRow
 
 LINK = Link(1e9, 1e-5)
 
@@ -82,7 +83,7 @@ def test_the_check_beside_a_collective_is_a_small_all_reduce_between_hosts() -> 
 
 
 def test_the_digest_has_as_many_bytes_as_the_watchdog_sends() -> None:
-    call = CallInfo(*range(len(CallInfo.__struct_fields__)))
+    call = RecordRow(*range(len(RecordRow.__struct_fields__)))
     assert 8 * len(encode(call)) == DIGEST_BYTES
 
 

@@ -145,14 +145,20 @@ class Rank:
 
     def raw(self, number: int) -> Any:
         return SimpleNamespace(
-            fingerprint=self.calls[number - 1], line=1, batch=-1, loop=0, name=0, rejected=0
+            sequence=number,
+            fingerprint=self.calls[number - 1],
+            line=1,
+            batch=-1,
+            loop=0,
+            name=0,
+            rejected=0,
         )
 
     def check_error(self) -> None:
         if self.network.failed:
             raise RuntimeError("Connection closed by peer")
 
-    def refuse(self, pending: PendingCall, calls: Any) -> None:
+    def refuse(self, pending: PendingCall, calls: Any, digest: Any) -> None:
         self.network.fail()
         raise DesyncError("they differ")
 
