@@ -18,7 +18,7 @@ RELEASE_FLAGS ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 LOG   := $(VENV)/install.log
-C     := $(wildcard src/lockstep/transports/shm/*.[ch])
+C     := $(wildcard src/lockstep/transports/shm/*.[ch] src/lockstep/flight_recorder/*.c)
 DEMO  := $(VENV)/.ready-demo
 TESTS := $(VENV)/.ready-test
 DOCS  := $(VENV)/.ready-docs
@@ -136,7 +136,7 @@ distclean: clean
 # 13,000 files, which takes pip more than a minute.
 $(DEMO) $(TESTS) $(DOCS) $(CLUSTER) $(RELEASE): $(VENV)/.ready-%: pyproject.toml setup.py constraints.txt $(C) | $(BIN)/python
 	@echo "Installing Lockstep with extra '$*' into $(VENV); the first time this takes minutes (log: $(LOG)) ..."
-	@rm -f src/lockstep/transports/shm/_native.*.so # of another version of Python, which would come before the new one
+	@find src -name '_native.*.so' -delete # of another version of Python, which would come before the new one
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install --retries 3 --no-compile $(PIP_FLAGS) -c $(VENV)/constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
 	    said=$$(grep -iE '^ *error:' $(LOG) | grep -vE '$(MISTAKEN)' | cut -c 1-200 | tail -n 5); \

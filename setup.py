@@ -1,7 +1,7 @@
-"""What pyproject.toml cannot say of the build: the compiled module, and the README as a package
+"""What pyproject.toml cannot say of the build: the compiled modules, and the README as a package
 index shows it.
 
-LOCKSTEP_PURE=1 leaves out the compiled module, which gives a wheel for every platform.
+LOCKSTEP_PURE=1 leaves out the compiled modules, which gives a wheel for every platform.
 """
 
 from __future__ import annotations
@@ -38,15 +38,19 @@ def readme_for_index(repository: str, version: str) -> str:
     return "".join(parts)
 
 
-def compiled_module(is_stable: bool) -> Extension:
-    """Return the compiled module of the backend shm, for the stable interface of Python or for this
+# of the backend shm, and of the flight recorder: by package, all C files in its folder
+COMPILED = ("transports/shm", "flight_recorder")
+
+
+def compiled_module(package: str, is_stable: bool) -> Extension:
+    """Return the compiled module of a package, for the stable interface of Python or for this
     Python alone.
     """
-    folder = "src/lockstep/transports/shm"
+    folder = Path("src/lockstep") / package
     return Extension(
-        "lockstep.transports.shm._native",
-        sources=[f"{folder}/_native.c", f"{folder}/_exchange.c", f"{folder}/_ring.c"],
-        depends=[f"{folder}/_exchange.h"],
+        f"lockstep.{package.replace('/', '.')}._native",
+        sources=sorted(map(str, folder.glob("*.c"))),
+        depends=sorted(map(str, folder.glob("*.h"))),
         define_macros=[("Py_LIMITED_API", "0x030B0000")] if is_stable else [],
         py_limited_api=is_stable,
         extra_compile_args=["-O3"],
@@ -58,15 +62,16 @@ def compiled_module(is_stable: bool) -> Extension:
 if __name__ == "__main__":
     VERSION = the_one(r'^__version__ = "(.+)"$', "src/lockstep/__init__.py")
     REPOSITORY = the_one(r'^Repository = "(.+)"$', "pyproject.toml")
-    # the backend shm, which it is a part of, needs Linux
+    # the backend shm needs Linux, and beside other backends the recorder's time does not show
     IS_PURE = os.environ.get("LOCKSTEP_PURE", "0") not in ("", "0") or sys.platform != "linux"
     # One build for the stable interface of Python 3.11 runs on every later version. That of 3.10
     # has no buffers, and Python without the interpreter lock has none.
     IS_STABLE = sys.version_info >= (3, 11) and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    PACKAGES = () if IS_PURE else COMPILED
     setup(
         version=VERSION,
         long_description=readme_for_index(REPOSITORY, VERSION),
         long_description_content_type="text/markdown",
-        ext_modules=[] if IS_PURE else [compiled_module(IS_STABLE)],
+        ext_modules=[compiled_module(package, IS_STABLE) for package in PACKAGES],
         options={"bdist_wheel": {"py_limited_api": "cp311"}} if IS_STABLE and not IS_PURE else {},
     )

@@ -25,7 +25,10 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILED = "lockstep/transports/shm/_native.abi3.so"
+COMPILED = (
+    "lockstep/transports/shm/_native.abi3.so",
+    "lockstep/flight_recorder/_native.abi3.so",
+)
 METADATA = {
     "METADATA",
     "WHEEL",
@@ -39,7 +42,7 @@ ADDED_TO_SOURCES = {"PKG-INFO", "setup.cfg", "src/lockstep_train.egg-info/SOURCE
 INSTALL_S, PROGRAM_S = 900, 300  # time limits
 
 # The compiled part is loaded by itself, as other versions of Python may have no torch: two ranks in
-# one process sum.
+# one process sum, and a call is recorded.
 NUMBERS = """
 from lockstep.transports.shm.memory_layout import BLOCK, SIGNATURES, plan
 from lockstep.transports.shm.signatures import KINDS, dtype_number
@@ -47,14 +50,22 @@ import torch
 layout = plan(2, 1 << 20)
 print(layout.total, BLOCK, SIGNATURES, layout.chunk, layout.halves, layout.half_bytes, layout.fragment,
       KINDS["all_reduce"], dtype_number(torch.float64))
+from lockstep.flight_recorder.layout import Layout
+layout = Layout(2)
+print(layout.total, layout.group_keys, layout.last_sequences, layout.record_numbers, layout.ring)
 """
 LOADED_ALONE = """
 import ctypes, importlib.util, mmap, sys
-path, *numbers = sys.argv[1:]
-total, block, signatures, chunk, halves, half_bytes, fragment, all_reduce, double = map(int, numbers)
-spec = importlib.util.spec_from_file_location("lockstep.transports.shm._native", path)
-native = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(native)
+shm_path, recorder_path, *numbers = sys.argv[1:]
+total, block, signatures, chunk, halves, half_bytes, fragment, all_reduce, double = map(int, numbers[:9])
+
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+native = load("lockstep.transports.shm._native", shm_path)
 memory = mmap.mmap(-1, total)
 data = [(ctypes.c_double * 2)(1, 2), (ctypes.c_double * 2)(10, 20)]
 ranks = [
@@ -65,6 +76,10 @@ for rank, each in zip(ranks, data):
     rank.begin(all_reduce, 0, double, -1, part, part)
 ranks[0].advance(-1)
 assert [list(each) for each in data] == [[11, 22], [11, 22]], [list(each) for each in data]
+total, *offsets = map(int, numbers[9:])
+recorder = load("lockstep.flight_recorder._native", recorder_path)
+writer = recorder.CallWriter(mmap.mmap(-1, total), *offsets)
+assert writer.enter(1, 0, 1, 2, 3, 0, 0, 0, 0, -1, 0, 4.0, 0, None) == 1
 """
 
 
@@ -266,7 +281,7 @@ def check_wheel(wheel: Path, version: str, tracked: Sequence[str], is_compiled: 
     expected = {path for path in package if not path.endswith((".c", ".h"))}
     expected |= {f"lockstep_train-{version}.dist-info/{name}" for name in METADATA}
     if is_compiled:
-        expected.add(COMPILED)
+        expected.update(COMPILED)
     with zipfile.ZipFile(wheel) as archive:
         # auditwheel adds a list of what it has found
         found = {
@@ -432,6 +447,7 @@ def check_stable_interface(environment: Path, pythons: Sequence[str]) -> str:
         pythons: other Pythons to try; those on the PATH are tried, too.
     """
     numbers = run([environment / "bin/python", "-c", NUMBERS], environment).split()
+    paths = [_packages(environment) / path for path in COMPILED]
     tried: dict[str, str] = {}
     for python in [*pythons, *(f"python3.{minor}" for minor in range(11, 20))]:
         code = (
@@ -448,7 +464,7 @@ def check_stable_interface(environment: Path, pythons: Sequence[str]) -> str:
             and version not in tried
         ):
             run(
-                [python, "-I", "-c", LOADED_ALONE, _packages(environment) / COMPILED, *numbers],
+                [python, "-I", "-c", LOADED_ALONE, *paths, *numbers],
                 environment,
             )
             tried[version] = python

@@ -243,7 +243,7 @@ def test_waits_in_messages_count(base: Path, clock: SimpleNamespace) -> None:
     rank.begin_wait(rank.enter(1, 0, 0, signature, 1, 0, 0, 0, 1, now=clock.now), clock.now)
     clock.now += 4
     assert [each.waiting for each in watched.poll()] == [1.0, 0.0]
-    rank.end_wait()
+    rank.end_wait(clock.now)
     assert (other.phase, rank.phase) == ("runs", "runs")
     watched.close()
 

@@ -8,11 +8,12 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from .call_writer import LEFT_AT, make_call_writer
 from .layout import (
     CHANNEL_SIZES,
     CHANNEL_WORDS,
@@ -34,14 +35,7 @@ from .layout import (
     rank_file,
 )
 
-_RUNS, _WAITS, _LEFT, _ENDED, _RAISED = range(len(PHASES))
 _AT = StateWords()
-# those that each collective writes
-_AT_PHASE = _AT.phase
-_AT_SINCE = _AT.since
-_AT_RECORD = _AT.since_record
-_AT_RECORDS = _AT.records
-_AT_WAITED = _AT.waited
 # those that each hook writes
 _AT_ACTIVITY = _AT.activity
 _AT_IS_OWN = _AT.activity_is_own
@@ -53,11 +47,6 @@ _AT_STEP = _AT.step
 _AT_PRODUCTIVE = _AT.productive
 _AT_TOKENS = _AT.tokens_per_sample
 _SPARE_SLOTS = 8  # free ones; the slots of groups that are destroyed are reused in turn
-# what each collective calls
-_pack_record = RECORD.pack_into
-_RECORD_BYTES = RECORD.size
-_COMPARED_BYTES = COMPARED.size
-_LEFT_AT = RECORD.size - 8 - 4 - 5 * 4 - 8  # offset of the field `left` in a record
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +76,10 @@ class FlightRecorder:
         host: name of this host.
         program: command line of the job.
 
+    Attributes:
+        calls: writes the records of calls.
+        leave, begin_wait, end_wait, agrees: methods of `calls`, see `CallWriter`.
+
     Raises:
         OSError: there is no space for the file.
     """
@@ -102,10 +95,12 @@ class FlightRecorder:
         self._record_numbers = self.layout.record_numbers >> 3
         self._ring = self.layout.ring
         self._last_sequences = self.layout.last_sequences >> 3
+        self.calls = make_call_writer(self.memory, self.layout)
+        self.leave: Callable[[int, float], None] = self.calls.leave
+        self.begin_wait: Callable[[int, float], None] = self.calls.begin_wait
+        self.end_wait: Callable[[float], None] = self.calls.end_wait
+        self.agrees: Callable[[int, int, tuple[memoryview, ...]], bool] = self.calls.agrees
         self.texts = TextTable(self.memory, self.layout.texts)
-        self.count = 0  # of records
-        self.batch = -1
-        self.loop = 0
         self._loading_since = 0.0  # of the last batch; 0.0 if it was loaded elsewhere
         self._slots: list[int] = [
             0
@@ -135,6 +130,7 @@ class FlightRecorder:
         """Unmap the memory; later writes are discarded."""
         views = (self.uints, self.floats, self._signed, self.memory)
         self._set_views(bytearray(self.layout.total))
+        self.calls.attach(self.memory)
         self.texts.memory = self.memory
         self.texts.on_wraparound = do_nothing  # the table and who caches its numbers form a cycle
         for view in views:
@@ -224,33 +220,38 @@ class FlightRecorder:
             tag: of a message.
             loop: over batches, to which it belongs; 0 for none, None for the rank's current one.
         """
-        self.count = number = self.count + 1
-        _pack_record(
-            self.memory,
-            self._ring + number % RING * _RECORD_BYTES,
-            number,
+        number: int = self.calls.enter(
             key,
+            slot,
             sequence,
             call.fingerprint,
             line,
-            self.batch,
-            self.loop if loop is None else loop,
-            now or time.monotonic(),
-            0.0,
             call.number,
             call_site,
             group,
             name,
             peer,
             rejected,
+            now or time.monotonic(),
             tag,
+            loop,
         )
-        uints = self.uints
-        if sequence:
-            uints[self._record_numbers + slot * DEPTH + sequence % DEPTH] = number
-            uints[self._last_sequences + slot] = sequence
-        uints[_AT_RECORDS] = number
         return number
+
+    @property
+    def count(self) -> int:
+        """The number of records."""
+        return int(self.uints[_AT.records])
+
+    @property
+    def batch(self) -> int:
+        """The current batch, -1 for none; see `note_batch`."""
+        return int(self._signed[_AT.batch])
+
+    @property
+    def loop(self) -> int:
+        """The loop over batches that it belongs to, 0 for none."""
+        return int(self.uints[_AT.loop])
 
     def set_sequence(self, slot: int, sequence: int) -> None:
         """Note that the rank has begun that collective of a group, which is not recorded."""
@@ -258,18 +259,12 @@ class FlightRecorder:
 
     def compared_bytes(self, number: int) -> bytes | bytearray:
         """Return the fields of that record that ranks compare; see `layout.COMPARED`."""
-        at = self._ring + number % RING * _RECORD_BYTES
-        return self._raw[at + 8 : at + _COMPARED_BYTES]
-
-    def leave(self, number: int, now: float) -> None:
-        """Record the completion of that record's collective, unless it is recorded already."""
-        at = (self._ring + number % RING * _RECORD_BYTES + _LEFT_AT) >> 3
-        if number + RING > self.count and not self.uints[at]:
-            self.floats[at] = now
+        at = self._ring + number % RING * RECORD.size
+        return self._raw[at + 8 : at + COMPARED.size]
 
     def reopen(self, number: int) -> None:
         """Mark that record's collective as pending again: it has not completed but failed."""
-        self.floats[(self._ring + number % RING * RECORD.size + _LEFT_AT) >> 3] = 0.0
+        self.floats[(self._ring + number % RING * RECORD.size + LEFT_AT) >> 3] = 0.0
 
     def cancel_call(self, slot: int, sequence: int) -> None:
         """Remove the group's last collective, which the backend rejected before anything was
@@ -279,22 +274,6 @@ class FlightRecorder:
         self.uints[self._record_numbers + slot * DEPTH + sequence % DEPTH] = 0
 
     # state of the rank
-
-    def begin_wait(self, number: int, now: float) -> None:
-        """Record that the rank is inside the blocking call of that record since `now`."""
-        uints = self.uints
-        uints[_AT_RECORD] = number
-        self.floats[_AT_SINCE] = now
-        uints[_AT_PHASE] = _WAITS
-
-    def end_wait(self) -> float:
-        """Record that the rank computes again, and return the time."""
-        now = time.monotonic()
-        floats = self.floats
-        self.uints[_AT_PHASE] = _RUNS
-        floats[_AT_WAITED] += now - floats[_AT_SINCE]
-        floats[_AT_SINCE] = now
-        return now
 
     def add_message_wait(self, seconds: float) -> None:
         """Count `seconds` of a wait that has just ended as a wait in a point-to-point message."""
@@ -318,8 +297,6 @@ class FlightRecorder:
         """Record the batch, -1 for none, and the loop over batches that it belongs to, 0 for
         none.
         """
-        self.batch = batch
-        self.loop = loop
         self._signed[_AT.batch] = batch
         self.uints[_AT.loop] = loop
 

@@ -279,7 +279,9 @@ def _waiting_in_last(state: WatchdogState, monitors: Sequence[GroupMonitor]) -> 
         yield
     finally:
         if not known:
-            monitor.finish(pending, state.recorder.end_wait())
+            now = time.monotonic()
+            state.recorder.end_wait(now)
+            monitor.finish(pending, now)
 
 
 def _await_report(

@@ -83,6 +83,7 @@ class GroupPeers:
         self._slot = slot
         self._swaps = swaps
         self._peers = [Peer(rank, state.peers[rank]) for rank in ranks]
+        self._memories = tuple(peer.reader.memory for peer in self._peers)
         # topics of differences that are no errors and have been warned about
         self._warned: set[tuple[str, int]] = set()
 
@@ -114,6 +115,8 @@ class GroupPeers:
             DesyncError: that rank has called something else.
         """
         state = self._state
+        if state.recorder.agrees(number, self._slot, self._memories):
+            return
         key = self._key
         mine = state.recorder.compared_bytes(number)
         for peer in self._peers:

@@ -157,12 +157,13 @@ class GroupMonitor:
             sequence = 0
             if peer < 0:
                 sequence = self.sequence = self.sequence + 1
-            number = recorder.enter(
+            number = recorder.calls.enter(
                 self.key,
                 self.slot,
                 sequence,
-                call,
+                call.fingerprint,
                 site.line,
+                call.number,
                 site.text,
                 self.title_number,
                 name_number,
@@ -170,6 +171,7 @@ class GroupMonitor:
                 self.rejected,
                 now,
                 tag,
+                None,
             )
             pending = PendingCall(number, sequence, now)
             if sequence:

@@ -259,7 +259,8 @@ def _watched_collective(
         finally:
             state.waiting_threads.discard(thread)
             monitor.threads_inside.discard(thread)
-            now = recorder.end_wait()
+            now = time.monotonic()
+            recorder.end_wait(now)
         if device is None:
             monitor.finish(pending, now)
         else:

@@ -251,7 +251,8 @@ class WatchdogState:
             raise
         finally:
             self.waiting_threads.discard(thread)
-            now = self.recorder.end_wait()
+            now = time.monotonic()
+            self.recorder.end_wait(now)
             if is_message:
                 self.recorder.add_message_wait(now - began)
 

@@ -23,6 +23,7 @@ from lockstep.flight_recorder import (
     RecorderReader,
     RecordLog,
     activity,
+    call_writer,
     current,
     in_method,
     named,
@@ -39,8 +40,13 @@ from lockstep.training.callbacks.group import CallbackGroup
 KEY = 12345
 
 
-@pytest.fixture
-def recorder(tmp_path: Path) -> Iterator[FlightRecorder]:
+@pytest.fixture(params=["native", "python"])
+def recorder(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[FlightRecorder]:
+    """One that writes calls with the native extension where that is installed, and one without."""
+    if request.param == "python":
+        monkeypatch.setattr(call_writer, "_native", None)
     made = FlightRecorder(tmp_path, 3, 8, "here", "train.py --lr 1")
     yield made
     current.recorder = None
@@ -93,7 +99,9 @@ def test_a_collective_is_read_as_it_was_written(
         "dist.all_reduce(loss)",
     )
     assert (call.sequence, call.batch, call.left) == (1, 4, None)
-    recorder.leave(number, recorder.end_wait())
+    ended = time.monotonic()
+    recorder.end_wait(ended)
+    recorder.leave(number, ended)
     assert reader.phase == "runs"
     (record,) = reader.records()
     assert record.left is not None

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import ConfigError, DesyncError, TransportError
-from lockstep.flight_recorder import FlightRecorder, RecorderReader
+from lockstep.flight_recorder import FlightRecorder, RecorderReader, call_writer
 from lockstep.flight_recorder.layout import DEPTH, rank_file
 from lockstep.watchdog import delivery
 from lockstep.watchdog.call_sites import CallSites
@@ -150,9 +150,13 @@ def blocking(options: Any) -> Any:
     return options
 
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> Any:
-    made = [Rank(tmp_path, rank) for rank in range(2)]
+@pytest.fixture(params=["native", "python"])
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Two ranks; the second has the native extension, if it is installed, or has it not."""
+    made = [Rank(tmp_path, 0)]
+    if request.param == "python":
+        monkeypatch.setattr(call_writer, "_native", None)
+    made.append(Rank(tmp_path, 1))
     for rank, other in ((0, 1), (1, 0)):
         made[rank].join(RecorderReader(rank_file(tmp_path, other)))
     yield made

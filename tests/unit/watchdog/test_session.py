@@ -139,7 +139,7 @@ def test_what_differs_is_printed_where_nothing_can_be_written(
         batch=3,
         finished=False,
     )
-    own = SimpleNamespace(record=lambda raw: record)
+    own = SimpleNamespace(record=lambda raw: record, memory=memoryview(b""))
     state = SimpleNamespace(
         folder=tmp_path / "gone",
         write_message=said.append,
