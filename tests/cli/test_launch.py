@@ -30,7 +30,7 @@ import torch.distributed as dist
 from lockstep import environment
 from lockstep.errors import ConfigError, DataError, InterruptedRunError, LockstepError, WorkerError
 from lockstep.launcher import launch, supervisor
-from lockstep.launcher.local import HostJob
+from lockstep.launcher.fixed_host import FixedHost
 from support import warm_python
 
 DEADLINE = 60.0  # seconds that a test waits for what must happen
@@ -264,10 +264,10 @@ def test_an_exception_is_raised_here_with_its_rank_and_traceback(
 
 
 def turn_late(
-    job: HostJob, seconds: float, turn: Callable[[HostJob, float], None] = HostJob.turn
+    host: FixedHost, seconds: float, turn: Callable[[FixedHost, float], None] = FixedHost.turn
 ) -> None:
     time.sleep(0.5)
-    turn(job, seconds)
+    turn(host, seconds)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_death_is_named_before_the_failures_that_follow_from_it(
         while True:
             dist.all_reduce(torch.ones(1))
 
-    monkeypatch.setattr(HostJob, "turn", turn_late)  # all are gone when the launcher looks
+    monkeypatch.setattr(FixedHost, "turn", turn_late)  # all are gone when the launcher looks
     with pytest.raises(WorkerError) as caught:
         launch(work, workers=3)
     assert (caught.value.rank, caught.value.kind, caught.value.exit_code) == (1, "exit", code)

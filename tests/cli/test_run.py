@@ -302,7 +302,9 @@ def test_an_exception_of_a_data_set_is_one_line_and_nothing_waits(
         "lockstep run: error: sample 7 of Photos: FileNotFoundError: [Errno 2] No such file or "
         "directory: 'img7.png', "
     )
-    of_prepare, error = ended.stderr.strip().splitlines()
+    lines = ended.stderr.strip().splitlines()
+    assert len(lines) == 2, ended.stderr
+    of_prepare, error = lines
     assert of_prepare.startswith("[0] lockstep.prepare() on 2 workers: a global batch of 8")
     assert error == f"{said}at program.py:13 in __getitem__{where} [rank 1]"
     assert ended.returncode == 2

@@ -19,7 +19,7 @@ import lockstep
 from lockstep.cli import main
 from lockstep.errors import ConfigError
 from lockstep.flight_recorder import jobs, layout
-from lockstep.launcher import local
+from lockstep.launcher import fixed_host
 from lockstep.launcher.options import JobOptions
 from lockstep.launcher.supervisor import WatchdogFiles
 from lockstep.launcher.worker_options import WatchdogOptions
@@ -264,4 +264,4 @@ def test_an_invalid_value_in_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         ConfigError, match="LOCKSTEP_WATCHDOG: expected on, strict or off, got 'loud'"
     ):
-        local.run_host_share(Script(__file__), JobOptions((__file__,)), 2, None, None)  # type: ignore[arg-type]
+        fixed_host.run_host_share(Script(__file__), JobOptions((__file__,)), 2, None, None)  # type: ignore[arg-type]

@@ -290,7 +290,7 @@ def simulated() -> Iterator[None]:
             stack.enter_context(patch.object(module, "time", CLOCK))
         for module in (host_knowledge, leadership):
             stack.enter_context(patch.object(module, "Path", SimulatedPath))
-        stack.enter_context(patch.object(local_members, "HostWorkers", SimulatedWorkers))
+        stack.enter_context(patch.object(local_members, "ElasticWorkers", SimulatedWorkers))
         stack.enter_context(patch.object(user_requests, "ControlSocket", lambda *_: None))
         stack.enter_context(patch.object(elastic_host, "Pulse", SimulatedPulse))
         stack.enter_context(patch.object(elastic_host, "SharedFolder", SimulatedFolder))

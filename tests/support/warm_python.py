@@ -32,7 +32,7 @@ __all__ = ["Server", "WarmProcess", "load", "popen", "run", "unload"]
 _SERVER = """
 import gc, json, os, select, socket, sys, types
 import torch, torch.distributed, torch.nn.parallel, numpy
-import lockstep.cli, lockstep.compat.horovod.torch, lockstep.launcher.local, lockstep.launcher.node
+import lockstep.cli, lockstep.compat.horovod.torch, lockstep.launcher.fixed_host, lockstep.launcher.node
 import lockstep.launcher.remote_hosts.ssh, lockstep.training, lockstep.transports.creation, lockstep.watchdog.report
 for name in sys.argv[2:]:
     __import__(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from typing import TypeVar, cast
@@ -126,8 +127,12 @@ def run_on_workers(
     fork_server.check_memory(options.workers)
     fork_server.start_fork_server()  # first, so that it loads PyTorch while this process continues
     with interruption.deferred_signals():
-        from . import links, local, worker_status
+        from ..stores import loopback_variables
+        from . import fixed_host, host_workers, links, pulse, supervisor, worker_status
         from .output import log_multiplexer, worker_output
+
+    name = supervisor.program_name(sys.argv)
+    program = " ".join([name, *sys.argv[1:2]]) if name == "lockstep" else name
 
     with temporary_job_folder() as folder, ExitStack() as stack:
         call = folder / "call"
@@ -141,15 +146,26 @@ def run_on_workers(
         else:
             output = stack.enter_context(worker_output.inherit_output())
         hosts = stack.enter_context(closing(links.OneHost()))
-        job = local.HostJob(folder, options, hosts, output)
+        setup = host_workers.HostSetup(
+            functools.partial(worker_status.run_stored_call, call, value),
+            program,
+            options,
+            pulse.Patience.of(several_hosts=False),
+            _log,
+            loopback_variables(),
+        )
         try:
-            local.run_workers(functools.partial(worker_status.run_stored_call, call, value), job)
+            fixed_host.FixedHost(setup, hosts, folder, output).run()
         except LockstepError as error:
             attach_report(error)
             if isinstance(error, InterruptedRunError):
                 interruption.install()
             raise
         return cast(T, worker_status.unpickle(value.read_bytes()) if value.exists() else None)
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def attach_report(error: LockstepError) -> None:

@@ -20,9 +20,9 @@ from typing_extensions import override
 from .. import environment
 from ..errors import InterruptedRunError, LockstepError, WorkerError
 from ..job.messages import Failure, HostDescription, JobEnd, Request
+from .fixed_host import run_host_share
 from .host_rendezvous import listen_for_hosts
 from .links import FIRST, FixedHosts
-from .local import run_host_share
 from .network_interface import choose_interface
 from .options import JobOptions
 from .output.log_multiplexer import LogMultiplexer
@@ -187,7 +187,7 @@ def run_host(
     Raises:
         ConfigError: the hosts do not meet, or are incompatible.
         WorkerError: the rank that failed first, on any host; its cause is the error of this host.
-        as `run_workers`.
+        as `run_host_share`.
     """
     of_this_host: Failure | None = None
     error: LockstepError | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from .. import environment
 from ..errors import LockstepError, WorkerError
 from ..network import VirtualNetwork
-from . import links, local
+from . import fixed_host, links
 from .output.log_multiplexer import LogMultiplexer
 from .worker_options import EXIT_GRACE, WorkerOptions
 from .worker_process import fork_server
@@ -46,12 +46,12 @@ def run_quietly(
         fork_server.start_fork_server()
     options = WorkerOptions(workers, threads, exit_grace=EXIT_GRACE, network=network)
     (folder / OUTPUT).mkdir()
-    output = local.OutputSettings(
+    output = fixed_host.OutputSettings(
         LogMultiplexer((1, 2), colours=False), folder / OUTPUT, quiet=True
     )
     try:
         with closing(links.OneHost()) as hosts:
-            local.run_program(script, options, output, hosts)
+            fixed_host.run_program(script, options, output, hosts)
     except LockstepError as error:
         return error
     return None

@@ -178,7 +178,7 @@ def _run_on_this_host(script: Script, config: JobOptions) -> None:
             if config.elastic is not None:
                 from .elastic_jobs import elastic_host, elastic_workers
             else:
-                from . import links, local
+                from . import fixed_host, links
 
     multiplexer = LogMultiplexer(
         (1, 2), colours=environment.wants_colours(), prefixes=not config.no_prefix
@@ -188,7 +188,7 @@ def _run_on_this_host(script: Script, config: JobOptions) -> None:
         elastic_host.run_on_one_host(setup)
         return
     with closing(links.OneHost()) as hosts:
-        local.run_host_share(script, config, workers, multiplexer, hosts)
+        fixed_host.run_host_share(script, config, workers, multiplexer, hosts)
 
 
 def _run_on_several_hosts(script: Script, config: JobOptions, starter: Starter | None) -> None:

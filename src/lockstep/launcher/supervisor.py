@@ -29,7 +29,7 @@ from ..flight_recorder import jobs, layout, open_job
 from ..flight_recorder.jobs import MessageReader
 from ..job.messages import Failure
 from ..system.job_folders import JobFolderLock
-from ..system.processes import TERM_GRACE_S, end_orphans, is_stopped
+from ..system.processes import TERM_GRACE_S, is_stopped
 from ..watchdog import report as reports
 from ..watchdog.diagnosis import ObservationClock
 from .job_totals import TotalsOfJob, write_totals
@@ -44,20 +44,6 @@ if TYPE_CHECKING:
 def program_name(argv: Sequence[str]) -> str:
     """Return the name of the program that `argv` starts, as users know it."""
     return Path(argv[0]).name.replace("__main__.py", "lockstep")
-
-
-def end_left_processes(run_id: str, signals: Sequence[int], log: Callable[[str], None]) -> None:
-    """End the processes that workers have left running, in whatever session, and say which.
-
-    Args:
-        run_id: of the job, by which they are known.
-        signals: that this process received; after a second one nothing is waited for.
-        log: prints a message of the launcher.
-    """
-    term_grace_s = 0.0 if len(signals) > 1 else TERM_GRACE_S
-    left = end_orphans(run_id, keep_children=True, term_grace_s=term_grace_s)
-    if left:
-        log(f"lockstep: ended processes that the ranks left running: {left}")
 
 
 @dataclass

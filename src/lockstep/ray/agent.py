@@ -248,8 +248,8 @@ class AgentActor:
             return NodeEnd(value, error, cause, error_here, cause_here, is_over)
 
     def _run_fixed(self, script: Script, config: JobOptions, workers: int) -> None:
+        from ..launcher.fixed_host import OutputSettings, run_program
         from ..launcher.links import FixedHosts, OneHost
-        from ..launcher.local import OutputSettings, run_program
         from ..launcher.node import run_host
 
         several = config.nnodes > 1

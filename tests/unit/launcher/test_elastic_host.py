@@ -21,7 +21,7 @@ from lockstep.job.messages import Request
 from lockstep.launcher.elastic_jobs import elastic_node
 from lockstep.launcher.elastic_jobs.elastic_host import ElasticHost
 from lockstep.launcher.elastic_jobs.elastic_node import Listener
-from lockstep.launcher.elastic_jobs.elastic_workers import HostSetup
+from lockstep.launcher.elastic_jobs.elastic_workers import ElasticSetup
 from lockstep.launcher.elastic_jobs.host_messages import Ended, FromWorker, HostMessages, Kept
 from lockstep.launcher.elastic_jobs.mesh import (
     NOBODY_LEADS,
@@ -91,7 +91,7 @@ def test_a_host_listens_no_more_when_its_part_is_over(
 ) -> None:
     # others that still find it listening when its connections end take it for a host that is cut
     # off, and wait for it
-    listener, setup = listening(), cast(HostSetup, SimpleNamespace(multiplexer=Mock()))
+    listener, setup = listening(), cast(ElasticSetup, SimpleNamespace(multiplexer=Mock()))
     with listener.socket:
         try:
             again = listener.take_part(cast(ElasticHost, FakeHost(error)), setup)
@@ -188,7 +188,7 @@ def test_a_host_that_waits_for_hosts_that_do_not_answer_ends_in_time(
 def test_a_host_does_not_join_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have taken part before under another number."""
     waiting(monkeypatch)
-    listener, setup = listening(), cast(HostSetup, SimpleNamespace(multiplexer=Mock()))
+    listener, setup = listening(), cast(ElasticSetup, SimpleNamespace(multiplexer=Mock()))
     own, other = listener.entry(3, 1), HostEntry(4, "beta", "10.0.0.2", 4711, 1)
     with listener.socket:
         host = cast(ElasticHost, FakeHost(OutsideError("went on"), (own, other)))

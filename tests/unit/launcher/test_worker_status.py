@@ -10,9 +10,13 @@ from msgspec.structs import replace
 from lockstep.errors import DesyncError, LockstepError, WorkerError
 from lockstep.flight_recorder import FlightRecorder, layout
 from lockstep.job.messages import Failure
-from lockstep.launcher import local
+from lockstep.launcher import fixed_host
+from lockstep.launcher.coordinator import Round
+from lockstep.launcher.fixed_host import FixedHost, _raise_failure
+from lockstep.launcher.host_workers import HostSetup
 from lockstep.launcher.links import OneHost
-from lockstep.launcher.local import _raise_failure
+from lockstep.launcher.output.worker_output import FileOutput
+from lockstep.launcher.pulse import Patience
 from lockstep.launcher.supervisor import WatchdogFiles
 from lockstep.launcher.worker_options import WatchdogOptions, WorkerOptions
 from lockstep.launcher.worker_status import (
@@ -361,21 +365,29 @@ FAILURES = [
 ]
 
 
+def host_of(folder: Path, hosts: OneHost, options: WorkerOptions) -> FixedHost:
+    """Return a host whose workers are about to be started for the first time."""
+    setup = HostSetup(int, "train.py", options, Patience.of(several_hosts=False), print, {})
+    host = FixedHost(setup, hosts, folder, FileOutput(folder))
+    host.begin_attempt(Round(0, 0, options.workers, 0))
+    return host
+
+
 @pytest.mark.parametrize(("failure", "kind", "said"), FAILURES)
 def test_workers_get_the_failure_of_those_of_another_node(
     failure: Failure, kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "parent", lambda: tmp_path)
-    monkeypatch.setattr(local, "LOCAL_DETECTION_SECONDS", 0.0)
+    monkeypatch.setattr(fixed_host, "LOCAL_DETECTION_SECONDS", 0.0)
     (tmp_path / "run").mkdir()
     hosts = OneHost()
     hosts.failure = failure
-    job = local.HostJob(tmp_path / "run", WorkerOptions(2, 1), hosts, None)  # type: ignore[arg-type]
-    job.start_attempt(0, 0)
-    assert job.watchdog.folder is not None
-    recorder = FlightRecorder(job.watchdog.folder, 0, 3, "alpha", "train.py")
-    job.deliver_remote_failure()
-    report = job.watchdog.report()
+    host = host_of(tmp_path / "run", hosts, WorkerOptions(2, 1))
+    watchdog = host.workers.watchdog
+    assert watchdog.folder is not None
+    recorder = FlightRecorder(watchdog.folder, 0, 3, "alpha", "train.py")
+    host.deliver_remote_failure()
+    report = watchdog.report()
     assert report is not None and report.kind == kind and said in report.sentence
     if not failure.report:
         assert (report.ranks[0].rank, report.ranks[0].host, report.ranks[0].state) == (
@@ -389,12 +401,11 @@ def test_workers_get_the_failure_of_those_of_another_node(
             (2,),
         )
     hosts.failure = replace(failure, rank=1)
-    job.deliver_remote_failure()  # once
-    job.watchdog.deliver_failure(replace(failure, rank=1))  # the first report is that of all
-    assert job.watchdog.report() == report
+    host.deliver_remote_failure()  # once
+    watchdog.deliver_failure(replace(failure, rank=1))  # the first report is that of all
+    assert watchdog.report() == report
     recorder.close()
-    job.watchdog.close()
-    job.workers.close()
+    host.workers.close()
     hosts.close()
 
 
@@ -405,15 +416,13 @@ def test_reports_of_an_attempt_are_awaited_unless_workers_are_restarted_after_it
     monkeypatch.setattr(layout, "parent", lambda: tmp_path)
     (tmp_path / "run").mkdir()
     hosts = OneHost()
-    job = local.HostJob(tmp_path / "run", WorkerOptions(2, 1, restarts=1), hosts, None)  # type: ignore[arg-type]
-    job.start_attempt(0, 0)
+    host = host_of(tmp_path / "run", hosts, WorkerOptions(2, 1, restarts=1))
     for local_rank in (0, 1):
-        job.workers.add(local_rank, None)
-    monkeypatch.setattr(job.watchdog, "any_recorded", lambda ranks: ranks == [0, 1])
-    assert job.awaits_reports(0)
-    assert not job.awaits_reports(1)
-    job.watchdog.close()
-    job.workers.close()
+        host.workers.processes.add(local_rank, None)
+    monkeypatch.setattr(host.workers.watchdog, "any_recorded", lambda ranks: ranks == [0, 1])
+    assert host.awaits_reports(0)
+    assert not host.awaits_reports(1)
+    host.workers.close()
     hosts.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep import environment
 from lockstep.errors import LockstepError
-from lockstep.launcher import local
+from lockstep.launcher import fixed_host
 from lockstep.launcher.worker_process import fork_server
 from lockstep.planning.profiling import Program, record_profiles
 
@@ -28,7 +28,7 @@ def test_each_number_of_workers_has_its_own_threads(
         asked.append(options.threads)
         raise LockstepError("not run")
 
-    monkeypatch.setattr(local, "run_program", run_program)
+    monkeypatch.setattr(fixed_host, "run_program", run_program)
     (tmp_path / "train.py").write_text("")
     for workers in (1, 2, 4):
         with pytest.raises(LockstepError, match="not run"):

@@ -26,7 +26,7 @@ from ..handshake import HostEntry, HostWelcome
 from ..pulse import Pulse
 from .admission import Admission
 from .claims import SharedFolder
-from .elastic_workers import HostSetup
+from .elastic_workers import ElasticSetup
 from .election import Election, ElectionMessage, HostView
 from .host_knowledge import HostKnowledge
 from .host_messages import ForLeader, HostMessages, JobState, Kill, Start, ToWorker
@@ -46,11 +46,11 @@ _GAP_S = 2.0
 _MOST_TOLD = 20
 
 
-def run_on_one_host(setup: HostSetup) -> None:
+def run_on_one_host(setup: ElasticSetup) -> None:
     """Run an elastic job on this host alone, which no other one can join.
 
     Raises:
-        as `local.run_workers`.
+        as `FixedHost.run`.
     """
     entry = HostEntry(0, socket.gethostname(), "", 0, setup.limits.maximum)
     try:
@@ -81,7 +81,7 @@ class ElasticHost:
 
     def __init__(
         self,
-        setup: HostSetup,
+        setup: ElasticSetup,
         entry: HostEntry,
         folder: Path,
         selector: selectors.BaseSelector,
@@ -118,7 +118,7 @@ class ElasticHost:
     @contextmanager
     def opened(
         cls,
-        setup: HostSetup,
+        setup: ElasticSetup,
         entry: HostEntry,
         open_mesh: Callable[[selectors.BaseSelector], Mesh] | None = None,
     ) -> Iterator[ElasticHost]:

@@ -42,7 +42,7 @@ from ..output.log_multiplexer import LogMultiplexer
 from ..worker_process.fork_server import default_workers, prepare_workers, wait_until_loaded
 from ..worker_process.script import HOROVOD_SETUP, Script
 from .elastic_host import ElasticHost
-from .elastic_workers import HostSetup, elastic_setup
+from .elastic_workers import ElasticSetup, elastic_setup
 from .mesh import ASKS, NEW, WAITS_TO_JOIN, Mesh, WaitsToJoinError, ask_to_join
 from .peers import WireMessage
 from .waiting import ALONE_S, OutsideError, describe_ended
@@ -98,7 +98,7 @@ class Listener:
         """Return this host as the others know it."""
         return HostEntry(number, self.name, self.address, self.port, slots)
 
-    def take_part(self, host: ElasticHost, setup: HostSetup) -> list[tuple[str, int]]:
+    def take_part(self, host: ElasticHost, setup: ElasticSetup) -> list[tuple[str, int]]:
         """Run the part of `host`; returns where to join again, if the others have gone on without
         it.
 
@@ -199,7 +199,7 @@ def run_elastic_host(
     addresses: list[tuple[str, int]],
     description: HostDescription,
     config: JobOptions,
-    setup: HostSetup,
+    setup: ElasticSetup,
     end: socket.socket | None,
     watch: Watch,
 ) -> None:
@@ -249,7 +249,7 @@ def _found_job(
     listener: Listener,
     description: HostDescription,
     config: JobOptions,
-    setup: HostSetup,
+    setup: ElasticSetup,
     watch: Watch,
 ) -> list[tuple[str, int]]:
     """Wait until all hosts of `config` are there, and run the job; returns as
@@ -273,7 +273,7 @@ def _take_part(
     listener: Listener,
     connection: Connection[Any, Any],
     welcome: HostWelcome,
-    setup: HostSetup,
+    setup: ElasticSetup,
     watch: Watch,
 ) -> list[tuple[str, int]]:
     """Run the part of this host in a job that has let it in; returns as `Listener.take_part`."""
@@ -285,7 +285,7 @@ def _take_part(
 
 
 def _opened(
-    setup: HostSetup, own_entry: HostEntry, listener: Listener
+    setup: ElasticSetup, own_entry: HostEntry, listener: Listener
 ) -> AbstractContextManager[ElasticHost]:
     def open_mesh(selector: selectors.BaseSelector) -> Mesh:
         limit_s = min(_LIMIT_S, environment.heartbeat_timeout())

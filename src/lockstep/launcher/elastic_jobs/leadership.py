@@ -14,7 +14,7 @@ from ...job.messages import JobEnd, Reply, Request
 from ..worker_status import WorkerResults, raise_failure
 from .claims import SharedFolder
 from .elastic_job import ElasticJob
-from .elastic_workers import HostWorkers
+from .elastic_workers import ElasticWorkers
 from .election import Election, HostView
 from .host_knowledge import HostKnowledge
 from .host_messages import AgentState, Ended, ForLeader, FromWorker, Kept, ToWorker
@@ -46,7 +46,7 @@ class Leadership:
         peers: Peers,
         election: Election,
         knowledge: HostKnowledge,
-        workers: HostWorkers,
+        workers: ElasticWorkers,
         shared: SharedFolder,
     ) -> None:
         self.job: ElasticJob | None = None

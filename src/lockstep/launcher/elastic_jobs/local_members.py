@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from ...elastic.membership import LEASE_S, Down, Keep, Lease, Regroup, Up, View, WorkerState
-from .elastic_workers import HostSetup, HostWorkers
+from .elastic_workers import ElasticSetup, ElasticWorkers
 from .election import Election
 from .host_knowledge import HostKnowledge
 from .host_messages import FromWorker, Kept, Start
@@ -38,14 +38,14 @@ class LocalMembers:
 
     def __init__(
         self,
-        setup: HostSetup,
+        setup: ElasticSetup,
         folder: Path,
         selector: selectors.BaseSelector,
         peers: Peers,
         election: Election,
         knowledge: HostKnowledge,
     ) -> None:
-        self.workers = HostWorkers(setup, folder, selector, self._receive)
+        self.workers = ElasticWorkers(setup, folder, selector, self._receive)
         self._peers = peers
         self._election = election
         self._knowledge = knowledge
