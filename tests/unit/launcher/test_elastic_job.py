@@ -491,6 +491,17 @@ def test_the_host_with_all_workers_leaves_and_no_other_has_a_slot() -> None:
     assert world.job.state.stops == (signal.SIGTERM,) and not world.job.coordinator.waiting
 
 
+def test_the_only_worker_leaves_and_the_job_saves_and_ends_with_its_signal() -> None:
+    world = World((1,), 1)
+    world.train()
+    world.leave(0)
+    world.job.messages()
+    assert world.said[-1] == (
+        "lockstep: all workers leave, and no other one joins; the job saves and ends"
+    )
+    assert world.job.state.stops == (signal.SIGTERM,)
+
+
 def test_while_members_wait_it_is_said_who_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     now = fake_clock(monkeypatch)
     world = World((1, 1), 2, minimum=2)

@@ -15,7 +15,16 @@ from collections.abc import Callable, Collection, Iterable
 
 from msgspec import structs
 
-from ...elastic.membership import Coordinator, HostReport, Keep, Regroup, Up, View, WorkerState
+from ...elastic.membership import (
+    Coordinator,
+    Finish,
+    HostReport,
+    Keep,
+    Regroup,
+    Up,
+    View,
+    WorkerState,
+)
 from ...errors import LockstepError, counted
 from ...job.messages import Request
 from ..handshake import HostEntry
@@ -307,6 +316,10 @@ class ElasticJob:
     def messages(self) -> None:
         """Send what the coordinator has to tell."""
         for number, message in self.coordinator.take_messages():
+            if isinstance(message, Finish) and message.how == "stop" and not self.state.stops:
+                # nobody has asked for it: all members leave, and nobody is about to join
+                self.tell("all workers leave, and no other one joins; the job saves and ends")
+                self._record.change(stops=(message.number,))
             host = self._workers.living.get(number)
             if host is not None:
                 self.send(host, ToWorker(number, message))
