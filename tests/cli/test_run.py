@@ -302,9 +302,9 @@ def test_an_exception_of_a_data_set_is_one_line_and_nothing_waits(
         "lockstep run: error: sample 7 of Photos: FileNotFoundError: [Errno 2] No such file or "
         "directory: 'img7.png', "
     )
-    lines = ended.stderr.strip().splitlines()
-    assert len(lines) == 2, ended.stderr
-    of_prepare, error = lines
+    of_prepare, *others, error = ended.stderr.strip().splitlines()
+    # on a busy host, where reading samples takes long
+    assert all("samples were compared among the workers" in line for line in others), ended.stderr
     assert of_prepare.startswith("[0] lockstep.prepare() on 2 workers: a global batch of 8")
     assert error == f"{said}at program.py:13 in __getitem__{where} [rank 1]"
     assert ended.returncode == 2
@@ -422,7 +422,7 @@ def test_what_ranks_leave_behind_may_clear_up_and_is_named(
     """Also when all has gone well. It may be a program that others use, which its user has
     forgotten.
     """
-    monkeypatch.setattr("lockstep.launcher.supervisor.TERM_GRACE_S", 0.5)
+    monkeypatch.setattr("lockstep.launcher.host_workers.TERM_GRACE_S", 0.5)
     program = write(
         tmp_path,
         """
