@@ -447,6 +447,26 @@ def test_what_ranks_leave_behind_may_clear_up_and_is_named(
     wait_until_gone([polite, stubborn], 10.0)
 
 
+def test_what_a_failed_attempt_has_left_is_gone_when_the_next_one_starts(
+    tmp_path: Path, here: Here
+) -> None:
+    program = write(
+        tmp_path,
+        """
+        left = Path(sys.argv[1], "left")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            left.write_text(str(child.pid))
+            sys.exit(3)
+        stat = Path("/proc", left.read_text(), "stat")
+        assert not stat.exists() or stat.read_text().split()[2] == "Z"
+        """,
+    )
+    ended = here("run", "-np", 1, "--restarts", 1, "--quiet", program, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "lockstep: ended processes that the ranks left running: " in ended.stderr
+
+
 def test_a_job_without_orphan_processes_prints_no_message_about_them(
     tmp_path: Path, here: Here
 ) -> None:
