@@ -24,6 +24,7 @@ from lockstep.flight_recorder import (
     layout,
     live_ranks,
     rank_progress,
+    writer,
 )
 from lockstep.flight_recorder.jobs import JobDescription
 from lockstep.flight_recorder.live_ranks import LiveRanks
@@ -135,7 +136,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return made
 
 
-def test_rates_are_those_of_the_last_seconds(base: Path, clock: SimpleNamespace) -> None:
+def test_rates_are_those_of_the_last_seconds(
+    base: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = clock.now - 4
+    # the clock of the ranks stands still until it is given
+    of_ranks = SimpleNamespace(monotonic=lambda: begin, time=time.time)
+    monkeypatch.setattr(writer, "time", of_ranks)
     folder = make_job(base, "run", JobDescription("x", os.getpid(), 2))
     rank, slow = (make_rank(folder, number, size=2) for number in range(2))
     watched = LiveRanks(folder)
