@@ -13,6 +13,7 @@ from lockstep.launcher.network_interface import (
     choose_interface,
     interface_with_address,
 )
+from lockstep.system.heartbeat import address_in_a_network
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -41,6 +42,29 @@ def test_the_users_interface_comes_before_that_towards_the_other_hosts() -> None
 
 def test_without_one_it_is_that_towards_the_other_hosts() -> None:
     choose_interface(None, "127.0.0.1")
+    assert chosen() == ["lo", "lo"]
+
+
+def test_a_name_of_this_host_at_a_loopback_address_is_that_of_a_host_in_a_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    try:
+        found = interface_with_address(address_in_a_network())
+    except OSError:
+        pytest.skip("there is only a loopback interface")
+    known = socket.getaddrinfo
+
+    def resolve(host: str, *words: object, **named: object) -> object:
+        return known("127.0.1.1" if host == "node1" else host, *words, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    choose_interface(None, "node1")
+    assert found != "lo" and chosen() == [found, found]
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1"])
+def test_launchers_on_one_host_use_the_loopback_interface(address: str) -> None:
+    choose_interface(None, address)
     assert chosen() == ["lo", "lo"]
 
 
