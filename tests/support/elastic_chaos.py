@@ -33,9 +33,9 @@ from torch import nn
 import lockstep
 from lockstep import environment
 from lockstep.elastic import client as client_module
-from lockstep.elastic.membership import Coordinator, Up
+from lockstep.elastic.membership import Coordinator, HostMemory, Up
 from lockstep.environment import ElasticWorker
-from lockstep.job.messages import FromAnyWorker
+from lockstep.job.messages import FromAnyWorker, Hello
 from lockstep.launcher.workers import Workers
 from lockstep.parallel import bucket_exchange, one_bucket, optimizer_shards, reducer
 from lockstep.parallel.optimizer_shards import OptimizerShards
@@ -711,7 +711,8 @@ class _Job:
         (folder / "watch").mkdir()
         self.coordinator = Coordinator(plan.workers)
         self.selector = selectors.DefaultSelector()
-        self.workers = Workers(folder, self.selector, self.coordinator.receive, FromAnyWorker | Up)
+        self.memory = HostMemory(0)
+        self.workers = Workers(folder, self.selector, self.receive, FromAnyWorker | Up)
         self.pids: dict[int, int] = {}
         self.started, self.begun = 0, time.monotonic()
         self.events: list[str] = []
@@ -720,6 +721,13 @@ class _Job:
 
     def note(self, text: str) -> None:
         self.events.append(f"{time.monotonic() - self.begun:.3f} {text}")
+
+    def receive(self, number: int, message: Up) -> None:
+        self.memory.note_up(number, message)
+        if isinstance(message, Hello):
+            for value in self.memory.values_for(number):
+                self.workers.send(number, value)
+        self.coordinator.receive(number, message)
 
     def start(self) -> None:
         number, self.started = self.started, self.started + 1
@@ -731,6 +739,7 @@ class _Job:
         process.start()
         self.pids[number] = process.pid or 0
         self.coordinator.started(number)
+        self.memory.started(number, joins)
         self.workers.add(number, process)
         self.note(f"worker {number} started{' to join' if joins else ''}")
 
@@ -798,8 +807,11 @@ class _Job:
     def send(self) -> None:
         while self.coordinator.to_keep:
             message = self.coordinator.to_keep.popleft()
+            for number in self.memory.keep(message):
+                self.workers.send(number, message)
             self.coordinator.answer_kept(message.worker, message.request)
         for number, told in self.coordinator.take_messages():
+            self.memory.note_down(number, told)
             self.workers.send(number, told)
 
     def dismiss(self) -> None:
@@ -816,6 +828,7 @@ class _Job:
         code = self.workers.remove(number).code or 0
         self.note(f"worker {number} ended with {code}")
         was_member = number in self.coordinator.members
+        self.memory.ended(number, code == 0)
         if code == 0:
             self.coordinator.left(number)
         else:

@@ -36,6 +36,7 @@ __all__ = [
     "NO_STATE",
     "Commit",
     "Coordinator",
+    "CoordinatorMessage",
     "Down",
     "Finish",
     "HostMemory",
@@ -97,7 +98,7 @@ class WorkerState(Tagged, frozen=True):
 
 class Keep(Tagged, frozen=True):
     """What rank 0 has sent to all before the training, the result of a training, or what its
-    callbacks have seen: all hosts keep it for workers that join later.
+    callbacks have seen: all hosts keep it, and give it to their workers that join later.
 
     Attributes:
         value: pickled; of callbacks their states, None if these have not changed.
@@ -113,6 +114,13 @@ class Keep(Tagged, frozen=True):
     training: Integer = -1
     commit: Commit | None = None
     worker: Integer = -1
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """What the message has in common with one of the same value alone: its worker, and the
+        number of the worker's request.
+        """
+        return self.worker, self.request
 
     @property
     def is_of_callbacks(self) -> bool:
@@ -195,8 +203,11 @@ class Finish(Tagged, frozen=True):
 Up = Hello | WorkerState | Keep | StoreRequest
 """From a worker to the coordinator."""
 
-Down = Regroup | View | Lease | Answer | Keep | Finish
+CoordinatorMessage = Regroup | View | Answer | Finish
 """From the coordinator to a worker."""
+
+Down = CoordinatorMessage | Lease | Keep
+"""To a worker: from the coordinator, and what the launcher of its host gives it."""
 
 
 def training_of(state: WorkerState, view: View | None, completed: int) -> int:
@@ -223,7 +234,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
         is_member: whether it has been given a view.
         is_over: whether it has been told that it has left.
         completed: the last training of which it has been told that it is complete everywhere.
-        published: how many of the values that rank 0 sent it has been given.
     """
 
     number: Integer
@@ -232,7 +242,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
     is_member: bool = False
     is_over: bool = False
     completed: Integer = -1
-    published: Integer = 0
 
 
 class HostReport(msgspec.Struct, frozen=True, array_like=True):
@@ -245,6 +254,7 @@ class HostReport(msgspec.Struct, frozen=True, array_like=True):
         generation: the newest one that it has heard of.
         completed: the last training that workers knew to be complete everywhere that have ended.
         finished: those of them whose program has ended in good order after it.
+        kept: the names of the values that rank 0 has sent, as far as the host keeps them.
     """
 
     host: Integer
@@ -253,6 +263,7 @@ class HostReport(msgspec.Struct, frozen=True, array_like=True):
     generation: Integer
     completed: Integer = -1
     finished: List[Integer] = ()
+    kept: tuple[tuple[Integer, Integer], ...] = ()  # a job may keep more than `List` can have
 
 
 @dataclass
@@ -285,13 +296,38 @@ class HostMemory:
             if in_good_order and has_completed and not worker.is_over:
                 self._finished.append(number)
 
-    def keep(self, message: Keep) -> None:
-        """Keep what rank 0 has sent for workers that join later."""
-        known = [(value.worker, value.request) for value in self._values]
+    def keep(self, message: Keep) -> list[int]:
+        """Keep what rank 0 has sent for workers that join later.
+
+        Returns:
+            The workers of this host that join just now, and are to be given it.
+        """
         if message.is_of_callbacks:
             self._events = message.after(self._events)
-        elif (message.worker, message.request) not in known:
-            self._values.append(message)
+            return []
+        if message.name in self._names:
+            return []
+        self._values.append(message)
+        return self._joining
+
+    def values_for(self, number: int) -> list[Keep]:
+        """Return what rank 0 has sent that a worker is to be given which has just connected."""
+        worker = self._workers.get(number)
+        return list(self._values) if worker is not None and worker.joins else []
+
+    @property
+    def _names(self) -> tuple[tuple[int, int], ...]:
+        return tuple(value.name for value in self._values)
+
+    @property
+    def _joining(self) -> list[int]:
+        """The workers that join later than others, and are not in the newest group."""
+        members = () if self.view is None else self.view.members
+        return [
+            number
+            for number, record in self._workers.items()
+            if record.joins and not record.is_over and not (record.is_member and number in members)
+        ]
 
     @property
     def kept(self) -> list[Keep]:
@@ -326,20 +362,26 @@ class HostMemory:
         """Return what a new coordinator has to know."""
         workers = tuple(self._workers.values())
         finished = tuple(self._finished)
-        return HostReport(self.host, workers, self.view, self.generation, self._completed, finished)
+        return HostReport(
+            self.host,
+            workers,
+            self.view,
+            self.generation,
+            self._completed,
+            finished,
+            self._names,
+        )
 
     def note_up(self, number: int, message: Up) -> None:
         """A worker has sent a message."""
         match message:
-            case Hello():
-                self._change(number, published=0)
             case WorkerState():
                 self._change(number, state=message)
             case Keep():
                 if message.request >= 0:
                     self._unanswered[number] = message
 
-    def note_down(self, number: int, message: Down) -> None:
+    def note_down(self, number: int, message: CoordinatorMessage) -> None:
         """A worker is sent a message."""
         match message:
             case Regroup(when="agreed"):
@@ -350,9 +392,6 @@ class HostMemory:
                 self.generation = max(self.generation, message.generation)
                 self.view = message
                 self._change(number, is_member=True)
-            case Keep():
-                if number in self._workers:
-                    self._change(number, published=self._workers[number].published + 1)
             case Answer():
                 if (
                     number in self._unanswered
@@ -433,8 +472,7 @@ class Coordinator:
     is_fenced: bool = False
     to_keep: deque[Keep] = field(default_factory=deque)
     _workers: dict[int, _Worker] = field(default_factory=dict)
-    _messages: deque[tuple[int, Down]] = field(default_factory=deque)
-    _published: list[Keep] = field(default_factory=list)
+    _messages: deque[tuple[int, CoordinatorMessage]] = field(default_factory=deque)
     _keys: dict[int, Keys] = field(default_factory=dict)
     _seniority: int = 0
     _is_agreeing: bool = False  # whether the members are to agree on a step
@@ -444,7 +482,7 @@ class Coordinator:
     _events: Keep = field(default_factory=lambda: Keep(None, commit=NO_STATE))
     _broken: tuple[Commit, int] = (NO_STATE, 0)
 
-    def take_messages(self) -> Iterator[tuple[int, Down]]:
+    def take_messages(self) -> Iterator[tuple[int, CoordinatorMessage]]:
         """Yield the messages to send, each with the number of its worker."""
         while self._messages:
             yield self._messages.popleft()
@@ -545,20 +583,15 @@ class Coordinator:
 
     def _greet(self, worker: _Worker) -> None:
         worker.joins = self.formed >= 0
-        for value in self._published if worker.joins else ():
-            self._send(worker, value)
         if self._stop is not None:
             self._send(worker, self._stop)
 
     def keep(self, message: Keep) -> None:
-        """Keep what rank 0 has sent for others."""
+        """Keep what rank 0's callbacks have seen, for the next view; other values are kept by the
+        hosts alone.
+        """
         if message.is_of_callbacks:
             self._events = message.after(self._events)
-            return
-        self._published.append(message)
-        for worker in self._workers.values():
-            if worker.status in _BEFORE and worker.joins:
-                self._send(worker, message)
 
     def answer_kept(self, number: int, request: int) -> None:
         """All hosts have kept what a worker has sent with the number `request`."""
@@ -652,10 +685,7 @@ class Coordinator:
         )
         for report in reports:
             for record in report.workers:
-                worker = self._workers[record.number] = _restored(record, report.host, newest)
-                if worker.joins and worker.status in _BEFORE:
-                    for value in self._published[record.published :]:
-                        self._send(worker, value)
+                self._workers[record.number] = _restored(record, report.host, newest)
         if newest is None:
             if any(worker.joins for worker in self._workers.values()):
                 self.failure = "all workers that had the training's state were lost"
@@ -851,7 +881,7 @@ class Coordinator:
         can_leave = any(member.state.leaving for member in members)
         return can_join or can_leave or len(members) < self.minimum
 
-    def _send(self, worker: _Worker, message: Down) -> None:
+    def _send(self, worker: _Worker, message: CoordinatorMessage) -> None:
         self._messages.append((worker.number, message))
 
     def _use_keys(self, worker: _Worker, message: StoreRequest) -> None:

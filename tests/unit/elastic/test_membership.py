@@ -690,14 +690,30 @@ def test_a_group_that_fails_again_and_again_at_one_step_ends_the_job() -> None:
     assert "failed" in coordinator.failure and "no route" in coordinator.failure and generation < 10
 
 
-def test_what_rank_0_sent_is_repeated_to_those_that_join_only() -> None:
-    coordinator = formed(1)
-    coordinator.receive(0, Keep(b"one"))
-    assert told(coordinator) == []
-    coordinator.started(1)
-    coordinator.receive(1, Hello(1))
-    coordinator.receive(0, Keep(b"two"))
-    assert told(coordinator) == [(1, Keep(b"one")), (1, Keep(b"two"))]
+def test_what_rank_0_sent_is_given_to_those_that_join_only() -> None:
+    one, two, three = (Keep(b"value", request, worker=0) for request in range(3))
+    memory = HostMemory(0)
+    for number, joins in ((0, False), (1, False), (2, True), (3, True)):
+        memory.started(number, joins)
+    view = View(1, (0, 1, 2), (0, 0, 0), (), 0)
+    for number in view.members:
+        memory.note_down(number, view)
+    assert memory.keep(one) == [3]
+    memory.note_down(0, View(2, (0, 1), (0, 0), (), 0))
+    assert memory.keep(two) == [2, 3]  # which had not got the state, and joins again
+    assert memory.keep(two) == []
+    assert memory.values_for(3) == [one, two] and memory.values_for(1) == []
+    memory.note_down(2, Finish("leave"))
+    assert memory.keep(three) == [3]
+    assert memory.report().kept == ((0, 0), (0, 1), (0, 2))
+
+
+def test_what_callbacks_have_seen_is_no_value_for_those_that_join() -> None:
+    memory = HostMemory(0)
+    memory.started(1, True)
+    assert memory.keep(Keep(b"states", commit=(0, 3, 0))) == []
+    assert memory.values_for(1) == [] and memory.report().kept == ()
+    assert len(memory.kept) == 1
 
 
 def test_keys_belong_to_their_generation() -> None:
@@ -823,9 +839,8 @@ def test_members_that_leave_their_training_before_they_meet_after_a_loss_start_a
     assert coordinator.failure == "a worker was lost outside of the training"
 
 
-def test_who_waits_to_join_is_told_what_rank_0_sends_meanwhile() -> None:
+def test_all_hosts_are_to_keep_what_rank_0_sends() -> None:
     coordinator = formed(1)
-    start(coordinator, 1)
-    told(coordinator)
     coordinator.receive(0, Keep(b"result", 7))
-    assert told(coordinator) == [(1, Keep(b"result", 7))]
+    assert list(coordinator.to_keep) == [Keep(b"result", 7, worker=0)]
+    assert told(coordinator) == []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import Mock, call
 
 import pytest
 
-from lockstep.elastic.membership import Finish, Keep, View, WorkerState
-from lockstep.launcher.elastic_jobs.host_messages import JobState
+from lockstep.elastic.membership import Finish, Hello, Keep, View, WorkerState
+from lockstep.launcher.elastic_jobs.host_messages import JobState, Start
 from support.job_simulation import World, simulated
 
 SLOTS = [1, 2, 2]  # of three hosts, with a worker each
@@ -79,6 +80,34 @@ def test_nobody_remembers_what_was_before_all_workers_were_started_again(world: 
     report = host._knowledge.memory.report()
     assert report.completed == -1 and report.view is None
     assert not host._knowledge.memory.kept
+
+
+def test_a_worker_that_joins_is_given_what_its_host_keeps(world: World) -> None:
+    members = world.parts[1].host._members
+    members.workers = workers = Mock()
+    one, two = (Keep(b"value", request, worker=0) for request in range(2))
+    members.keep(one)
+    members.start(Start(7, 2, 3, 1, True, 0, "", ""))
+    members._receive(7, Hello(7))
+    members.keep(two)
+    members.keep(one)  # asked again, by who leads next
+    assert workers.send.mock_calls == [call(7, one), call(7, two)]
+
+
+def test_it_sends_the_others_what_the_one_before_could_not(world: World) -> None:
+    """Else workers that join there wait for it for ever, or are given other values for those that
+    they ask for.
+    """
+    value = Keep(b"value", 0, worker=0)
+
+    def send_to_one() -> None:
+        world.parts[1].host._members.keep(value)
+        assert not world.parts[2].host._knowledge.memory.kept
+
+    world.at(4.0, send_to_one)
+    world.at(4.15, world.die, world.launchers[0], "killed", False)
+    assert world.run() == "success"
+    assert value in world.parts[2].host._knowledge.memory.kept
 
 
 def test_it_takes_nothing_from_a_host_that_knows_earlier_workers_only(world: World) -> None:

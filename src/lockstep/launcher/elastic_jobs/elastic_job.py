@@ -147,6 +147,17 @@ class ElasticJob:
             is_ending=self.state.is_ending or has_finished,
             leaving=tuple(host for host in self.state.leaving if host in self.hosts),
         )
+        self._complete_kept_values(reports, kept)
+
+    def _complete_kept_values(self, reports: Iterable[HostReport], kept: Iterable[Keep]) -> None:
+        """Send the hosts those of the values of rank 0 that they do not keep: the launcher that led
+        may have sent a value to this host only, or a connection have ended before it came.
+        """
+        names = {report.host: report.kept for report in reports}
+        for host in self.hosts:
+            for message in kept:
+                if not message.is_of_callbacks and message.name not in names.get(host, ()):
+                    self.send(host, message)
 
     def host_added(self, host: HostEntry) -> None:
         """A host has joined."""

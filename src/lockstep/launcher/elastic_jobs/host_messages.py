@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from ...elastic.membership import NO_STATE, Commit, Down, HostReport, Keep, Up
+from ...elastic.membership import NO_STATE, Commit, CoordinatorMessage, HostReport, Keep, Up
 from ...job.messages import Failure, JobEnd, Reply, Request, Say
 from ...messages import Integer, List, Tagged
 from ..handshake import HostEntry
@@ -92,7 +92,7 @@ class ToWorker(Tagged, frozen=True):
     """Pass this on to a worker; -1 for none, but remember it."""
 
     number: Integer
-    message: Down
+    message: CoordinatorMessage
 
 
 class AgentState(Tagged, frozen=True):

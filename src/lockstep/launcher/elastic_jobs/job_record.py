@@ -65,7 +65,7 @@ class KeptValues:
     """The values that rank 0 has sent for workers that join later: which hosts have not kept them
     yet.
 
-    A value is named by its worker and the number of the worker's request.
+    A value is named as `Keep.name` says.
     """
 
     def __init__(self) -> None:
@@ -74,9 +74,7 @@ class KeptValues:
 
     def resume(self, kept: Iterable[Keep]) -> None:
         """This host begins to lead: hosts keep these values, and workers ask again for others."""
-        self._known |= {
-            (message.worker, message.request) for message in kept if not message.is_of_callbacks
-        }
+        self._known |= {message.name for message in kept if not message.is_of_callbacks}
         self._missing.clear()
 
     def forget_waits(self) -> None:
@@ -85,12 +83,12 @@ class KeptValues:
 
     def is_known(self, message: Keep) -> bool:
         """Return whether the hosts had been sent a value before this host led."""
-        return (message.worker, message.request) in self._known
+        return message.name in self._known
 
     def sent(self, message: Keep, hosts: Iterable[int]) -> None:
         """A value is sent to the hosts."""
         if message.request >= 0:
-            self._missing[message.worker, message.request] = set(hosts)
+            self._missing[message.name] = set(hosts)
 
     def kept_by(self, host: int, name: tuple[int, int]) -> bool:
         """A host has kept a value, or is lost; returns whether now all hosts have kept it."""

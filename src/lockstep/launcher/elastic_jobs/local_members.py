@@ -10,7 +10,17 @@ import selectors
 import time
 from pathlib import Path
 
-from ...elastic.membership import LEASE_S, Down, Keep, Lease, Regroup, Up, View, WorkerState
+from ...elastic.membership import (
+    LEASE_S,
+    CoordinatorMessage,
+    Keep,
+    Lease,
+    Regroup,
+    Up,
+    View,
+    WorkerState,
+)
+from ...job.messages import Hello
 from .elastic_workers import ElasticSetup, ElasticWorkers
 from .election import Election
 from .host_knowledge import HostKnowledge
@@ -56,7 +66,7 @@ class LocalMembers:
         self._knowledge.memory.started(message.number, message.joins)
         self.workers.start(message)
 
-    def deliver(self, number: int, message: Down) -> None:
+    def deliver(self, number: int, message: CoordinatorMessage) -> None:
         """Send a message to a worker; to none if the number is -1, and remember it."""
         self._knowledge.memory.note_down(number, message)
         if number >= 0:
@@ -67,8 +77,11 @@ class LocalMembers:
             self.workers.send(number, message)
 
     def keep(self, message: Keep) -> None:
-        """Keep what rank 0 has sent for workers that join later."""
-        self._knowledge.memory.keep(message)
+        """Keep what rank 0 has sent for workers that join later; those that join just now are given
+        it.
+        """
+        for number in self._knowledge.memory.keep(message):
+            self.workers.send(number, message)
         if message.request >= 0:
             self._peers.send_to_leader(Kept(message.worker, message.request))
 
@@ -116,7 +129,11 @@ class LocalMembers:
 
     def _receive(self, number: int, message: Up) -> None:
         """Pass on what a worker has sent."""
-        self._knowledge.memory.note_up(number, message)
+        memory = self._knowledge.memory
+        memory.note_up(number, message)
+        if isinstance(message, Hello):
+            for value in memory.values_for(number):
+                self.workers.send(number, value)
         if isinstance(message, WorkerState) and message.faulty:
             self.workers.retire_device(number)
         self._peers.send_to_leader(FromWorker(number, message))
