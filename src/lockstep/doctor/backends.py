@@ -51,11 +51,14 @@ def examine_backends(limit: float) -> Section:
         fix = f"Install it (pip install 'lockstep-train[mpi]'), or unset {TRANSPORT.name}."
         what = f"{TRANSPORT.name} is mpi4py, and that is not installed"
         section.add("mpi4py", "not installed", Problem(what, fix))
-    if not _is_compiled():
+    not_compiled = _not_compiled()
+    if not_compiled:
         source = "--force-reinstall --no-deps --no-binary lockstep-train lockstep-train"
         fix = f"Install a C compiler, then Lockstep from its source: pip install {source}"
         section.problems.append(
-            Problem("the compiled part of shm is missing; it works, but is slower", fix)
+            Problem(
+                f"no compiled part of {' and '.join(not_compiled)}; all works, but is slower", fix
+            )
         )
     return section
 
@@ -64,7 +67,8 @@ def _available_backends() -> dict[str, tuple[bool, str]]:
     """Return for each backend that concerns this host whether it can be tested, and a remark."""
     import torch
 
-    backends = {"shm": (sys.platform == "linux", "compiled" if _is_compiled() else "not compiled")}
+    remark = "not compiled" if _SHM in _not_compiled() else "compiled"
+    backends = {_SHM: (sys.platform == "linux", remark)}
     backends["gloo"] = (torch.distributed.is_gloo_available(), "")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
@@ -78,8 +82,16 @@ def _available_backends() -> dict[str, tuple[bool, str]]:
     return backends
 
 
-def _is_compiled() -> bool:
-    return importlib.util.find_spec("lockstep.transports.shm._native") is not None
+_SHM = "shm"
+_COMPILED = {
+    _SHM: "lockstep.transports.shm._native",
+    "the flight recorder": "lockstep.flight_recorder._native",
+}
+
+
+def _not_compiled() -> list[str]:
+    """Return which parts of this installation lack their compiled module."""
+    return [part for part, module in _COMPILED.items() if importlib.util.find_spec(module) is None]
 
 
 def _mpiexec() -> str | None:

@@ -308,7 +308,7 @@ def mpi_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_available_backends", lambda: {"mpi4py": (True, "")})
     monkeypatch.setattr(backends, "_test_launched", lambda *arguments: {})
     monkeypatch.setattr(backends, "_test_under_mpiexec", lambda *arguments: {"error": AS_ROOT})
-    monkeypatch.setattr(backends, "_is_compiled", lambda: True)
+    monkeypatch.setattr(backends, "_not_compiled", list)
 
 
 def test_mpi_that_nobody_asked_for_is_nothing_to_fix(mpi_fails: None) -> None:
@@ -380,9 +380,9 @@ def test_a_trial_that_hangs_or_dies_is_given_up_and_the_others_are_tried(
 
 def test_a_missing_compiled_extension_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_available_backends", lambda: {"shm": (False, "not compiled")})
-    monkeypatch.setattr(backends, "_is_compiled", lambda: False)
+    monkeypatch.setattr(backends, "_not_compiled", lambda: ["shm"])
     assert "Install a C compiler" in fixes(backends.examine_backends(1))
-    monkeypatch.setattr(backends, "_is_compiled", lambda: True)
+    monkeypatch.setattr(backends, "_not_compiled", list)
     assert fixes(backends.examine_backends(1)) == ""
 
 
