@@ -104,6 +104,7 @@ class Plan:
         shards: whether the optimizer's state is divided among the workers.
         precision: of the training; with "fp16" gradients overflow now and then.
         optimizer: the name of one of `DIVISIBLE`; "" for that of the model.
+        again: whether another trainer of the same optimizer trains again.
     """
 
     workers: int
@@ -122,6 +123,7 @@ class Plan:
     shards: bool = False
     precision: str = "fp32"
     optimizer: str = ""
+    again: bool = False
 
     @classmethod
     def of(cls, seed: int, backend: str | None = None) -> Plan:
@@ -204,7 +206,7 @@ class Plan:
             plan = plan.averaged(draw.choice(["plain", "wide"]), ddp=draw.random() < 0.5)
         if plan.virtual and draw.random() < 0.7:
             plan = plan.optimized_by(draw.choice(list(DIVISIBLE)))
-        return plan
+        return replace(plan, again=draw.random() < 0.3)
 
     def optimized_by(self, optimizer: str) -> Plan:
         """Return the plan with one of `DIVISIBLE`, with virtual workers: else rounding makes others
@@ -377,6 +379,18 @@ def make_trainer(
         **proof,
     )
     return trainer, net, data
+
+
+def another_trainer(plan: Plan, first: Any, callbacks: list[Any]) -> Any:
+    """Return another trainer of the same model and optimizer."""
+    return lockstep.Trainer(
+        *(first.model, first.optimizer, nn.CrossEntropyLoss(), BATCH),
+        seed=4,
+        virtual_workers=VIRTUAL_WORKERS if plan.virtual else None,
+        precision=plan.precision,
+        callbacks=callbacks,
+        shard_optimizer=plan.shards,
+    )
 
 
 def spoil(data: torch.utils.data.TensorDataset) -> None:
@@ -587,6 +601,11 @@ def train(plan: Plan, number: int, run_dir: Path | None, result: Path) -> None:
     if hasattr(trainer.comm, "client"):
         arm(chaos, trainer, net)
     history = trainer.fit(data, EPOCHS, validate=data)
+    if plan.again:
+        losses, count, starts = Losses(), Count(result.with_name("hold")), Starts()
+        trainer = another_trainer(plan, trainer, [losses, count, starts])
+        trainer.held_out = data
+        history = trainer.fit(data, EPOCHS, validate=data)
     if trainer.comm.is_joining:
         return  # it has come too late, and has the model as it began
     timed = "seconds", "samples_per_second"
@@ -640,6 +659,7 @@ def undisturbed(
     shards: bool = False,
     precision: str = "fp32",
     optimizer: str = "",
+    again: bool = False,
 ) -> dict[str, Any]:
     """Return the result of a run without faults on one worker."""
     with tempfile.TemporaryDirectory() as folder:
@@ -648,7 +668,7 @@ def undisturbed(
             1, model, "shm", (), (), False, False, virtual=virtual, loaders=loaders, parts=parts
         )
         plan = replace(plan, on_spike=on_spike, shards=shards)
-        plan = replace(plan, precision=precision, optimizer=optimizer)
+        plan = replace(plan, precision=precision, optimizer=optimizer, again=again)
         run_dir = Path(folder, "run") if on_spike else None
         train(plan, 0, run_dir, path)
         found: dict[str, Any] = json.loads(path.read_text())
@@ -867,6 +887,9 @@ def steps_of_events(folder: Path) -> list[int]:
 
 def check(plan: Plan, outcome: Outcome, expected: dict[str, Any]) -> str:
     """Return what is wrong with an outcome; "" if nothing is."""
+    refused = [text for text in outcome.events if "lockstep.errors.ConfigError" in text]
+    if refused:  # after which the others lose a worker outside of the training
+        return refused[0]
     is_single = sum(fault.what != "stop" for fault in plan.faults) <= 1
     if outcome.failure and plan.shards and is_single and plan.workers > 1:
         return f"one worker was lost: {outcome.failure}"
@@ -946,6 +969,11 @@ def main(words: list[str]) -> int:
         action="store_true",
         help="with --shard-optimizer, one of those that can be divided after the other",
     )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="another trainer of the same optimizer trains again",
+    )
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args(words)
     if options.optimizers and not options.shard_optimizer:
@@ -967,10 +995,12 @@ def main(words: list[str]) -> int:
             plan = plan.sharding(seed)
         if options.optimizers:
             plan = plan.optimized_by(list(DIVISIBLE)[seed % len(DIVISIBLE)])
+        if options.again:
+            plan = replace(plan, again=True)
         begun = time.monotonic()
         outcome = run_job(plan, options.limit)
         kind = plan.model, plan.virtual, plan.loaders, plan.parts, plan.on_spike, plan.shards
-        expected = undisturbed(*kind, plan.precision, plan.optimizer)
+        expected = undisturbed(*kind, plan.precision, plan.optimizer, plan.again)
         wrong = check(plan, outcome, expected)
         bad, completed, joined = (
             bad + bool(wrong),

@@ -87,7 +87,7 @@ class Distributed(Strategy):
             )
         move_module(model, self.comm.device)
         sync_module(model, self.comm)
-        self.choose_owners(model, divides_gradients=False)
+        self.choose_owners(model)
         self._make_buffers(model)
 
     def _make_buffers(self, model: nn.Module) -> None:

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from ..checkpoint.names import plain_names
 from ..errors import ConfigError
+from .optimizer_parts import part_of
 
 __all__ = [
     "INTEGERS",
-    "PART",
     "checksum",
     "checksum_of",
     "combined_checksum",
@@ -25,30 +25,12 @@ __all__ = [
     "fingerprint_of",
     "kind_of",
     "mix_bits",
-    "part_of",
+    "state_entries",
 ]
 
 
 class _Digest(Protocol):
     def update(self, data: Any, /) -> None: ...
-
-
-PART = "part_of_shard_optimizer"
-"""The entry of an optimizer's first parameter group that describes the part of the state which this
-worker has, if the state is divided among the workers.
-
-Parameter groups are what copies, pickles and state dicts of an optimizer have in common.
-"""
-
-
-def part_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return what describes the part of a divided state: the worker, and the numbers of its
-    parameters; None for a whole state.
-
-    Args:
-        groups: the parameter groups of an optimizer, or of its state dict.
-    """
-    return groups[0].get(PART) if groups else None
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer | None = None) -> str:
@@ -190,6 +172,21 @@ def checksum_of(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return combined_checksum(kinds, torch.empty(0, dtype=torch.int64))
     return combined_checksum(kinds, torch.stack([checksum(tensor) for tensor in tensors]))
+
+
+def state_entries(optimizer: Optimizer) -> list[list[tuple[Any, Any]]]:
+    """Return (name, value) of all that an optimizer has of each of its parameters, group by group,
+    in the order of the names; nothing of a parameter whose state another worker has.
+    """
+
+    def order(entry: tuple[Any, Any]) -> tuple[str, Any]:
+        return type(entry[0]).__name__, entry[0]
+
+    return [
+        sorted(optimizer.state.get(p, {}).items(), key=order)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
 
 
 def kind_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:

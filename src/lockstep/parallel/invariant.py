@@ -52,6 +52,7 @@ class Invariant(Strategy):
     """
 
     can_shard_optimizer = True
+    divides_gradients = True
     virtual_workers: int
 
     def __init__(
@@ -110,7 +111,7 @@ class Invariant(Strategy):
     def _make_parts(self, model: nn.Module) -> None:
         """Make the reducer and the buffers for the present workers."""
         self._parameters = list(model.parameters())
-        self.choose_owners(model, divides_gradients=True)
+        self.choose_owners(model)
         owner_of = None if self.shards is None else self.shards.owner_of
         reducer = Reducer(self.comm, self.virtual_workers, one_pass=True, owner_of=owner_of)
         has_several = len(reducer.local_shards) > 1

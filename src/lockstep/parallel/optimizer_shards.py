@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,11 +26,17 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from ..communicator import Communicator
 from ..errors import ConfigError, MismatchError, TransportError, counted
 from ..flight_recorder import named
-from .fingerprints import PART, combined_checksum, kind_of, part_of
 from .fingerprints import checksum as checksum_of_one
+from .fingerprints import combined_checksum, kind_of, state_entries
 from .gradient_buckets import ALONE, BUCKET, Bucket, flat_memory, group_parameters
+from .optimizer_parts import hyperparameters_of, part_of, refused_part, set_part
 
 _PIECE = 16 << 20  # bytes of state that are given to other workers at once
+
+DIVISION = "shard_optimizer_division"
+"""The attribute of a divided optimizer that says who has which part, an `OptimizerShards`. Copies
+and pickles do not have it.
+"""
 
 
 class LostStateError(TransportError):
@@ -48,10 +53,6 @@ class OptimizerShards:
         parameters: the parameters of the model, in the same order on every worker.
         comm: communicator over the workers.
         has_second_owners: whether the state of each parameter is kept by two workers.
-        divides_gradients: whether a step leaves the gradient of a parameter to its owner alone;
-            otherwise all workers have all gradients.
-        has_equal_bits: whether the training guarantees equal bits, so that the workers' states
-            before the first step are compared bit by bit.
 
     Attributes:
         parameters: the parameters.
@@ -64,20 +65,15 @@ class OptimizerShards:
         parameters: Sequence[nn.Parameter],
         comm: Communicator,
         has_second_owners: bool = False,
-        divides_gradients: bool = True,
-        has_equal_bits: bool = True,
     ) -> None:
         self.parameters = list(parameters)
         self.has_second_owners = has_second_owners
-        self._divides_gradients = divides_gradients
-        self._has_equal_bits = has_equal_bits
         self._comm = comm
         self.owner_of: dict[torch.Tensor, int] = {}
         self.second_owner_of: dict[torch.Tensor, int] = {}
         self._values: list[_Values] = []
         self._copies: list[_GradientCopy] = []
         self._copied: list[nn.Parameter] = []
-        self._is_divided = False
         # The parameters, by number, whose state this worker has as the last update has left it.
         self._held: set[int] = set()
         self._owned: set[int] = set()  # those of them whose first owner it is
@@ -127,12 +123,23 @@ class OptimizerShards:
                 "are trained later; or make a new Trainer, or TrainStep.",
             )
 
-    def divide(self, optimizer: Optimizer) -> None:
+    def is_of(self, parameters: Sequence[nn.Parameter], comm: Communicator) -> bool:
+        """Return whether these are the owners of parameters among the workers of a communicator."""
+        is_same = set(map(id, self.parameters)) == set(map(id, parameters))
+        return is_same and comm is self._comm
+
+    def divide(self, optimizer: Optimizer, has_equal_bits: bool) -> None:
         """Leave an optimizer the state of this worker's parameters alone, from now on also when a
         state is loaded; called by all workers.
 
         It, its copies and what its ``state_dict()`` returns say whose part they have, see
-        `check_whole` and `refuse_other_parts`.
+        `lockstep.parallel.optimizer_parts`.
+
+        Args:
+            optimizer: with the whole state of all parameters, or the part that this worker is to
+                have.
+            has_equal_bits: whether the training guarantees equal bits, so that the workers' states
+                are compared bit by bit.
 
         Raises:
             ConfigError: on all workers, if the state is divided already, and one of them has
@@ -140,33 +147,25 @@ class OptimizerShards:
             MismatchError: on all workers, if they begin with other states: nobody would notice, as
                 all get the values of the owners.
         """
-        if self._is_divided:
-            self.forget_others(optimizer)
-            return
-        self._is_divided = True
         if not self._comm.is_joining:
-            self._check_before(optimizer)
+            self._check_before(optimizer, has_equal_bits)
+        if DIVISION not in vars(optimizer):
+            optimizer.register_load_state_dict_post_hook(_keep_part)
+            optimizer.register_state_dict_pre_hook(_keep_part)
+        vars(optimizer)[DIVISION] = self
         self.forget_others(optimizer)
-        shards = weakref.ref(self)  # an optimizer may live longer than the workers' connections
 
-        def forget_others(optimizer: Optimizer) -> None:
-            owners = shards()
-            if owners is not None:
-                owners.forget_others(optimizer)
-
-        optimizer.register_load_state_dict_post_hook(forget_others)
-
-    def _check_before(self, optimizer: Optimizer) -> None:
+    def _check_before(self, optimizer: Optimizer, has_equal_bits: bool) -> None:
         """Check what state the workers have before the first step, see `divide`."""
         part = part_of(optimizer.param_groups)
         is_other = part is not None and part != self._part(optimizer)
         has_all = part is None
-        state = _digest_of_state(optimizer, self._has_equal_bits) if has_all else ""
+        state = _digest_of_state(optimizer, has_equal_bits) if has_all else ""
         with named("state of the optimizer"):
             by_rank = self._comm.allgather_object((part if is_other else None, has_all, state))
         for theirs, _, _ in by_rank:
             if theirs is not None:
-                raise _refused_part(
+                raise refused_part(
                     theirs,
                     "the whole state of all parameters, or the part of it that each worker is to "
                     "have",
@@ -180,8 +179,12 @@ class OptimizerShards:
                 )
 
     def forget_others(self, optimizer: Optimizer) -> None:
-        """Drop the state of tensors that other workers update: some optimizers make it at once."""
-        optimizer.param_groups[0][PART] = self._part(optimizer)
+        """Drop the state of tensors that other workers update, which some optimizers make at once,
+        and note which part is left.
+
+        It is called again when the optimizer is given further parameters.
+        """
+        set_part(optimizer, self._part(optimizer))
         for number, p in enumerate(self.parameters):
             if number not in self._held:
                 optimizer.state.pop(p, None)
@@ -240,11 +243,11 @@ class OptimizerShards:
         return norm
 
     def copy_gradients(self) -> None:
-        """Give the gradients of each parameter from its owner to the second owner; called by all
-        workers.
+        """Give the gradients of each parameter from its owner to the second owner, where a step
+        leaves them to the owner alone; called by all workers.
         """
         comm = self._comm
-        if not (self.has_second_owners and self._divides_gradients) or comm.size == 1:
+        if not self.has_second_owners or comm.size == 1:
             return
         trained = [p for p in self.parameters if p.requires_grad]
         if list(map(id, trained)) != list(map(id, self._copied)):
@@ -263,11 +266,12 @@ class OptimizerShards:
                 copy.finish()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of parameters that other workers update, if this worker has them."""
-        if not self._divides_gradients:
-            for p in self.parameters:
-                if not self.holds(p):
-                    p.grad = None
+        """Drop the gradients of parameters that other workers update, where a step gives them to
+        all.
+        """
+        for p in self.parameters:
+            if not self.holds(p):
+                p.grad = None
 
     @torch.no_grad()
     def give_out(self) -> None:
@@ -373,9 +377,11 @@ class OptimizerShards:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         described = [
             (number, name, kind_of(value), int(checksum_of_one(value)))
-            for number, p in enumerate(parameters)
-            if self.owns(p) and p in optimizer.state
-            for name, value in sorted(optimizer.state[p].items())
+            for number, (p, entries) in enumerate(
+                zip(parameters, state_entries(optimizer), strict=True)
+            )
+            if self.owns(p)
+            for name, value in entries
             if isinstance(value, torch.Tensor)
         ]
         by_rank = self._comm.allgather_object(described)
@@ -524,12 +530,47 @@ class OptimizerShards:
         return torch.empty_like(parameter, dtype=entry.dtype, device=tensor.device).copy_(tensor)
 
 
+def divided(
+    optimizer: Optimizer,
+    parameters: Sequence[nn.Parameter],
+    comm: Communicator,
+    has_second_owners: bool,
+    has_equal_bits: bool,
+) -> OptimizerShards:
+    """Divide an optimizer's state among the workers; called by all of them.
+
+    Another training of the same optimizer takes over the division of the one before, which the
+    workers of an elastic job have changed when there were others of them.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: those that are divided, in the same order on every worker.
+        comm: communicator over the workers.
+        has_second_owners: whether the state of each parameter is kept by two workers.
+        has_equal_bits: see `OptimizerShards.divide`.
+
+    Raises:
+        ConfigError, MismatchError: see `OptimizerShards.divide`.
+    """
+    earlier: OptimizerShards | None = vars(optimizer).get(DIVISION)
+    if earlier is not None and earlier.is_of(parameters, comm):
+        return earlier
+    shards = OptimizerShards(parameters, comm, has_second_owners)
+    shards.divide(optimizer, has_equal_bits)
+    return shards
+
+
+def _keep_part(optimizer: Optimizer) -> None:
+    """Leave an optimizer its part, before its state is read, and after one was loaded."""
+    division: OptimizerShards = vars(optimizer)[DIVISION]
+    division.forget_others(optimizer)
+
+
 def without_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state dict without the state of parameters, the same on all workers."""
     state = optimizer.state_dict()
     groups = [
-        {name: value for name, value in group.items() if name != PART}
-        for group in state["param_groups"]
+        {**hyperparameters_of(group), "params": group["params"]} for group in state["param_groups"]
     ]
     return {**state, "state": {}, "param_groups": groups}
 
@@ -541,9 +582,8 @@ def _digest_of_state(optimizer: Optimizer, with_bits: bool) -> str:
     Rounding may have made them others on some worker, where equal bits are not guaranteed.
     """
     digest = hashlib.sha256()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, p in enumerate(parameters):
-        for name, value in sorted(optimizer.state.get(p, {}).items()):
+    for number, entries in enumerate(state_entries(optimizer)):
+        for name, value in entries:
             content: Any = type(value).__name__
             if type(value) is torch.Tensor and value.layout is torch.strided:
                 content = kind_of(value), int(checksum_of_one(value)) if with_bits else 0
@@ -551,52 +591,6 @@ def _digest_of_state(optimizer: Optimizer, with_bits: bool) -> str:
                 content = value
             digest.update(repr((number, name, content)).encode())
     return digest.hexdigest()
-
-
-def check_whole(optimizer: Optimizer) -> None:
-    """Check that an optimizer has its whole state, for a training that does not divide it.
-
-    Parameters whose state other workers have would begin anew, on each worker others.
-
-    Raises:
-        ConfigError: if it has a part of a state that was divided among workers.
-    """
-    part = part_of(optimizer.param_groups)
-    if part is not None:
-        raise _refused_part(
-            part, "the whole state of all parameters, for a training that does not divide it"
-        )
-
-
-def _refused_part(part: dict[str, Any], expected: str) -> ConfigError:
-    return ConfigError(
-        "optimizer",
-        expected,
-        found=f"the part of a state that {part['worker']} had with shard_optimizer=True",
-        hint="Make a new optimizer, and load into it the whole state: what "
-        "TrainStep.full_optimizer_state() returns, or optimizer.full_state_dict() after "
-        "lockstep.prepare(); all workers call it.",
-    )
-
-
-def refuse_other_parts(optimizer: Optimizer) -> None:
-    """Let an optimizer refuse to load the part of a divided state that another worker had.
-
-    Parameters whose state is missing would begin anew, which nobody would notice.
-    """
-
-    def check(optimizer: Optimizer, state: dict[str, Any]) -> None:
-        part = part_of(state.get("param_groups", ()))
-        if part is not None and part != part_of(optimizer.param_groups):
-            raise ConfigError(
-                "state_dict",
-                "the state of all parameters, or the part that this worker had",
-                found=f"the part that {part['worker']} had with shard_optimizer=True",
-                hint="Save what optimizer.full_state_dict() returns after lockstep.prepare(), or "
-                "TrainStep.full_optimizer_state(); all workers call it.",
-            )
-
-    optimizer.register_load_state_dict_pre_hook(check)
 
 
 def _pieces_of(flat: torch.Tensor) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from ..communicator.elastic_communicator import ElasticCommunicator
 from ..errors import ConfigError
 from .fingerprints import fingerprint, fingerprint_of
 from .full_state import load_model, load_optimizer, read_optimizer_state
-from .optimizer_shards import OptimizerShards
+from .optimizer_shards import OptimizerShards, divided
 
 __all__ = ["MakeTotals", "Strategy", "Sums", "accumulation_dtype", "number_on"]
 
@@ -77,7 +77,8 @@ class Strategy:
         loss_modules: the modules of the loss function, if any, set before `prepare`: their buffers
             are treated as the model's.
         can_shard_optimizer: whether the optimizer's state can be divided among the workers.
-        is_optimizer_sharded: whether the optimizer's state is to be divided among the workers.
+        divides_gradients: whether a step with a divided optimizer leaves the gradient of a
+            parameter to its owner alone; otherwise all workers have all gradients.
         shards: which worker updates which parameter of a prepared model, if the optimizer's state
             is divided among the workers; None if each worker has all of it.
     """
@@ -88,8 +89,10 @@ class Strategy:
     can_regroup: bool = True
     loss_modules: nn.Module | None = None
     can_shard_optimizer: bool = False
-    is_optimizer_sharded: bool = False
+    divides_gradients: bool = False
     shards: OptimizerShards | None = None
+
+    _sharded_optimizer: Optimizer | None = None
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -120,8 +123,8 @@ class Strategy:
             ConfigError: if it does not.
         """
 
-    def shard_optimizer(self) -> None:
-        """Divide the optimizer's state among the workers, with the same bits; called before
+    def shard_optimizer(self, optimizer: Optimizer) -> None:
+        """Divide the state of an optimizer among the workers, with the same bits; called before
         `prepare`.
 
         Raises:
@@ -135,7 +138,12 @@ class Strategy:
                 hint="strategy='sharded' divides parameters, gradients and state by itself, with "
                 "other bits.",
             )
-        self.is_optimizer_sharded = True
+        self._sharded_optimizer = optimizer
+
+    @property
+    def is_optimizer_sharded(self) -> bool:
+        """Whether `shard_optimizer` was called."""
+        return self._sharded_optimizer is not None
 
     @property
     def divides_optimizer(self) -> bool:
@@ -143,24 +151,25 @@ class Strategy:
         may_change = isinstance(self.comm, ElasticCommunicator)
         return self.is_optimizer_sharded and (self.comm.size > 1 or may_change)
 
-    def choose_owners(self, model: nn.Module, divides_gradients: bool) -> None:
-        """Choose who updates which parameter, if the optimizer's state is to be divided.
-
-        Args:
-            model: the model, in `prepare`.
-            divides_gradients: whether a step leaves the gradient of a parameter to its owner alone.
+    def choose_owners(self, model: nn.Module) -> None:
+        """Choose who updates which parameter of a model, in `prepare`, if the optimizer's state is
+        to be divided.
 
         Raises:
             ConfigError: if the model has other parameters than before.
+            ConfigError, MismatchError: see `lockstep.parallel.optimizer_shards.divided`.
         """
         parameters = list(model.parameters())
         if self.shards is not None:
             self.shards.check_same(parameters)
         elif self.divides_optimizer:
-            is_elastic = isinstance(self.comm, ElasticCommunicator)
-            has_equal_bits = self.virtual_workers is not None
-            self.shards = OptimizerShards(
-                parameters, self.comm, is_elastic, divides_gradients, has_equal_bits
+            assert self._sharded_optimizer is not None
+            self.shards = divided(
+                self._sharded_optimizer,
+                parameters,
+                self.comm,
+                has_second_owners=isinstance(self.comm, ElasticCommunicator),
+                has_equal_bits=self.virtual_workers is not None,
             )
 
     def prepare(self, model: nn.Module) -> None:
@@ -174,10 +183,8 @@ class Strategy:
 
     def update_optimizer(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's parameters by those that `prepare` has put in their place, if
-        any, and drop the state of parameters that other workers own.
+        any.
         """
-        if self.shards is not None:
-            self.shards.divide(optimizer)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module that a step calls instead of `module`: (data, samples) → (sum of the

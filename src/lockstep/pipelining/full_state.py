@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..communicator import Communicator
 from ..errors import CheckpointError, ConfigError
+from ..parallel.optimizer_parts import check_whole
 
 
 def gather_stages(stage_entries: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
@@ -101,7 +102,12 @@ def _single_group(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _stage_names(optimizer: Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
-    """Return the names of an optimizer's parameters, in its order."""
+    """Return the names of an optimizer's parameters, in its order.
+
+    Raises:
+        ConfigError: if it has other parameters, several groups, or a part of its state only.
+    """
+    check_whole(optimizer)
     names = {id(p): name for name, p in parameters.items()}
     trained = _single_group(optimizer)["params"]
     known = [names[id(p)] for p in trained if id(p) in names]

@@ -20,7 +20,8 @@ import torch
 from .. import environment
 from ..data.loader import Loader
 from ..environment.variable_table import DEBUG, DEBUG_RANK, JOB_KEY, OF_WORKERS, RESUME
-from ..parallel.fingerprints import PART, checksum_of
+from ..parallel.fingerprints import checksum_of, state_entries
+from ..parallel.optimizer_parts import hyperparameters_of
 from ..training.trainer import Trainer
 
 TRAIN_COMMAND = ("-m", "lockstep", "train")
@@ -160,7 +161,7 @@ def start_of(trainer: Trainer, data: Data, place: tuple[int, int] = (0, 0)) -> S
         weights=weights,
         optimizer=type(trainer.optimizer).__name__,
         hyperparameters=[
-            {name: _plain(value) for name, value in group.items() if name not in ("params", PART)}
+            {name: _plain(value) for name, value in hyperparameters_of(group).items()}
             for group in trainer.optimizer.param_groups
         ],
         data=data,
@@ -183,9 +184,12 @@ def state_checksums(trainer: Trainer) -> list[torch.Tensor]:
     If that state is divided among the workers, all of them call this.
     """
     optimizer = trainer.optimizer
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [sorted(optimizer.state.get(p, {}).items()) for p in parameters]
-    of_optimizer = [value for state in states for _, value in state if torch.is_tensor(value)]
+    of_optimizer = [
+        value
+        for entries in state_entries(optimizer)
+        for _, value in entries
+        if torch.is_tensor(value)
+    ]
     device = trainer.comm.device
     shards = trainer.step.strategy.shards
     parts = list(trainer.model.parameters()), list(trainer.model.buffers()), of_optimizer

@@ -18,10 +18,10 @@ from .. import arguments
 from ..communicator import Communicator
 from ..data.loader import Batch
 from ..errors import ConfigError
-from ..parallel.fingerprints import PART
 from ..parallel.full_state import load_model, load_optimizer, read_optimizer_state
 from ..parallel.module_sync import expanded_dimensions
 from ..parallel.nested import map_tensors
+from ..parallel.optimizer_parts import hyperparameters_of
 from ..parallel.optimizer_shards import OptimizerShards, without_state
 from ..parallel.randomness import generator_states, set_generator_states
 from .recovery import REGROUP, TrainingState, as_bytes, from_bytes
@@ -178,13 +178,7 @@ class ModelState(TrainingState):
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
         """Return a copy of the hyperparameters of the optimizer's parameter groups."""
-        groups = self.optimizer.param_groups
-        return copy.deepcopy(
-            [
-                {name: value for name, value in group.items() if name not in ("params", PART)}
-                for group in groups
-            ]
-        )
+        return copy.deepcopy([*map(hyperparameters_of, self.optimizer.param_groups)])
 
     def _set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from ..data.loader import Batch
 from ..errors import ConfigError
-from ..parallel.fingerprints import PART, checksum
+from ..parallel.fingerprints import checksum
 from ..parallel.nested import tensors_of
+from ..parallel.optimizer_parts import NOT_HYPERPARAMETERS
 from .callbacks.base import Callback, TrainingContext
 from .check_schedule import is_due
 from .settings import NONE, Holder, Identity, described, holders_of, setting_of
@@ -143,9 +144,7 @@ class Rank0Changes:
         for number, group in enumerate(groups):
             path = f"optimizer.param_groups[{number}]"
             holders.append(
-                Holder(
-                    path, group.copy, ignored=frozenset({"params", PART}), is_set_in_training=True
-                )
+                Holder(path, group.copy, ignored=NOT_HYPERPARAMETERS, is_set_in_training=True)
             )
         self._looked_at = _LookedAt(holders)
 

@@ -17,14 +17,15 @@ from .. import arguments
 from ..communicator import Communicator
 from ..errors import MismatchError
 from ..flight_recorder import named
-from ..parallel.fingerprints import INTEGERS, PART, checksum_of, mix_bits, part_of
+from ..parallel.fingerprints import INTEGERS, checksum_of, mix_bits, state_entries
+from ..parallel.optimizer_parts import hyperparameters_of, part_of
 from ..parallel.shards import mix
 from ..parallel.strategy import accumulation_dtype
 from .formats import REPLICA_CHECK
 
 _log = logging.getLogger(__name__)
 
-_NOT_COMPARED = ("params", "param_names", "initial_lr", PART)
+_NOT_COMPARED = ("param_names", "initial_lr")
 _ON_DEVICE = "on the device"
 _MISSING = "missing"
 
@@ -185,7 +186,8 @@ class ReplicaCheck:
         if len(groups) != len(self._names):
             # The names of the first call: a scheduler on one worker only may add entries later.
             self._names = [
-                sorted(name for name in group if name not in _NOT_COMPARED) for group in groups
+                sorted(name for name in hyperparameters_of(group) if name not in _NOT_COMPARED)
+                for group in groups
             ]
         on_device: list[torch.Tensor] = []
         values = [
@@ -213,13 +215,12 @@ class ReplicaCheck:
         """Note the state that the optimizer has before the first step; returns what is compared of
         it, each of shape (1,). Nothing if each worker has another part of it.
         """
-        groups = self._optimizer.param_groups
-        if not self._weights or part_of(groups) is not None:
+        if not self._weights or part_of(self._optimizer.param_groups) is not None:
             return []
-        states = [self._optimizer.state.get(p, {}) for group in groups for p in group["params"]]
+        states = state_entries(self._optimizer)
         self._first_state = [
-            sorted((str(name), value if type(value) is int else None) for name, value in of.items())
-            for of in states
+            [(str(name), value if type(value) is int else None) for name, value in entries]
+            for entries in states
         ]
         if not any(states):
             return []
@@ -228,8 +229,8 @@ class ReplicaCheck:
         samples = [torch.full((1,), number, dtype=torch.int64, device=device)]
         tensors = [
             value.to(device, non_blocking=True)
-            for of in states
-            for _, value in sorted(of.items(), key=lambda entry: str(entry[0]))
+            for entries in states
+            for _, value in entries
             if type(value) is torch.Tensor and value.layout is torch.strided
         ]
         # Rounding may have made the states of an earlier training others, where that may be.

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import environment, observers
-from ..parallel.fingerprints import part_of
+from ..parallel.optimizer_parts import hyperparameters_of, part_of
 from .held import Held, hold
 from .passes import PassRecorder
 from .records import RunRecord, StepRecord, TensorRecord
@@ -150,10 +150,10 @@ class StepRecorder(observers.Observer):
 def _hyperparameters(group: dict[str, Any]) -> dict[str, str]:
     kinds = (bool, int, float, str, tuple, list, type(None))
     texts = {}
-    for name, value in group.items():
+    for name, value in hyperparameters_of(group).items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
-        if name not in ("params", "param_names") and isinstance(value, kinds):
+        if name != "param_names" and isinstance(value, kinds):
             texts[name] = str(value)
     return texts
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lockstep.compat.horovod.torch as hvd
+from lockstep.parallel.optimizer_parts import set_part
 
 
 @pytest.fixture
@@ -186,6 +187,16 @@ def test_factors() -> None:
 def test_wrong_arguments(call: Any) -> None:
     with pytest.raises(ValueError, match=": expected"):
         call()
+
+
+@pytest.mark.usefixtures("job")
+def test_an_optimizer_with_a_part_of_its_state_is_refused() -> None:
+    """The parameters whose state other workers have would begin anew."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    set_part(optimizer, {"worker": "rank 0 of 2 workers", "parameters": [0]})
+    for call in (hvd.DistributedOptimizer, lambda part: hvd.broadcast_optimizer_state(part, 0)):
+        with pytest.raises(ValueError, match="got the part of a state that rank 0 of 2 workers"):
+            call(optimizer)
 
 
 @pytest.mark.usefixtures("job")

@@ -24,6 +24,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
         ("elastic_chaos.py", ["--proof"], "gloo", 6),
         ("elastic_chaos.py", ["--shard-optimizer"], "shm", 9),
         ("elastic_chaos.py", ["--shard-optimizer"], "gloo", 5),
+        ("elastic_chaos.py", ["--shard-optimizer", "--again"], "shm", 6),
         ("own_loop_chaos.py", [], "shm", 16),
         ("own_loop_chaos.py", ["--prepare"], "shm", 12),
         ("own_loop_chaos.py", ["--prepare", "--shard-optimizer"], "shm", 8),

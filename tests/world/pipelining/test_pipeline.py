@@ -10,6 +10,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.parallel.optimizer_parts import set_part
 from lockstep.pipelining import Pipeline
 from lockstep.tried_versions import release_of
 from support.pool import Pool, RanksFailedError
@@ -381,6 +382,11 @@ def bad_states() -> None:
         match="optimizer: expected one group of parameters, in a pipeline, got 4 groups",
     ):
         pipe.optimizer_state_dict(groups)
+    set_part(optimizer, {"worker": "rank 0 of 2 workers", "parameters": [0]})
+    with pytest.raises(ConfigError, match="got the part of a state that rank 0 of 2 workers had"):
+        pipe.optimizer_state_dict(optimizer)
+    with pytest.raises(ConfigError, match="got the part of a state that rank 0 of 2 workers had"):
+        pipe.load_optimizer_state_dict(optimizer, optimizer.state_dict())
 
 
 @pytest.mark.leaks("a trace of torch leaves the thread of a progress bar")

@@ -17,7 +17,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import ConfigError, MismatchError
-from lockstep.parallel.optimizer_shards import LostStateError, OptimizerShards
+from lockstep.parallel.optimizer_shards import DIVISION, LostStateError, OptimizerShards
 from lockstep.proof.on_spike import StateCopy
 from lockstep.training.step.precision import Precision
 from support.classifier import make_classifier, make_samples
@@ -574,6 +574,39 @@ def test_the_mark_of_a_part_is_no_hyperparameter(pool: Pool, tmp_path: Path) -> 
     assert one.hyperparameters == other.hyperparameters
 
 
+def test_parameters_that_the_optimizer_is_given_later(pool: Pool) -> None:
+    def run(shard_optimizer: bool) -> list[str]:
+        model = make_classifier()
+        *early, last = model.parameters()
+        optimizer = DIVISIBLE["adamw"](early)
+        found = []
+        _, _, step = stepped(shard_optimizer, model, optimizer)
+        optimizer.add_param_group({"params": [last]})
+        for epoch in (1, 2):
+            saved = optimizer.state_dict()
+            for _ in range(2):
+                optimizer.load_state_dict(saved)
+            found.append(step.fingerprint())
+            for batch in lockstep.Loader(make_samples(2 * BATCH), BATCH, virtual_workers=4).epoch(
+                epoch
+            ):
+                step.run(batch)
+        _, _, other = stepped(shard_optimizer, model, optimizer, epoch=3)
+        return [*found, other.fingerprint()]
+
+    expected = pool.run(run, False, workers=1)
+    for workers in (2, 3):
+        assert pool.run(run, True, workers=workers) == expected * workers
+
+
+def test_several_steps_of_an_optimizer_add_one_hook_each() -> None:
+    model = make_classifier()
+    optimizer = DIVISIBLE["adamw"](model.parameters())
+    for _ in range(3):
+        lockstep.TrainStep(model, optimizer, nn.CrossEntropyLoss())
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
+
+
 def single() -> nn.Module:
     """One parameter: of several workers, all but one own nothing."""
     torch.manual_seed(0)
@@ -647,10 +680,8 @@ def test_second_owners_make_the_same_updates_and_workers_hand_over_their_parts(
             shard_optimizer=True,
         )
         strategy: Any = step.strategy
-        shards = OptimizerShards(
-            list(model.parameters()), step.comm, True, virtual_workers is not None
-        )
-        strategy.shards = shards
+        shards = OptimizerShards(list(model.parameters()), step.comm, has_second_owners=True)
+        strategy.shards = vars(optimizer)[DIVISION] = shards
         strategy.regroup(model)
         step._module = strategy.wrap(step._loss)
         for batch in lockstep.Loader(

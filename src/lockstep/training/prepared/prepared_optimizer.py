@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from ...communicator import Communicator
 from ...errors import ConfigError
-from ...parallel.optimizer_shards import OptimizerShards, check_whole, refuse_other_parts
+from ...parallel.optimizer_parts import check_whole, refuse_other_parts
+from ...parallel.optimizer_shards import OptimizerShards, divided
 from ...parallel.reducer import Reducer
 from ...parallel.strategy import accumulation_dtype
 from ..batch_parts import BatchParts, Shard
@@ -131,11 +132,13 @@ class PreparedOptimizer:
         loop = self._loop
         may_change = not loop.repeats.recovery.has_fixed_workers
         if loop.comm.size > 1 or may_change:
-            parameters = parameters_of(loop.model, self.optimizer)
-            self.owners = OptimizerShards(
-                parameters, loop.comm, may_change, has_equal_bits=loop.parts.exact
+            self.owners = divided(
+                self.optimizer,
+                parameters_of(loop.model, self.optimizer),
+                loop.comm,
+                has_second_owners=may_change,
+                has_equal_bits=loop.parts.exact,
             )
-            self.owners.divide(self.optimizer)
 
     def _make_reducer(self) -> Reducer:
         """Return a reducer for the present workers."""

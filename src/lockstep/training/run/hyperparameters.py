@@ -14,13 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import CheckpointError
-from ...parallel.fingerprints import PART
+from ...parallel.optimizer_parts import hyperparameters_of
 
 ParamGroup = dict[str, Any]
 """One parameter group: `parameters`, the names of its parameters, and its hyperparameters by name.
 `lr` is the learning rate without the factor of a schedule."""
 
-_NOT_HYPER = ("params", "param_names", "lr", "initial_lr", PART)
+_NOT_HYPER = ("param_names", "lr", "initial_lr")
 
 
 def named_param_groups(model: nn.Module, optimizer: Optimizer) -> list[ParamGroup]:
@@ -31,7 +31,9 @@ def named_param_groups(model: nn.Module, optimizer: Optimizer) -> list[ParamGrou
     groups = []
     for group in optimizer.param_groups:
         hyper = {
-            name: _plain_value(value) for name, value in group.items() if name not in _NOT_HYPER
+            name: _plain_value(value)
+            for name, value in hyperparameters_of(group).items()
+            if name not in _NOT_HYPER
         }
         parameters = [names.get(id(parameter), "") for parameter in group["params"]]
         groups.append(

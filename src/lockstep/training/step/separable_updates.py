@@ -13,13 +13,14 @@ import torch
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
+from ...parallel.optimizer_shards import DIVISION
 from .torch_calls import without_hooks_of_all_optimizers
 
 _SIDE = 3  # elements in each dimension of a small tensor
 _MOST = 8  # small tensors of each group
 # Methods that are attributes of an object if a learning-rate scheduler counts its steps, or after
-# `lockstep.prepare`: they are those of the original.
-_REPLACED = ("step", "zero_grad", "shards", "full_state_dict")
+# `lockstep.prepare`, and what it is divided by: they are those of the original.
+_REPLACED = ("step", "zero_grad", "shards", "full_state_dict", DIVISION)
 _SCALES = (1e-4, 1.0, 1e4)  # of the gradients: a limit of their norm shows only where it is large
 _VOUCH = "Set optimizer.same_bits = True if it does all the same."
 _CLIP = "Trainer(max_grad_norm=...) limits the norm of the whole gradient, with equal bits."

@@ -26,7 +26,7 @@ from ...parallel.distributed import Distributed
 from ...parallel.fingerprints import mix_bits
 from ...parallel.invariant import Invariant
 from ...parallel.nested import split, tensors_of
-from ...parallel.optimizer_shards import check_whole, refuse_other_parts
+from ...parallel.optimizer_parts import check_whole, refuse_other_parts
 from ...parallel.randomness import seed_torch
 from ...parallel.replicas_strategy import Replicas
 from ...parallel.shards import local_range, mix
@@ -372,7 +372,7 @@ class TrainStep:
         self.strategy.check(optimizer, precision)
         self.shards_optimizer = shard_optimizer
         if shard_optimizer:
-            self.strategy.shard_optimizer()
+            self.strategy.shard_optimizer(optimizer)
             check_separable(optimizer)
         if not self.strategy.divides_optimizer:
             check_whole(optimizer)
@@ -818,6 +818,8 @@ class TrainStep:
         self.sync_model()
         # asked for again, as the strategy may have replaced parameters of the model
         self._parameters = parameters_of(self.model, self.optimizer)
+        if self.strategy.shards is not None:
+            self.strategy.shards.forget_others(self.optimizer)
 
     def sync_model(self) -> None:
         """Give all workers rank 0's values, if the model has other parameters than before; called
@@ -916,8 +918,10 @@ class TrainStep:
         """Make the reduced gradients those of the mean, unscaled and times `correction`."""
         shards = self.strategy.shards
         if shards is not None:
-            shards.copy_gradients()
-            shards.drop_gradients()
+            if self.strategy.divides_gradients:
+                shards.copy_gradients()
+            else:
+                shards.drop_gradients()
         _fill_missing_gradients([p for p in self._parameters if shards is None or shards.holds(p)])
         if cast := self.precision.cast:
             converted = [

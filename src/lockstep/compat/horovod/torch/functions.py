@@ -13,6 +13,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.parallel.full_state import load_optimizer
 from lockstep.parallel.nested import map_tensors, tensors_of
+from lockstep.parallel.optimizer_parts import check_whole
 from lockstep.pickling import pickled
 
 from ..common.process_sets import ProcessSet, checked_process_set, global_process_set
@@ -83,8 +84,10 @@ def broadcast_optimizer_state(
 
     Raises:
         ConfigError: a ValueError, for torch.optim.LBFGS, whose state is that of a line search on
-            one rank.
+            one rank, and for an optimizer that has a part of its state only, after a training with
+            ``shard_optimizer=True``.
     """
+    check_whole(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             "optimizer", "one with a state for each parameter", found="torch.optim.LBFGS"

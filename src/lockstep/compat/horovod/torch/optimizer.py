@@ -16,6 +16,7 @@ import torch
 from lockstep import Communicator, arguments
 from lockstep.errors import ConfigError
 from lockstep.parallel.gradient_buckets import Bucket, GradientExchange
+from lockstep.parallel.optimizer_parts import check_whole
 from lockstep.parallel.reducer import Reducer
 from lockstep.topology import World
 
@@ -363,8 +364,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: the ranks. Ranks that are not in it train independently.
 
     Raises:
-        ConfigError: a ValueError, for names that are missing or not unique, and other invalid
-            arguments.
+        ConfigError: a ValueError, for names that are missing or not unique, for other invalid
+            arguments, and for an optimizer that has a part of its state only, after a training with
+            ``shard_optimizer=True``.
     """
     _check_arguments(optimizer, compression, op, gradient_predivide_factor)
     included = checked_process_set(process_set).included()
@@ -399,6 +401,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def _check_arguments(optimizer: Any, compression: Any, op: int, predivide: float) -> None:
     expected = "one of torch.optim, or of a class derived from its Optimizer"
     arguments.instance("optimizer", optimizer, torch.optim.Optimizer, expected)
+    check_whole(optimizer)
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise ConfigError("compression", "hvd.Compression.fp16 or a class like it", compression)
     reduction_options(op, None, 1.0, 1.0)
