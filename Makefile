@@ -136,7 +136,7 @@ distclean: clean
 # 13,000 files, which takes pip more than a minute.
 $(DEMO) $(TESTS) $(DOCS) $(CLUSTER) $(RELEASE): $(VENV)/.ready-%: pyproject.toml setup.py constraints.txt $(C) | $(BIN)/python
 	@echo "Installing Lockstep with extra '$*' into $(VENV); the first time this takes minutes (log: $(LOG)) ..."
-	@find src -name '_native.*.so' -delete # of another version of Python, which would come before the new one
+	@rm -f src/lockstep/*/_native.*.so src/lockstep/*/*/_native.*.so # of another version of Python, which would come before the new one
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install --retries 3 --no-compile $(PIP_FLAGS) -c $(VENV)/constraints.txt -e '.[$*]' > $(LOG) 2>&1 || { \
 	    said=$$(grep -iE '^ *error:' $(LOG) | grep -vE '$(MISTAKEN)' | cut -c 1-200 | tail -n 5); \
