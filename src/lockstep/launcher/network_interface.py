@@ -13,7 +13,7 @@ from .. import environment
 from ..errors import ConfigError
 from ..system.heartbeat import address_in_a_network, address_towards
 
-__all__ = ["check_interface", "choose_interface", "interface_with_address"]
+__all__ = ["check_interface", "choose_interface", "interface_with_address", "own_address"]
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 _NCCL = "NCCL_SOCKET_IFNAME"
@@ -31,24 +31,26 @@ def choose_interface(name: str | None, address: str | None) -> None:
     """
     if name is None and address is not None:
         with suppress(OSError):  # only other hosts know that name, or there is no route to it
-            name = interface_with_address(_own_address(address))
+            name = interface_with_address(own_address(address))
     if name is not None:
         environment.set_defaults({_GLOO: name, _NCCL: name})
 
 
-def _own_address(address: str) -> str:
-    """Return this host's address in the network of `address`.
+def own_address(address: str) -> str:
+    """Return this host's address in the network of `address`, as other hosts reach it.
 
     The name of a host may lead to a loopback address on that host itself (Debian's `/etc/hosts` has
-    such a line), at which no other host reaches it: there it is one in any other network.
+    such a line), at which no other host reaches it: there it is one in any other network, if this
+    host is in one.
 
     Raises:
-        OSError: this host is in no such network.
+        OSError: `address` is unknown, or there is no route to it.
     """
     own = address_towards(address)
     is_name = address not in (own, "localhost") and not address.startswith("127.")
     if is_name and ipaddress.ip_address(own.partition("%")[0]).is_loopback:
-        return address_in_a_network()
+        with suppress(OSError):
+            return address_in_a_network()
     return own
 
 

@@ -197,4 +197,4 @@ def test_a_host_does_not_join_itself_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_name_of_the_first_host_that_nobody_knows_is_an_error() -> None:
     with pytest.raises(ConfigError, match="a name that this host can resolve"):
-        elastic_node._own_address("no.such.name.invalid")
+        elastic_node._checked_own_address("no.such.name.invalid")

@@ -8,6 +8,8 @@ import socket
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.launcher import network_interface
+from lockstep.launcher.elastic_jobs import elastic_node
 from lockstep.launcher.network_interface import (
     check_interface,
     choose_interface,
@@ -45,21 +47,51 @@ def test_without_one_it_is_that_towards_the_other_hosts() -> None:
     assert chosen() == ["lo", "lo"]
 
 
-def test_a_name_of_this_host_at_a_loopback_address_is_that_of_a_host_in_a_network(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    try:
-        found = interface_with_address(address_in_a_network())
-    except OSError:
-        pytest.skip("there is only a loopback interface")
+@pytest.fixture
+def node1(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A name of this host that leads to a loopback address here, as Debian's /etc/hosts has it."""
     known = socket.getaddrinfo
 
     def resolve(host: str, *words: object, **named: object) -> object:
         return known("127.0.1.1" if host == "node1" else host, *words, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    choose_interface(None, "node1")
+    return "node1"
+
+
+@pytest.fixture
+def in_a_network() -> str:
+    """The address of this host in a network with others."""
+    try:
+        return address_in_a_network()
+    except OSError:
+        pytest.skip("there is only a loopback interface")
+
+
+def test_a_name_of_this_host_at_a_loopback_address_is_that_of_a_host_in_a_network(
+    node1: str, in_a_network: str
+) -> None:
+    found = interface_with_address(in_a_network)
+    choose_interface(None, node1)
     assert found != "lo" and chosen() == [found, found]
+
+
+def test_a_host_that_joins_a_job_on_this_host_listens_where_others_reach_it(
+    node1: str, in_a_network: str
+) -> None:
+    assert elastic_node._checked_own_address(node1) == in_a_network
+
+
+def test_without_a_network_it_is_the_loopback_address(
+    node1: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(network_interface, "address_in_a_network", fail)
+    assert elastic_node._checked_own_address(node1).startswith("127.")
+    choose_interface(None, node1)
+    assert chosen() == ["lo", "lo"]
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1"])

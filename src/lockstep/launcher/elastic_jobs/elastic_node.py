@@ -32,10 +32,9 @@ from ...activity import Activity
 from ...errors import ConfigError, LockstepError, counted
 from ...job.connection import Connection, take_turn
 from ...job.messages import Failure, HostDescription, MeetingPoint, Request
-from ...system.heartbeat import address_towards
 from ..handshake import ANY_HOST, HostEntry, HostHello, HostRefused, HostWelcome
 from ..host_rendezvous import ask_until_let_in, check_address, listen_for_hosts
-from ..network_interface import check_interface, choose_interface
+from ..network_interface import check_interface, choose_interface, own_address
 from ..node import HostPart, failure_of, run_as_node
 from ..options import JobOptions
 from ..output.log_multiplexer import LogMultiplexer
@@ -228,8 +227,8 @@ def run_elastic_host(
         listener = Listener(end, address)
         again = _found_job(listener, description, config, setup, watch)
     else:
-        own_address = _own_address(address)
-        listener = Listener(listen_for_hosts(own_address, 0), own_address)
+        here = _checked_own_address(address)
+        listener = Listener(listen_for_hosts(here, 0), here)
         hello = HostHello(
             node=config.node_rank if config.nnodes > 1 else ANY_HOST,
             description=description,
@@ -344,7 +343,7 @@ class _Porter:
         return list(self._others.values())
 
 
-def _own_address(job: str) -> str:
+def _checked_own_address(job: str) -> str:
     """Return the address of this host in the network of the launcher of a job at `job`.
 
     Raises:
@@ -352,7 +351,7 @@ def _own_address(job: str) -> str:
     """
     check_address(job)
     try:
-        return address_towards(job)
+        return own_address(job)
     except OSError as error:
         hint = "--network-interface, where the job is started, chooses the network."
         unreached = f"{job} ({error.strerror or error})"
