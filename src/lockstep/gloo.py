@@ -7,6 +7,7 @@ not interrupt it.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import stat
@@ -27,7 +28,14 @@ __all__ = ["SocketTracker", "abort_gloo", "interruptible_gloo", "keep_until_ende
 
 _LIMIT = timedelta(milliseconds=1)
 _END_S = 0.02  # in which aborted operations have ended, if they ever do
+_LOOK_S = 0.5  # between two looks whether operations have ended that did not do so at once
 _TAG = 1 << 30  # of no message that a program would send
+
+# Held while a thread is in torch's code, and for good when the program ends: Python ends a thread
+# that comes back from C++ by then, which ends the whole process (SIGABRT).
+_in_torch = threading.Lock()
+_ENDING_S = 5.0  # that such a thread may need; a process that was forked meanwhile waits in vain
+atexit.register(_in_torch.acquire, timeout=_ENDING_S)
 
 
 def abort_gloo(group: Any) -> None:
@@ -76,11 +84,15 @@ def keep_until_ended(groups: Iterable[Any], works: Iterable[Any]) -> None:
 
 
 def _wait_for(works: list[Any], kept: list[Any]) -> None:
-    for work in works:
-        with suppress(RuntimeError):
-            work.wait()
-    works.clear()
-    kept.clear()
+    """Let works and backends go when all works have ended; looks now and then, and does not wait in
+    torch's code, see `_in_torch`.
+    """
+    while works:
+        time.sleep(_LOOK_S)
+        with _in_torch:
+            if all(work.is_completed() for work in works):
+                works.clear()
+                kept.clear()
 
 
 def _gloo_backends(group: Any) -> list[Any]:

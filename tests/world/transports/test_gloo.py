@@ -90,3 +90,24 @@ def test_the_destructor_of_a_group_with_a_lost_send_keeps_nobody_waiting(
             break
     assert ended == "False"  # else there is nothing to keep, and this module can do without it
     assert float(seconds) < SOON_S
+
+
+# The interpreter's end lasts until the send has ended, at its time limit.
+SLOW_END = """
+class Slow:
+    def __del__(self, sleep=time.sleep, seconds=float(sys.argv[3])):
+        sleep(seconds)
+sys.slow = Slow()
+"""
+
+
+def test_a_send_that_ends_when_the_program_does_does_not_abort_it(
+    warm: None, tmp_path: Path
+) -> None:
+    """Python ends a thread that comes back from C++ when the interpreter ends, and with it the
+    process.
+    """
+    (tmp_path / "program.py").write_text(LOST_SEND + SLOW_END)
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = warm_python.run([tmp_path / "program.py", 2.0, 0.3, 4.0], tmp_path, variables)
+    assert done.returncode == 0, done
