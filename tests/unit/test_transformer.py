@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -67,6 +68,20 @@ def test_products_of_queries_and_keys_depend_on_distances() -> None:
         torch.testing.assert_close(diagonal, diagonal[0].expand_as(diagonal))
     assert products[0, 0] - products[3, 0] > 1e-3 or products[3, 0] - products[0, 0] > 1e-3
     torch.testing.assert_close(queries.norm(dim=-1), query.norm().expand(50))
+
+
+def test_a_compiled_model_has_no_complex_numbers() -> None:
+    """Torch's compiler makes no kernels of them."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    model, given = small(), tokens(2, 12)
+    compiled = torch.compile(model, backend=keep, fullgraph=True)(given)
+    assert "complex" not in graphs[0].code
+    torch.testing.assert_close(compiled, model(given))
 
 
 def test_order_matters() -> None:
