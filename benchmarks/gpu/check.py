@@ -55,6 +55,7 @@ NEEDED = {
     "sklearn": "scikit-learn",
     "pytest": "pytest",
     "pytest_timeout": "pytest-timeout",
+    "hypothesis": "hypothesis",
 }
 
 
