@@ -307,7 +307,7 @@ PARTS = [
     Part("tests", 190, tests),
     Part("small_steps", 110, measurement),
     Part("epochs", 150, measurement),
-    Part("language_model", 60, measurement),
+    Part("language_model", 90, measurement),
     Part("examples", 90, examples),
     Part("overheads", 70, measurement),
 ]
