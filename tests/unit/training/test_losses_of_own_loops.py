@@ -154,6 +154,92 @@ def test_comparisons_with_what_is_no_sample_are_not(body: Any) -> None:
     assert train(body) == 4
 
 
+# --- means of a part that are no part of a mean
+# ---------------------------------------------------------------------
+
+
+def labelled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x)[y >= 0], y[y >= 0])
+
+
+def of_zeros(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A mean of its own for each kind of sample, as a contrastive loss of pairs has."""
+    size = model(x).square().sum(1)
+    return size[y == 0].mean() + (1 - size).relu().masked_select(y != 0).mean() / 2
+
+
+@pytest.mark.parametrize("body", [labelled, of_zeros, lambda *each: 0.5 * labelled(*each)])
+def test_a_mean_over_selected_samples_needs_its_count(body: Any) -> None:
+    with pytest.raises(ConfigError, match="rows that a mask or indices have chosen, in a part of"):
+        train(body)
+    assert train(body, lambda y: (y >= 0).sum()) == 4
+    assert train(body, virtual_workers=4) == 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda model, x, y: model(x)[torch.arange(SAMPLES), y.clamp(0)].mean(),
+        lambda model, x, y: model(x)[torch.arange(SAMPLES).flip(0)].square().mean(),
+        lambda model, x, y: model(x)[:, torch.tensor([0, 2, 3])].mean(),
+        lambda model, x, y: (model(x).square().sum(1) * (y >= 0)).mean(),
+        lambda model, x, y: F.cross_entropy(model(x), y.clamp(0)) + model.weight[:3].mean(),
+        lambda model, x, y: (
+            F.cross_entropy(model(x), y.clamp(0)) + model.weight[torch.tensor([0, 2, 3])].mean()
+        ),
+        lambda model, x, y: sum(row[row < 9].mean() for row in model(x)) / len(x),
+    ],
+)
+def test_a_selection_of_as_many_for_each_sample_needs_none(body: Any) -> None:
+    assert train(body) == 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda *each: (plain(*each) - 0.3).abs() + 0.3,
+        lambda model, x, y: plain(model, x, y) + model(x).mean(0).clamp(min=0.1).sum(),
+        lambda model, x, y: torch.maximum(plain(model, x, y), model(x).square().mean()),
+        lambda model, x, y: (model(x) - model(x).mean(0)).abs().mean(),
+        lambda model, x, y: F.relu(model(x)[:, 0].sum() / len(x)) * 2,
+    ],
+    ids=["flooding", "free bits", "largest of losses", "deviation", "sum"],
+)
+def test_a_function_of_a_mean_is_refused(body: Any) -> None:
+    with pytest.raises(ConfigError, match="a function of a mean or a sum over the samples of a"):
+        train(body)
+    assert train(body, virtual_workers=4) == 4
+
+
+def penalised(model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss: Any) -> torch.Tensor:
+    """A loss with a penalty on the gradient of each sample's loss that is beyond a limit."""
+    x = x.clone().requires_grad_()
+    total = loss(model(x), y.clamp(0), reduction="sum")
+    (gradients,) = torch.autograd.grad(total, x, create_graph=True)
+    return total / len(x) + (gradients.norm(dim=1) - 0.1).relu().mean()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda model, x, y: model(x).mean(1).abs().mean(),
+        lambda model, x, y: (1 - model(x)).relu().sum(1).clamp(max=9.0).mean(),
+        lambda model, x, y: plain(model, x, y) + (model.weight.mean() - 1).abs(),
+        lambda model, x, y: plain(model, x, y) * (plain(model, x, y).detach() - 1).abs(),
+        lambda *each: penalised(*each, loss=F.cross_entropy),
+        lambda *each: penalised(
+            *each,
+            loss=lambda output, _, **options: F.mse_loss(output, output.detach() + 1, **options),
+        ),
+        lambda model, x, y: (
+            sum((row.expand(SAMPLES, 4).mean() - 1).abs() for row in model(x)) / len(x)
+        ),
+    ],
+)
+def test_a_mean_of_functions_is_not(body: Any) -> None:
+    assert train(body) == 4
+
+
 # --- numbers that the model adds to the loss
 # ------------------------------------------------------------------------
 

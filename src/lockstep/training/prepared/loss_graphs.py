@@ -16,6 +16,7 @@ from .broadcast_targets import broadcast_error, broadcast_shapes
 from .graph_nodes import Node, kind_of, next_nodes, parameters_reached, walk
 from .loss_sums import sum_error, terms_of, undivided_sum
 from .model_calls import ModelCalls
+from .uneven_means import function_error, function_of_mean, mean_over_selected, selected_error
 
 
 class Refusal(NamedTuple):
@@ -63,9 +64,13 @@ def refusal_of(
             return Refusal(broadcast_error(*shapes), parameters_reached(root), False)
         if calls is not None and _compares_samples(root, calls):
             return Refusal(_comparison_error(calls.samples), parameters_reached(root), False)
+        if calls is not None and (name := function_of_mean(root, calls)) is not None:
+            return Refusal(function_error(name), parameters_reached(root), False)
         mean = _uncounted_mean(root)
         if mean is not None and mean.ignored is None:
             return Refusal(_count_error(mean.over), parameters_reached(root), True)
+        if calls is not None and (selected := mean_over_selected(root, calls)) is not None:
+            return Refusal(selected_error(selected), parameters_reached(root), True)
         if calls is not None and (number := calls.number_that_is_no_mean(root, look)) is not None:
             return Refusal(_number_error(number), parameters_reached(root), True)
         if mean is not None:

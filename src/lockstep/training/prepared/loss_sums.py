@@ -13,7 +13,7 @@ from .graph_nodes import MOST_NODES, Node, kind_of, next_nodes, walk
 from .model_calls import ModelCalls
 
 # A loss that is a sum of several has these between its root and each of them.
-_TERMS = {
+TERMS = {
     *(
         "AddBackward",
         "SubBackward",
@@ -34,7 +34,7 @@ _TERMS = {
 }
 # One number for each number: what is below is as large as what is above.
 _ELEMENTWISE = {
-    *_TERMS,
+    *TERMS,
     *(
         "PowBackward",
         "AbsBackward",
@@ -116,7 +116,7 @@ def _sum_over_samples(node: Node, calls: ModelCalls) -> str | None:
         several = rows is not None and rows.dim() > 0 and rows.shape[0] > 1
         if several and not weighted and not _of_weights(node) and not _of_constants(node, calls):
             return f'reduction="sum" ({node.name()})'
-    elif kind == "SumBackward" and samples > 1 and _sums_samples(node, samples):
+    elif kind == "SumBackward" and samples > 1 and sums_samples(node, samples):
         of_data = _has_data(node, samples) and not _of_constants(node, calls)
         if of_data and _is_unscaled(node, samples):
             return f"sum() over a tensor of shape {list(node._saved_self_sym_sizes)}"
@@ -158,7 +158,7 @@ def _divided_terms(root: Node | None) -> list[tuple[Node, tuple[float, ...]]]:
         seen.add(node)
         kind = kind_of(node)
         constant = _constant_of(node)
-        if kind in _TERMS:
+        if kind in TERMS:
             waiting += [(below, divisors) for below in next_nodes(node)]
         elif constant:
             divisor_of_node = constant if kind == "DivBackward" else 1 / constant
@@ -265,7 +265,7 @@ def terms_of(root: Node | None, multiples: bool = False) -> list[Node]:
     """
     if root is None:
         return []
-    if kind_of(root) not in _TERMS and kind_of(root) not in ("SumBackward", "MulBackward"):
+    if kind_of(root) not in TERMS and kind_of(root) not in ("SumBackward", "MulBackward"):
         return [root]  # as most losses are
     terms: list[Node] = []
     seen = set[Node]()
@@ -276,7 +276,7 @@ def terms_of(root: Node | None, multiples: bool = False) -> list[Node]:
             continue
         seen.add(node)
         kind = kind_of(node)
-        if kind in _TERMS or (multiples and kind == "MulBackward" and len(next_nodes(node)) == 1):
+        if kind in TERMS or (multiples and kind == "MulBackward" and len(next_nodes(node)) == 1):
             waiting += next_nodes(node)
             continue
         terms.append(node)
@@ -292,7 +292,7 @@ def _is_sum_of_sums(node: Node) -> bool:
     )
 
 
-def _sums_samples(node: Node, samples: int) -> bool:
+def sums_samples(node: Node, samples: int) -> bool:
     """Return whether a sum is over the dimension of the samples."""
     sizes = node._saved_self_sym_sizes
     dims = getattr(node, "_saved_dim", None)
