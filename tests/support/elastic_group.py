@@ -19,6 +19,7 @@ class Client:
 
     wants_to_regroup = leaving = False
     stop_signal = 0
+    generation = 1
 
     def __init__(self) -> None:
         self.entered: list[int] = []

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from signal import SIGTERM, Signals
 from typing import Any, NoReturn, Protocol, cast
 
+import torch
 from typing_extensions import override
 
 from .. import interruption
@@ -24,7 +26,7 @@ from .feed import Feed
 from .in_flight import StepsInFlight
 from .model_state import StateOfStep
 from .modes import TrainingModes
-from .recovery import REGROUP
+from .recovery import REGROUP, as_bytes, from_bytes
 from .run.checkpoint_manager import CheckpointManager
 from .run.epoch_totals import EpochTotals, Row
 from .run.position import Position
@@ -123,7 +125,7 @@ class Loop:
             trainer.step.strategy.virtual_workers or trainer.global_batch_size,
         )
         folder = "" if trainer.run_dir is None else str(trainer.run_dir.absolute())
-        shared = _StateOfRun(trainer, self, self._callbacks)
+        shared = StateOfRun(trainer, self, self._callbacks)
         with recovery.training(shared, most, folder, self._signals) as takes_part:
             if takes_part:
                 with recovery.until_all_have_ended(), self._naming_checkpoint():
@@ -148,6 +150,8 @@ class Loop:
         if self._agree()[0] is not None:  # all epochs are done, but the program must still stop
             self._interrupt()
         trainer.complete_checkpoint()
+        if not recovery.has_fixed_workers:
+            recovery.run(partial(self._callbacks.keep_states, trainer.comm), meets=False)
 
     @contextmanager
     def _naming_checkpoint(self) -> Iterator[None]:
@@ -375,16 +379,16 @@ def _stop() -> NoReturn:
     raise _StoppedError
 
 
-class _StateOfRun(StateOfStep):
+class StateOfRun(StateOfStep):
     """What the workers of a run have alike, see `recovery.TrainingState`.
 
     Args:
         run: the run.
-        loop: its loop.
+        loop: its loop; None between two calls of `fit`.
         callbacks: its callbacks.
     """
 
-    def __init__(self, run: Run, loop: Loop, callbacks: CallbackGroup) -> None:
+    def __init__(self, run: Run, loop: Loop | None, callbacks: CallbackGroup) -> None:
         super().__init__(run.step)
         self._run = run
         self._loop = loop
@@ -463,8 +467,9 @@ class _StateOfRun(StateOfStep):
             "position": state.position.state_dict(),
             "totals": state.totals.state_dict(),
             "history": state.history,
-            "epoch": [state.epoch, run.steps_before_epoch, self._loop.epoch_has_begun],
+            "epoch": [state.epoch, run.steps_before_epoch, self._epoch_has_begun],
             "callbacks": self._callbacks.shared_states(),
+            "callbacks of rank 0": as_bytes(self._callbacks.states_of_rank0),
         }
 
     @override
@@ -474,22 +479,35 @@ class _StateOfRun(StateOfStep):
         run_state.position = Position(state["position"])
         run_state.totals.load_state_dict(state["totals"])
         run_state.history = list(state["history"])
-        run_state.epoch, self._run.steps_before_epoch, self._loop.epoch_has_begun = state["epoch"]
+        run_state.epoch, self._run.steps_before_epoch, epoch_has_begun = state["epoch"]
+        if self._loop is not None:
+            self._loop.epoch_has_begun = epoch_has_begun
         self._callbacks.load_shared_states(state["callbacks"])
+        of_rank0 = from_bytes(state["callbacks of rank 0"], torch.device("cpu"))
+        self._callbacks.states_of_rank0 = of_rank0
+
+    @property
+    def _epoch_has_begun(self) -> bool:
+        return self._loop is not None and self._loop.epoch_has_begun
 
     @override
     def leave(self) -> None:
         super().leave()
         self._run.checkpoint_manager.abandon()
         self._run.directory.leave()
-        self._loop.stop_requests.forget_polls()
+        if self._loop is not None:
+            self._loop.stop_requests.forget_polls()
 
     @override
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
         super().regroup(states, all_seen)
         run = self._run
         loop = self._loop
+        rank = self.step.comm.rank
         run.steps_in_flight.regroup()
+        if loop is None:
+            self._callbacks.take_rank_between(rank)
+            return
         loop.feed.regroup()
-        self._callbacks.take_rank(self.step.comm.rank, run, states, all_seen, loop.epoch_has_begun)
+        self._callbacks.take_rank(rank, run, states, all_seen, loop.epoch_has_begun)
         run.directory.hold()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,9 +24,10 @@ from ..parallel.nested import map_tensors
 from ..parallel.optimizer_parts import hyperparameters_of
 from ..parallel.optimizer_shards import OptimizerShards, without_state
 from ..parallel.randomness import generator_states, set_generator_states
+from ..parallel.strategy import Strategy
 from .recovery import REGROUP, TrainingState, as_bytes, from_bytes
+from .step.precision import Precision
 from .step.step_result import StepResult
-from .step.train_step import TrainStep
 
 __all__ = ["ModelState", "StateOfStep", "UserState"]
 
@@ -216,6 +217,28 @@ def _refused_change() -> ConfigError:
     )
 
 
+class Step(Protocol):
+    """What is asked of a `TrainStep`."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    comm: Communicator
+    strategy: Strategy
+    precision: Precision
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state, without model and optimizer."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load it."""
+        ...
+
+    def regroup(self) -> None:
+        """Adapt to the communicator's new workers."""
+        ...
+
+
 class StateOfStep(ModelState):
     """The part of a `recovery.TrainingState` that all loops around a `TrainStep` have.
 
@@ -223,7 +246,7 @@ class StateOfStep(ModelState):
         step: the training step.
     """
 
-    def __init__(self, step: TrainStep) -> None:
+    def __init__(self, step: Step) -> None:
         super().__init__(step.model, step.optimizer, step.comm)
         self.step = step
 

@@ -10,6 +10,9 @@ that belong together, and gets what the program has changed as well.
 
 For that, all communication of a training is within its operations, no worker can complete one
 before all have begun it, and which one comes next follows from the state alone.
+
+A program may have several trainings, of one model or of several. If the workers change in one of
+them, another one *follows* when it is used next, before anything else.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from ..communicator.elastic_communicator import ElasticCommunicator, failure_rea
 from ..data.loader import Batch
 from ..elastic.client import MembershipClient
 from ..elastic.membership import NO_STATE, Commit, View
-from ..errors import InterruptedRunError, MembershipChangedError
+from ..errors import ConfigError, InterruptedRunError, LockstepError, MembershipChangedError
 from ..flight_recorder import named
 from ..parallel.nested import map_tensors
 from ..parallel.optimizer_shards import LostStateError
@@ -42,6 +45,7 @@ __all__ = [
     "REGROUP",
     "STOP",
     "ElasticRecovery",
+    "MissingRecovery",
     "Recovery",
     "TrainingState",
     "as_bytes",
@@ -63,6 +67,11 @@ has more workers.
 
 
 _OUTSIDE = -1  # in place of the number of a training: the loss of a worker is not survived
+
+# What a worker has of the state of a model that it is about to use: the values of all workers;
+# those that its program has made alone, before it joined; or those although the others have trained
+# the model meanwhile.
+_SAME, _AS_MADE, _MISSED = range(3)
 
 
 class TrainingState(Protocol):
@@ -175,6 +184,27 @@ class Recovery:
     def repeats(self) -> bool:
         """Whether operations are repeated after a loss."""
         return False
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the workers have changed in another training than those of this recovery, so that
+        `follow` is due; the same on all workers.
+        """
+        return False
+
+    def follow(self, state: Callable[[], TrainingState]) -> None:
+        """Adapt a state to the workers that there are now, and give it to those that lack it.
+
+        Called by all workers, outside of a training, where `is_behind`. A loss meanwhile starts all
+        workers again.
+
+        Args:
+            state: returns what the workers have alike.
+
+        Raises:
+            ConfigError: on all workers, if it cannot be used by others than before.
+            LockstepError: on all workers, if nobody is left who has it.
+        """
 
     @property
     def requests(self) -> float:
@@ -340,6 +370,41 @@ class Recovery:
         """
 
 
+class MissingRecovery(Recovery):
+    """The recovery of a training that cannot go on with other workers, in a job whose workers
+    change.
+
+    Args:
+        comm: the communicator of the job's workers.
+    """
+
+    is_missing = True
+
+    def __init__(self, comm: ElasticCommunicator) -> None:
+        self._client = comm.client
+        self._generation = comm.client.generation
+
+    @property
+    @override
+    def is_behind(self) -> bool:
+        return self._generation != self._client.generation
+
+    @override
+    def follow(self, state: Callable[[], TrainingState]) -> None:
+        hint = (
+            "Make it after the other training, or use strategy='distributed', or prepare() with "
+            "one optimizer and its loader."
+        )
+        raise ConfigError(
+            "strategy",
+            "a training that other workers can go on with, if the workers of an elastic job change "
+            "in another one",
+            found="one that was made before they did, and has a part of its state on each worker "
+            "or none to give to others",
+            hint=hint,
+        )
+
+
 class _Update:
     """An update in progress of which each worker makes a part.
 
@@ -404,11 +469,49 @@ class ElasticRecovery(Recovery):
         self._is_beginning = False
         self._kept_results: list[Any] = []  # of the operations before the first step
         self._first_results: Iterator[Any] = iter(())
+        self._generation = comm.client.generation  # that of the last group of these trainings
+        self._has = _AS_MADE if comm.is_joining else _SAME
 
     @property
     @override
     def is_running(self) -> bool:
         return self._state is not None
+
+    @property
+    @override
+    def is_behind(self) -> bool:
+        is_outside = self._state is None and not self.comm.is_joining
+        return is_outside and self._generation != self.client.generation
+
+    @override
+    def follow(self, state: Callable[[], TrainingState]) -> None:
+        comm = self.comm
+        has = comm.allgather_object(self._has)
+        source = has.index(min(has))
+        if has[source] == _MISSED:
+            raise _lost_state()
+        shared = state()
+        shared.commit(None)
+        if any(theirs != _SAME for theirs in has):
+            sent: dict[str, Any] | None = None
+            if comm.rank == source:
+                sent = {"operations": shared.of_operations(), "program": shared.of_program()}
+            is_behind = self._has != _SAME and comm.rank != source
+            with named("state for workers that have joined meanwhile"):
+                received = share(comm, source, sent, is_behind)
+            if is_behind:
+                shared.load_operations(received["operations"])
+                shared.load_program(received["program"])
+        try:
+            shared.regroup(None, all_seen=True)
+        except LostStateError as error:
+            raise _lost_state() from error
+        self._note_group()
+
+    def _note_group(self) -> None:
+        """Note that this worker has the state of these trainings, for the group that it is in."""
+        self._generation = self.client.generation
+        self._has = _SAME
 
     @property
     @override
@@ -443,6 +546,8 @@ class ElasticRecovery(Recovery):
         is_one_of_many: bool = False,
     ) -> Iterator[bool]:
         comm = self.comm
+        if self.is_behind:
+            self.follow(lambda: state)
         self._training = comm.trainings
         comm.trainings = comm.trainings + 1
         self._state = state
@@ -495,6 +600,7 @@ class ElasticRecovery(Recovery):
                 self.client.enter(self._training, self._most, self._folder)
                 return True
         state.result = comm.earlier_result()
+        self._has = _MISSED
         return False
 
     def _hold_signals(self) -> None:
@@ -738,6 +844,7 @@ class ElasticRecovery(Recovery):
         assert self._state is not None
         self._state.leave()
         self.comm.regroup_until(self._arrive, self.adapt, reason, at_boundary, self._check)
+        self._note_group()
 
     def _check(self, view: View) -> None:
         """Check, before its group is formed, that a view is of the training that this worker is
@@ -847,6 +954,14 @@ def interrupt(recovery: Recovery, after: str) -> NoReturn:
     raise InterruptedRunError(f"stopped by {Signals(number).name} after {after}", number)
 
 
+def _lost_state() -> LockstepError:
+    return LockstepError(
+        "all workers that had the state of this training have left the elastic job, or were lost, "
+        "while another one ran. Save a checkpoint before the other one, and resume from it in a "
+        "new Trainer after that."
+    )
+
+
 class _RepeatError(Exception):
     """The operation in progress has been undone, and its workers are others by now."""
 
@@ -862,12 +977,9 @@ def recovery_of(comm: Communicator, can_regroup: bool = True) -> Recovery:
         comm: of its workers.
         can_regroup: whether a step can be repeated by other workers.
     """
-    recovery: Recovery
-    if isinstance(comm, ElasticCommunicator) and can_regroup:
-        return ElasticRecovery(comm)
-    recovery = Recovery()
-    recovery.is_missing = isinstance(comm, ElasticCommunicator)
-    return recovery
+    if not isinstance(comm, ElasticCommunicator):
+        return Recovery()
+    return ElasticRecovery(comm) if can_regroup else MissingRecovery(comm)
 
 
 class _JobSignals(StopSignals):

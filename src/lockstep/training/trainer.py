@@ -32,7 +32,7 @@ from .evaluate import Evaluation, Metric, default_metrics, predict
 from .formats import IN_FLIGHT
 from .in_flight import StepsInFlight, check_in_flight
 from .loaders import TrainerLoaders
-from .loop import Loop
+from .loop import Loop, StateOfRun
 from .losses.loss import LossFn
 from .losses.own_loss import OwnLoss
 from .modes import TrainingModes
@@ -225,6 +225,7 @@ class Trainer:
         self._callbacks = CallbackGroup(callbacks, self.comm.rank, self.step.recovery)
         if self.run_dir is not None:
             self._callbacks.warn_of_missing()
+        self.step.shared_state = partial(StateOfRun, self, None, self._callbacks)
         self.max_steps_in_flight = max_steps_in_flight
         self.checkpoint_manager = CheckpointManager(
             self.state, self.run_dir, keep_checkpoints, async_save
@@ -296,6 +297,7 @@ class Trainer:
             raise unexpected_argument(
                 "fit", name, _instead(name), arguments.keyword_names(self.fit)
             )
+        self.step.follow()
         if resume is None and not self._begun:
             resume = self.directory.requested_resume()
         elif resume is not None:
@@ -615,6 +617,7 @@ class Trainer:
 
     def _save(self, best: bool) -> Path:
         recovery = self.step.recovery
+        self.step.follow()
         self.check_losses()
         if self.checkpoint_manager.is_writing:
             self.complete_checkpoint()
@@ -661,6 +664,7 @@ class Trainer:
         Args:
             which: a checkpoint, a run directory, or "latest".
         """
+        self.step.follow()
         checkpoint = self.checkpoint_manager.find(which)
         if checkpoint is not None:
             self._load_checkpoint(checkpoint)
@@ -683,6 +687,7 @@ class Trainer:
         """Return the state to resume from in another process, with any number of workers; called by
         every worker.
         """
+        self.step.follow()
         return {
             **self.state.state_dict(),
             "callbacks": self._callbacks.state_dict(),
@@ -700,6 +705,7 @@ class Trainer:
             CheckpointError: before anything is changed, if it is of another model or optimizer; if
                 a callback cannot load its state.
         """
+        self.step.follow()
         self._load_state(state, state.get("numerics", 0))
         self._callbacks.load_state_dict(state.get("callbacks", {}))
 

@@ -186,6 +186,7 @@ class Client:
         self.members: tuple[int, ...] = (0, 1)
         self.wants_to_regroup = self.leaving = self.is_over = False
         self.stop_signal = 0
+        self.generation = 1
         self.completes = [True]
         self.calls: list[Any] = []
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.callbacks import Callback, Checkpoints, Pretrained
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.training.loop import _StateOfRun
+from lockstep.training.loop import StateOfRun
 from lockstep.training.trainer import Trainer
 
 DATA = TensorDataset(
@@ -166,7 +166,7 @@ def test_pretrained_weights_that_are_not_saved_are_not_sent_to_workers_that_join
         trainer = lockstep.Trainer(
             model, optimizer, nn.CrossEntropyLoss(), 4, save_frozen=False, callbacks=[]
         )
-        return _StateOfRun(trainer, None, trainer._callbacks)  # type: ignore[arg-type]
+        return StateOfRun(trainer, None, trainer._callbacks)  # type: ignore[arg-type]
 
     sent, same, other = state_of_run(0), state_of_run(0), state_of_run(1)
     with torch.no_grad():

@@ -20,6 +20,7 @@ from lockstep.errors import (
     ConfigError,
     DesyncError,
     InterruptedRunError,
+    LockstepError,
     MembershipChangedError,
     RankLostError,
     StallError,
@@ -27,7 +28,13 @@ from lockstep.errors import (
 )
 from lockstep.training.callbacks import Callback
 from lockstep.training.callbacks.group import CallbackGroup
-from lockstep.training.recovery import REGROUP, ElasticRecovery, Recovery, leave_later
+from lockstep.training.recovery import (
+    REGROUP,
+    ElasticRecovery,
+    MissingRecovery,
+    Recovery,
+    leave_later,
+)
 from lockstep.training.stop_signals import StopSignals
 
 
@@ -82,6 +89,7 @@ class Group:
             enter=self.note,
             check=lambda: None,
             complete=self.ended,
+            generation=1,
         )
         self.reasons: list[tuple[str, bool]] = []
         self.noted: list[Any] = []
@@ -394,6 +402,42 @@ def test_a_worker_whose_first_group_is_that_of_a_later_training_joins_in_that_on
         assert not takes_part and state.result == ["a row"] and comm.is_joining
     with recovery.training(state, 1) as takes_part:
         assert takes_part and not comm.is_joining and recovery.repeats
+
+
+def test_a_training_follows_the_workers_that_have_changed_in_another_one() -> None:
+    comm: Any = Group()
+    comm.allgather_object = lambda value: [value]
+    first, state = ElasticRecovery(comm), State()
+    assert not first.is_behind
+    comm.client.generation = 2  # in another training
+    assert first.is_behind
+    first.follow(lambda: state)
+    assert state.happened == ["commit", "regroup"] and not first.is_behind
+    comm.client.generation = 3
+    with first.training(state, 1):
+        assert state.happened == ["commit", "regroup"] * 2 + ["commit"]
+
+
+def test_a_state_that_nobody_has_any_more_is_an_error() -> None:
+    comm: Any = Group()
+    comm.allgather_object = lambda value: [value]
+    comm.is_joining, comm.has_earlier_result, comm.earlier_result = True, True, lambda: "a row"
+    first: ElasticRecovery = ElasticRecovery(comm)
+    with first.training(State(), 1) as takes_part:
+        assert not takes_part
+    comm.is_joining, comm.client.generation = False, 2  # in another training
+    with pytest.raises(LockstepError, match=r"have left the elastic job.*Save a checkpoint before"):
+        first.follow(State)
+
+
+def test_a_training_that_other_workers_cannot_go_on_with_is_refused() -> None:
+    comm: Any = Group()
+    first = MissingRecovery(comm)
+    assert not first.is_behind
+    comm.client.generation = 2
+    assert first.is_behind
+    with pytest.raises(ConfigError, match="Make it after the other training"):
+        first.follow(State)
 
 
 # --- callbacks of rank 0, which may move to another worker

@@ -12,6 +12,7 @@ from typing import Any
 
 from ... import arguments, flight_recorder
 from ...checkpoint.serialization import pack, unpack
+from ...communicator import Communicator
 from ...elastic.client import WorkerLeft
 from ...errors import CheckpointError, ConfigError, unknown_name
 from ..rank0_changes import Rank0Changes
@@ -42,6 +43,8 @@ class CallbackGroup:
 
     Attributes:
         shows_progress: whether one of them shows the progress of the run on this rank.
+        states_of_rank0: in an elastic job, the states of those that run on rank 0 only, as the last
+            call of `fit` has left them; None before it.
 
     Raises:
         ConfigError: for an object that is not a callback, for example a callback class; for one of
@@ -69,6 +72,7 @@ class CallbackGroup:
         self._skipped: list[tuple[Callback, str, tuple[Any, ...]]] = []
         self._has_ended = False
         self._last_states = b""
+        self.states_of_rank0: bytes | None = None
         if not self._recovery.has_fixed_workers:
             for name, member in self._by_name.items():
                 _check_movable(name, member)
@@ -287,18 +291,27 @@ class CallbackGroup:
         """Return the states of the callbacks that run on rank 0 only, if they have changed since
         the last call.
         """
+        data = self._packed_states()
+        if data is None or data == self._last_states:
+            return None
+        self._last_states = data
+        return data
+
+    def _packed_states(self) -> bytes | None:
+        """Return the states of the callbacks that run on rank 0 only, None if they have none."""
         states = {
             name: state
             for name, member in self._by_name.items()
             if not member.every_rank and (state := member.state_dict())
         }
-        if not states:
-            return None
-        data = pickle.dumps(pack(states))
-        if data == self._last_states:
-            return None
-        self._last_states = data
-        return data
+        return pickle.dumps(pack(states)) if states else None
+
+    def keep_states(self, comm: Communicator) -> None:
+        """Give all workers the states of the callbacks that run on rank 0 only, at the end of a
+        call of `fit`: before the next one another worker may have become rank 0.
+        """
+        states = self._packed_states() if comm.rank == 0 else None
+        self.states_of_rank0 = comm.broadcast_object(states)
 
     def forget_states(self) -> None:
         """Let `changed_states` return the states again."""
@@ -315,6 +328,35 @@ class CallbackGroup:
         for name, state in states.items():
             if state:
                 self._by_name[name].load_state_dict(state)
+
+    def take_rank_between(self, rank: int) -> None:
+        """Adapt to this worker's new rank between two calls of `fit`, where no hook is due.
+
+        Args:
+            rank: the new rank.
+        """
+        self._becomes_first(rank, self.states_of_rank0)
+        self._skipped = []
+
+    def _becomes_first(self, rank: int, states: bytes | None) -> bool:
+        """Note the new rank; returns whether this worker runs the callbacks of rank 0 from here on,
+        with these states.
+        """
+        before = self._rank
+        self._rank = rank
+        if rank != 0 or before == 0:
+            return False
+        self._logs = True
+        self._members = self._all
+        if states is not None:
+            loaded = unpack(*pickle.loads(states))
+            for name, member in self._by_name.items():
+                if name in loaded and not member.every_rank:
+                    member.load_state_dict(loaded[name])
+        return True
+
+    def _of_rank0(self) -> list[Callback]:
+        return [member for member in self._all if not member.every_rank]
 
     def take_rank(
         self,
@@ -335,23 +377,13 @@ class CallbackGroup:
             epoch_has_begun: whether their `on_train_epoch_start` was called in the epoch in
                 progress.
         """
-        before = self._rank
-        self._rank = rank
-        if rank != 0 or before == 0:
+        if not self._becomes_first(rank, states):
             return
-        self._logs = True
         missed = [] if all_seen else self._skipped
         self._skipped = []
-        new = [member for member in self._all if not member.every_rank]
-        self._members = self._all
-        if states is not None:
-            loaded = unpack(*pickle.loads(states))
-            for name, member in self._by_name.items():
-                if name in loaded and member in new:
-                    member.load_state_dict(loaded[name])
         if self._has_ended and not missed:
             return
-        for member in new:
+        for member in self._of_rank0():
             self._start(member, trainer)
             if epoch_has_begun and (member, "on_train_epoch_start", ()) not in missed:
                 self._run(member, "on_train_epoch_start", trainer)

@@ -213,6 +213,7 @@ class PreparedLoop:
                 "one loop over the shards of a batch at a time",
                 found="one inside another",
             )
+        self.repeats.follow()
         key = self.parts.begin_pass(batch)
         self.losses.begin_batch(self.parts.passes_before(batch))
         self.once_a_batch.begin_batch()

@@ -159,6 +159,15 @@ class RepeatedBatches:
         self._regroups += 1
         self._requests.clear()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known of the loop, for a worker that has not run its first batch."""
+        return {"is_tried": self._is_tried, "why_not": self._why_not}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on another worker."""
+        self._is_tried = state["is_tried"]
+        self._why_not = state["why_not"]
+
     # The batches of an epoch, and what is done beside them.
 
     def batches(self, loader: Loader) -> Iterator[Batch]:
@@ -172,6 +181,7 @@ class RepeatedBatches:
         ):
             yield from copied(loader, iter(loader))
             return
+        self.follow(loader)
         if loader.is_iterable:
             self.do_not_repeat("an iterable data set")
         repeat_by(self._repeat)
@@ -205,6 +215,19 @@ class RepeatedBatches:
             if requests % REGROUP:
                 interrupt(self.recovery, f"step {state.prepared.steps_done}")
             self.recovery.boundary(requests)
+
+    def follow(self, loader: Loader | None = None) -> None:
+        """Adapt to the workers that there are now, if they have changed in another training; called
+        by all workers.
+
+        Args:
+            loader: of the loop that is about to begin, if any.
+
+        Raises:
+            ConfigError, LockstepError: see `Recovery.follow`.
+        """
+        if self.recovery.is_behind:
+            self.recovery.follow(lambda: OwnLoopState(self._loop, self, loader))
 
     def note_requests(self, requests: torch.Tensor) -> None:
         """Note the sum of the workers' requests in a step, a 0-dim tensor."""
@@ -455,6 +478,7 @@ class OwnLoopState(ModelState):
         return {
             **super().of_program(),
             "at": list(self.at),
+            "repeats": self._repeats.state_dict(),
             "parts": as_bytes(loop.parts.state_dict()),
             "losses": as_bytes(loop.losses.state_dict()),
             "once a step": as_bytes([acting.state_dict() for acting in loop.once_a_step]),
@@ -467,6 +491,7 @@ class OwnLoopState(ModelState):
         loop = self._loop
         epoch, number = state["at"]
         self.at = epoch, number
+        self._repeats.load_state_dict(state["repeats"])
         loop.parts.load_state_dict(from_bytes(state["parts"], self.comm.device))
         loop.losses.load_state_dict(from_bytes(state["losses"], self.comm.device))
         for acting, saved in zip(
@@ -479,6 +504,6 @@ class OwnLoopState(ModelState):
     def regroup(self, states: bytes | None, all_seen: bool) -> None:
         self._repeats.regroup()
         self._loop.regroup()
-        if self._loader is not None:
+        if self._loader is not None and not self._loader.is_iterable:
             self.feed.regroup()
         super().regroup(states, all_seen)

@@ -40,7 +40,8 @@ from ..errors_on_all import call_on_all, raise_on_all
 from ..formats import REPLICA_CHECK
 from ..losses.loss import Forward, Loss, LossFn, LossModule
 from ..losses.mean_check import raise_problem
-from ..recovery import STOP, recovery_of
+from ..model_state import StateOfStep
+from ..recovery import STOP, TrainingState, recovery_of
 from ..replica_check import ReplicaCheck
 from ..schedules import Schedule, learning_rate_factor
 from ..torch_schedulers import rates_of
@@ -362,6 +363,8 @@ class TrainStep:
         )
         self.comm = self.strategy.comm
         self.recovery = recovery_of(self.comm, self.strategy.can_regroup)
+        # what the workers have alike between two trainings, with that of the run which it is for
+        self.shared_state: Callable[[], TrainingState] | None = None
         self.precision = Precision(precision, self.comm.device)
         self._max_grad_norm = max_grad_norm
         self.seed = seed
@@ -459,7 +462,18 @@ class TrainStep:
                 a mean over samples, see `lockstep.training.losses.mean_check`.
             OutOfMemoryError: the memory of this worker's device is full; says what to try.
         """
+        self.follow()
         return self.recovery.run(self._attempt, batch, stop)
+
+    def follow(self) -> None:
+        """Adapt to the workers that there are now, if they have changed in another training of an
+        elastic job; called by all workers.
+
+        Raises:
+            ConfigError, LockstepError: see `Recovery.follow`.
+        """
+        if self.recovery.is_behind:
+            self.recovery.follow(self.shared_state or partial(StateOfStep, self))
 
     def _attempt(self, batch: Batch, stop: bool) -> StepResult:
         """Run one step; in an elastic job, an attempt that the loss of a worker may end."""
@@ -827,6 +841,7 @@ class TrainStep:
 
         The next step does so itself.
         """
+        self.follow()
         if not self._changes.has_changed(looks=True):
             return
         self._prepare()
@@ -847,6 +862,7 @@ class TrainStep:
                 over samples.
             MismatchError: on every worker, naming what differs, on which rank, and the values.
         """
+        self.follow()
         (has_problem,) = self._replicas.compare(
             model=model, problems=[self.loss.problem is not None]
         )
@@ -868,6 +884,7 @@ class TrainStep:
             DivergedError: on every worker, naming a parameter; buffers, frozen parameters and
                 values that were not finite before the first step do not count.
         """
+        self.follow()
         self.finite_weights.check(self.steps_done)
 
     def check_state(self) -> None:
@@ -879,6 +896,7 @@ class TrainStep:
         Raises:
             DivergedError, ConfigError, MismatchError: see there.
         """
+        self.follow()
         shards = self.strategy.shards
         if shards is not None:
             call_on_all(self.comm, partial(check_separable, self.optimizer, shards.owns))
