@@ -128,10 +128,17 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 class RankCalls(msgspec.Struct, frozen=True):
-    """What some `ranks` have called alike; `call` is None for ranks that have called nothing."""
+    """What some `ranks` have called alike.
+
+    Attributes:
+        ranks: the ranks.
+        call: the call; None if they have not reached it, or if it is not recorded any more.
+        is_overwritten: whether they have reached it, and later calls have overwritten its record.
+    """
 
     ranks: List[Integer]
     call: Call | None = None
+    is_overwritten: bool = False
 
 
 class CollectiveCalls(msgspec.Struct, frozen=True):

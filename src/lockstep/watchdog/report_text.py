@@ -245,7 +245,7 @@ def _collective_lines(
             if len(alike.ranks) == len(report.ranks)
             else f"rank{'s'[: len(alike.ranks) != 1]} " + rank_list(alike.ranks)
         )
-        lines = ["not reached"]
+        lines = ["reached, no longer recorded" if alike.is_overwritten else "not reached"]
         if alike.call is not None:
             shows_batch = len(batches) > 1 and alike.call.batch is not None
             batch = f" (batch {alike.call.batch})" if shows_batch else ""

@@ -573,40 +573,54 @@ def _last_collectives(
     """Return what the ranks of this host have called last in the group of a finding."""
     if not finding.key:
         return ()
-    calls = {
-        reader.rank: {
+    calls: dict[int, dict[int, Record]] = {}
+    last_called: dict[int, int] = {}  # by rank, the number of its last collective in the group
+    for reader in readers:
+        slot = reader.group_slot(finding.key)
+        if slot < 0:
+            continue
+        last_called[reader.rank] = reader.last_sequence(slot)
+        calls[reader.rank] = {
             raw.sequence: reader.record(raw)
             for raw in reader.raws()
             if raw.key == finding.key and raw.sequence
         }
-        for reader in readers
-        if reader.group_slot(finding.key) >= 0
-    }
     group = next((record.group for records in calls.values() for record in records.values()), "")
     first = max(1, finding.sequence + 1 - _SHOWN)
     return tuple(
         CollectiveCalls(
             number,
             group,
-            _joined_calls({rank: records.get(number) for rank, records in calls.items()}),
+            _joined_calls(
+                {rank: records.get(number) for rank, records in calls.items()},
+                {rank for rank, last in last_called.items() if number <= last},
+            ),
         )
         for number in range(first, finding.sequence + 1)
     )
 
 
-def _joined_calls(records: Mapping[int, Record | None]) -> tuple[RankCalls, ...]:
-    """Return each distinct call of one collective with its ranks; None is that of ranks that have
-    not made it.
+def _joined_calls(
+    records: Mapping[int, Record | None], callers: Collection[int]
+) -> tuple[RankCalls, ...]:
+    """Return each distinct call of one collective with its ranks.
+
+    Args:
+        records: by rank, its record of the call; None if it has none.
+        callers: the ranks that have called it, also those whose record was overwritten since.
     """
     in_one_loop = len({record.loop for record in records.values() if record is not None}) == 1
-    ranks_by_call: dict[tuple[str, str] | None, list[int]] = {}
-    first: dict[tuple[str, str] | None, Call | None] = {}
+    ranks_by_call: dict[tuple[str, str] | bool, list[int]] = {}
+    first: dict[tuple[str, str] | bool, Call | None] = {}
     for rank, record in records.items():
         call = None if record is None else _call(record)
         # batches of different loops say nothing about each other
         if call is not None and not in_one_loop:
             call = structs.replace(call, batch=None)
-        same = (call.what, call.call_site) if call is not None else None
+        same = (call.what, call.call_site) if call is not None else rank in callers
         ranks_by_call.setdefault(same, []).append(rank)
         first.setdefault(same, call)
-    return tuple(RankCalls(tuple(ranks), first[same]) for same, ranks in ranks_by_call.items())
+    return tuple(
+        RankCalls(tuple(ranks), first[same], is_overwritten=same is True)
+        for same, ranks in ranks_by_call.items()
+    )

@@ -10,8 +10,9 @@ import pytest
 
 from lockstep import messages
 from lockstep.flight_recorder import CallSignature, FlightRecorder, RecorderReader
-from lockstep.flight_recorder.layout import StateWords
-from lockstep.watchdog.report import Call, RankStatus
+from lockstep.flight_recorder.layout import RING, StateWords
+from lockstep.watchdog.report import Call, Finding, RankStatus
+from lockstep.watchdog.report_text import as_text
 from lockstep.watchdog.states import (
     HostState,
     JobStates,
@@ -19,6 +20,7 @@ from lockstep.watchdog.states import (
     collect_state,
     collect_waits,
     from_rows,
+    make_report,
     to_row,
 )
 
@@ -100,5 +102,36 @@ def test_on_one_host_all_channels_of_a_rank_count_however_many(tmp_path: Path) -
     assert published.channels == {}
     matched = [JobStates([(0, 1)], {0: state}).is_matched(0) for state in (local, published)]
     assert matched == [False, True], "300 messages were sent, but none with that tag"
+    for each in (*readers.values(), *made):
+        each.close()
+
+
+def test_a_call_whose_record_was_overwritten_was_reached(tmp_path: Path) -> None:
+    """A rank may have sent many messages, or used other groups, since it has made a call."""
+    made = [FlightRecorder(tmp_path, rank, 3, "here", "program") for rank in range(3)]
+    call = CallSignature(1, "barrier()", made[0].texts.intern("barrier()"))
+    message = CallSignature(2, "send()", made[0].texts.intern("send()"))
+    for rank, recorder in enumerate(made):
+        for text in ("barrier()", "send()"):
+            recorder.texts.intern(text)
+        slot = recorder.open_group(5, ranks=(0, 1, 2))
+        if rank < 2:
+            recorder.enter(5, slot, 1, call, 0, 0, 0, 0, -1)
+    for _ in range(RING):
+        made[1].enter(5, 0, 0, message, 0, 0, 0, 0, 2)
+    readers = {rank: RecorderReader(recorder.path) for rank, recorder in enumerate(made)}
+    finding = Finding("stall", "Rank 2 is late.", key=5, sequence=1)
+    report = make_report(finding, readers, {rank: RankStatus(rank, "runs") for rank in range(3)}, 3)
+    (collective,) = report.last_collectives
+    by_rank = {calls.ranks: calls for calls in collective.calls}
+    assert {ranks: calls.is_overwritten for ranks, calls in by_rank.items()} == {
+        (0,): False,
+        (1,): True,
+        (2,): False,
+    }
+    assert by_rank[0,].call is not None and by_rank[2,].call is None
+    text = as_text(report)
+    assert "rank 1:      reached, no longer recorded" in text
+    assert "rank 2:      not reached" in text
     for each in (*readers.values(), *made):
         each.close()
