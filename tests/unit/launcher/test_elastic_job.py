@@ -18,6 +18,7 @@ from lockstep.elastic.membership import (
     HostReport,
     Regroup,
     View,
+    WorkerRecord,
     WorkerState,
 )
 from lockstep.errors import LockstepError
@@ -567,6 +568,27 @@ def test_the_first_group_waits_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     world.job.supervise()
     assert not world.job.coordinator.view
     now[0] += FENCE_S
+    world.job.supervise()
+    assert world.job.coordinator.view == (0,)
+
+
+def test_the_first_group_waits_also_if_the_hosts_tell_their_workers_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As they do when another host leads, or one more host is lost."""
+    now = fake_clock(monkeypatch)
+    world = World((1, 1), 1)
+    ready = WorkerRecord(0, False, WorkerState("ready"))
+    report = HostReport(0, (ready,), None, 0, -1, (), ())
+    world.job.fence()
+    world.job.resume([report], ())
+    world.job.supervise()
+    assert not world.job.coordinator.view
+    now[0] += FENCE_S / 2
+    world.job.resume([report], ())
+    world.job.supervise()
+    assert not world.job.coordinator.view
+    now[0] += FENCE_S / 2
     world.job.supervise()
     assert world.job.coordinator.view == (0,)
 

@@ -122,6 +122,7 @@ class ElasticJob:
         reports = list(reports)
         workers = self._workers
         workers.forget_members()
+        self._set_fenced()  # of the new coordinator, before it gives a view
         self._values.resume(kept)
         for message in kept:
             self.coordinator.keep(message)
@@ -191,7 +192,13 @@ class ElasticJob:
         members.
         """
         self._fenced_until = time.monotonic() + FENCE_S
-        self.coordinator.is_fenced = True
+        self._set_fenced()
+
+    def _set_fenced(self) -> bool:
+        """Let the coordinator know whether that time is over; returns whether it is not."""
+        is_fenced = time.monotonic() < self._fenced_until
+        self.coordinator.set_fenced(is_fenced)
+        return is_fenced
 
     def hold(self) -> bool:
         """Let all members leave their group at once, as other hosts may go on; returns whether
@@ -301,8 +308,7 @@ class ElasticJob:
             self._values.sent(message, self.hosts)
             for host in self.hosts:
                 self.send(host, message)
-        is_fenced = time.monotonic() < self._fenced_until
-        coordinator.set_fenced(is_fenced)
+        is_fenced = self._set_fenced()
         if coordinator.failure and not (state.is_ending or state.stops or self._restart_reason):
             self._restart_reason = coordinator.failure
         if self._restart_reason:
