@@ -22,6 +22,7 @@ from lockstep.launcher.elastic_jobs.election import (
     Ballot,
     Election,
     ElectionMessage,
+    Free,
     HostView,
     Prepare,
     Promise,
@@ -326,6 +327,58 @@ def test_who_is_connected_to_the_leader_rejects_all_others() -> None:
         net.deliver_all(1, 2)
         net.deliver_all(2, 1)
     assert net.hosts[1].view == net.hosts[2].view == net.views[0]
+
+
+@pytest.mark.parametrize("claims", ["", "/shared"])
+def test_who_learns_a_moment_later_that_the_leader_has_ended_does_not_hold_up_the_others(
+    claims: str,
+) -> None:
+    """No tick passes: it would be two or three seconds until the attempt is made again."""
+    net = Net(0, size=4, claims=claims)
+    net.deliver_everything()
+    before = net.hosts[1].view
+    assert before is not None and net.leading() == [0]
+    net.end(0, 1)
+    for follower in (2, 3):  # they have not noticed it yet, and reject what 1 attempts
+        net.deliver_all(1, follower)
+        net.deliver_all(follower, 1)
+    assert net.leading() == [] and net.hosts[1].view == before
+    for follower in (2, 3):  # one after the other
+        net.end(0, follower)
+        net.deliver_everything()
+    assert net.leading() == [1]
+    assert [net.hosts[number].view for number in (1, 2, 3)] == [
+        HostView(before.number + 1, 1, (1, 2, 3), claims)
+    ] * 3
+
+
+def test_who_is_free_says_so_once_and_only_to_those_whom_it_has_rejected() -> None:
+    view = HostView(4, 0, (0, 1, 2, 3))
+    host = Election(3, view)
+    for other in (0, 1, 2):
+        host.set_link(other, Link.CONNECTED)
+    host.receive(1, Prepare(view, Ballot(5, 1, 1)))
+    list(host.take_messages())
+    host.set_link(0, Link.LOST)
+    assert list(host.take_messages()) == [(1, Free(4))]
+    host.set_link(0, Link.CONNECTED)
+    list(host.take_messages())
+    host.set_link(0, Link.LOST)
+    assert list(host.take_messages()) == []
+
+
+def test_that_a_host_was_free_before_the_newest_view_begins_no_attempt() -> None:
+    view = HostView(4, 0, (0, 1, 2))
+    host = Election(1, view)
+    host.set_link(2, Link.CONNECTED)
+    host.set_link(0, Link.LOST)
+    (prepare,) = [message for _, message in host.take_messages() if isinstance(message, Prepare)]
+    host.receive(2, Free(4))  # the attempt goes on
+    host.receive(2, Reject(prepare.ballot))
+    host.receive(2, Free(3))
+    assert list(host.take_messages()) == []
+    host.receive(2, Free(4))
+    assert list(host.take_messages()) == [(2, Prepare(view, Ballot(5, 2, 1)))]
 
 
 def test_a_host_that_does_not_follow_learns_from_any_other_that_it_is_outside() -> None:

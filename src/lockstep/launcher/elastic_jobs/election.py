@@ -13,7 +13,10 @@ Who attempts to change the view:
 - who leads, when a host is lost, or joins, or when the connection to one has broken and messages
   may be lost;
 - when the connection to the leader has ended: the most senior of those hosts that are connected to
-  each other. Who is connected to the leader rejects all other attempts.
+  each other. Who is connected to the leader rejects all other attempts. The hosts learn of the
+  leader's end within some milliseconds of each other, so that the first one is often rejected by
+  one that is about to learn of it, too: that one then says that it is *free*, and the attempt is
+  made again at once.
 
 A vote has two phases. The proposer sends *prepare* with a **ballot** to the hosts of view n to
 which it is connected. Each promises to accept no smaller ballot, and tells what it has accepted.
@@ -124,13 +127,23 @@ class Reject(Tagged, frozen=True):
     ballot: Ballot
 
 
+class Free(Tagged, frozen=True):
+    """The sender has rejected an attempt because it followed another host, and does so no more.
+
+    Attributes:
+        view: the number of the newest view that it knows.
+    """
+
+    view: Integer
+
+
 class Accepted(Tagged, frozen=True):
     """The sender has accepted a view."""
 
     proposal: Proposal
 
 
-ElectionMessage = Prepare | Promise | Reject | Proposal | Accepted | HostView
+ElectionMessage = Prepare | Promise | Reject | Free | Proposal | Accepted | HostView
 """Between the launchers of two hosts."""
 
 _NO_BALLOT = Ballot(0, 0, -1)
@@ -186,6 +199,8 @@ class Election:
     _round: int = 0  # the greatest that was seen
     _must_confirm: bool = False
     _wait_ticks: int = 0
+    # the hosts whose attempts at the next view were rejected because this host follows another one
+    _rejected: set[int] = field(default_factory=set)
     _claim: HostView | None = None
     _messages: deque[tuple[int, ElectionMessage]] = field(default_factory=deque)
 
@@ -268,6 +283,8 @@ class Election:
             self._joining.discard(host)
         if self.leader == self.me and host in self.hosts and link is not Link.CONNECTED:
             self._must_confirm = True  # what was sent to it may be lost
+        if host == self.leader and link is not Link.CONNECTED:
+            self._say_free()
         # other hosts count now
         self._attempt = None
         self._wait_ticks = 0
@@ -335,6 +352,8 @@ class Election:
                 self._note_promise(host, message)
             case Reject(ballot):
                 self._note_rejection(ballot)
+            case Free(number):
+                self._try_again(number)
             case Proposal():
                 self._accept(host, message)
             case Accepted(proposal):
@@ -398,6 +417,8 @@ class Election:
         if self.view is None or view.number != self.view.number or self.is_outside:
             return
         follows = self.leader not in (host, self.me) and self.is_connected(self.leader)
+        if follows:
+            self._rejected.add(host)
         if follows or self.leads or ballot <= self._promised:
             self._send(host, Reject(self._promised))
             return
@@ -450,6 +471,19 @@ class Election:
         if self._attempt is not None and ballot.view == self._attempt.ballot.view:
             self._round = max(self._round, ballot.round)
             self._give_up()
+
+    def _say_free(self) -> None:
+        """The leader is not connected any more: tell those whose attempts were rejected for it."""
+        assert self.view is not None  # there is a leader
+        for host in sorted(self._rejected):
+            self._send(host, Free(self.view.number))
+        self._rejected.clear()
+
+    def _try_again(self, number: int) -> None:
+        """A host that has rejected an attempt at the view after `number` would not do so now."""
+        if self.view is not None and number == self.view.number and self._attempt is None:
+            self._wait_ticks = 0
+            self._consider()
 
     def _give_up(self) -> None:
         """End the attempt; the more senior hosts are the first to try again."""
@@ -536,6 +570,7 @@ class Election:
         self._promised = Ballot(view.number + 1, 0, -1)
         self._accepted = None
         self._heard.clear()
+        self._rejected.clear()
         self._attempt = None
         self._claim = None
         self._round = self._wait_ticks = 0
