@@ -341,6 +341,55 @@ def test_an_interface_that_one_host_has_not_is_said_on_all(kind: str, job: Job) 
         assert "got 'nothing0'" in job.out(launcher), job.out()
 
 
+@pytest.mark.parametrize("lacks_it", [0, 1])
+def test_a_host_without_the_program_ends_an_elastic_job_before_it_begins_on_all(
+    lacks_it: int, job: Job
+) -> None:
+    """None waits for one that has ended, also if that would be the first: --start-timeout is
+    longer than the test may take.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    where = ("--nnodes", 3, "--master-addr", "127.0.0.1", "--master-port", port, "-np", 1)
+    words = ("run", "-q", "--elastic", "1:3", "--start-timeout", 10 * LIMIT, *where)
+
+    def start(node: int) -> None:
+        program = "nothing.py" if node == lacks_it else "program.py"
+        job.start_command(*words, "--node-rank", node, program)
+
+    start(0)
+    start(1)
+    if lacks_it == 0:  # the second host has been told so, and ends, before the third one begins
+        assert job.launchers[1].wait(LIMIT) == 1, job.out()
+    start(2)
+    codes = [launcher.wait(LIMIT) for launcher in job.launchers]
+    for reader in job.readers:
+        reader.join(LIMIT)
+    assert codes == [1, 1, 1], job.out()
+    said = (
+        f"error: host: expected one that can run the program ({socket.gethostname()}), got script: "
+        f"expected an existing Python file (current folder: {job.folder}), got 'nothing.py'."
+    )
+    for launcher in range(3):
+        assert said in job.out(launcher), job.out()
+    for launcher in (1, 2):
+        assert job.out(launcher).count("\n") == 1, job.out()
+
+
+def test_hosts_that_have_come_learn_which_job_does_not_begin(job: Job) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    where = ("--nnodes", 3, "--master-addr", "127.0.0.1", "--master-port", port, "-np", 1)
+    for node, seconds in ((0, 8), (1, 10 * LIMIT)):
+        job.start("--elastic", "1:3", "--start-timeout", seconds, *where, "--node-rank", node)
+    codes = [launcher.wait(LIMIT) for launcher in job.launchers]
+    for reader in job.readers:
+        reader.join(LIMIT)
+    assert codes == [1, 1], job.out()
+    for launcher in range(2):
+        assert "error: of 3 hosts, only 2 joined within 8 s" in job.out(launcher), job.out()
+
+
 # --- the fork server
 # --------------------------------------------------------------------------------------------------
 

@@ -163,6 +163,12 @@ class ElasticHost:
         self._election.found_job(self._peers.hosts.keys() - {self._peers.me})
         self._follow_election()
 
+    def call_off(self, reason: str) -> None:
+        """Tell the hosts that were let in for a new job why it does not begin."""
+        for host in self.mesh.hosts:
+            self.mesh.send(host, JobEnd(reason))
+        self._flush()
+
     def join(self, connection: Any, welcome: HostWelcome) -> None:
         """Take part in a job that has let this host in, by a connection to the host that leads
         it.

@@ -38,6 +38,7 @@ from ..network_interface import check_interface, choose_interface, own_address
 from ..node import HostPart, failure_of, run_as_node
 from ..options import JobOptions
 from ..output.log_multiplexer import LogMultiplexer
+from ..remote_hosts.host_description import check_compatible
 from ..worker_process.fork_server import default_workers, prepare_workers, wait_until_loaded
 from ..worker_process.script import HOROVOD_SETUP, Script
 from .elastic_host import ElasticHost
@@ -53,6 +54,8 @@ __all__ = ["ElasticPart", "JobSpec", "Listener", "join_running_job", "run_elasti
 _ASK_S = 5.0
 _RETRY_S = 0.5
 _ANSWER_S = 0.02
+# that the other hosts have to come before it is said on this one that the job cannot begin
+_OTHERS_S = 1.0
 # in which the kernel of another host must answer; a host that is dropped in vain joins again
 _LIMIT_S = 3.0
 
@@ -253,15 +256,23 @@ def _found_job(
 ) -> list[tuple[str, int]]:
     """Wait until all hosts of `config` are there, and run the job; returns as
     `Listener.take_part`.
+
+    Raises:
+        LockstepError: a host cannot run the program, or has not come in time; all hosts that have
+            come are told so.
     """
-    if description.problem:
+    if description.problem and config.nnodes == 1:
         raise LockstepError(description.problem)
     own_entry = listener.entry(0, description.workers)
     with _opened(setup, own_entry, listener) as host:
         watch(host)
-        porter = _Porter(host, config)
+        porter = _Porter(host, config, description, setup.multiplexer.write_message)
         host.mesh.on_hello = porter.answer
-        others = porter.wait_for(config.nnodes - 1, config.start_timeout)
+        try:
+            others = porter.wait_for(config.nnodes - 1, config.start_timeout)
+        except LockstepError as error:
+            host.call_off(str(error))
+            raise
         slots = description.workers + sum(other.slots for other in others)
         workers = min(config.elastic_start or slots, setup.limits.maximum)
         host.found_job([own_entry, *others], workers, porter.spec)
@@ -297,13 +308,34 @@ def _opened(
 
 
 class _Porter:
-    """Lets the hosts in with which a job begins."""
+    """Lets the hosts in with which a job begins, or tells each of them why it cannot.
 
-    def __init__(self, host: ElasticHost, config: JobOptions) -> None:
+    Args:
+        host: this one.
+        config: of the run.
+        description: of this host.
+        log: prints a message.
+
+    Attributes:
+        spec: what a host that joins later has to run.
+    """
+
+    def __init__(
+        self,
+        host: ElasticHost,
+        config: JobOptions,
+        description: HostDescription,
+        log: Callable[[str], None],
+    ) -> None:
         self._host = host
-        self._config = config
-        self._problem = ""
+        self._log = log
         self._others: dict[int, HostEntry] = {}
+        self._refused: set[tuple[str, int]] = set()  # where the hosts listen that were told why
+        self._problem = ""  # why the job cannot begin, the same on all hosts
+        try:
+            check_compatible([description])
+        except ConfigError as error:
+            self._problem = str(error)
         self.spec = messages.encode(JobSpec.of(config))
 
     def answer(self, hello: HostHello) -> HostWelcome | HostRefused:
@@ -314,10 +346,12 @@ class _Porter:
         try:
             self._host.admission.check(hello)
         except ConfigError as error:
-            self._problem = str(error)
-            return HostRefused(str(error))
+            self._problem = self._problem or str(error)
         except ValueError as error:
             return HostRefused(str(error))
+        if self._problem:
+            self._refused.add((hello.host.address, hello.host.port))
+            return HostRefused(self._problem)
         number = hello.node if hello.node > 0 else max([0, *self._others]) + 1
         if number in self._others:
             return HostRefused(
@@ -327,19 +361,33 @@ class _Porter:
         return HostWelcome(number=number, leader=0, spec=self.spec)
 
     def wait_for(self, count: int, seconds: float) -> list[HostEntry]:
-        """Wait until so many hosts have joined."""
-        deadline = time.monotonic() + seconds
-        while len(self._others) < count:
+        """Wait until so many other hosts have come.
+
+        Raises:
+            LockstepError: one of them, or this one, cannot run the program; or they have not come
+                in time.
+            KeyboardInterrupt: this launcher has received a signal.
+        """
+        began = time.monotonic()
+        is_said = False
+        while len(self._others) + len(self._refused) < count:
             self._host.wait()
-            if self._problem:
-                raise LockstepError(self._problem)
+            waited_s = time.monotonic() - began
             if self._host.user.signals:
                 raise KeyboardInterrupt
-            if time.monotonic() > deadline:
+            if self._problem and waited_s > _OTHERS_S and not is_said:
+                # who looks at this host need not wait for those who come later
+                self._log(f"lockstep: the job cannot begin: {self._problem}")
+                self._log("lockstep: the other hosts are told so as they come")
+                is_said = True
+            if waited_s > seconds:
                 raise LockstepError(
-                    f"of {counted(count + 1, 'host')}, only {len(self._others) + 1} joined within "
-                    f"{seconds:g} s"
+                    self._problem
+                    or f"of {counted(count + 1, 'host')}, only {len(self._others) + 1} joined "
+                    f"within {seconds:g} s"
                 )
+        if self._problem:
+            raise LockstepError(self._problem)
         return list(self._others.values())
 
 
