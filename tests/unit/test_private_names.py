@@ -599,6 +599,8 @@ LISTED: dict[str, Callable[[], Any]] = {
     in inspect.getsource(_iter_of_processes()._shutdown_workers),
     "_workers": lambda: "self._workers"
     in inspect.getsource(_iter_of_processes()._shutdown_workers),
+    "_index_queues": lambda: "self._index_queues"
+    in inspect.getsource(_iter_of_processes()._shutdown_workers),
     "_utils": _loader_processes_are_known_and_batches_collated_by_type,
     "_worker_info": lambda: worker._worker_info is None,
     # torch: process groups

@@ -342,6 +342,7 @@ class Fetcher:
         self._sampler = _RequestSampler()
         self._loader: DataLoader[Any] | None = None
         self._running: Generator[Any, None, None] | None = None
+        self._queues: weakref.finalize[[Any], Fetcher] | None = None
 
     def fetch(
         self, requests: Iterable[Request], are_batches: bool = True, unpack: bool = True
@@ -409,6 +410,10 @@ class Fetcher:
             self._loader = self._start()
             _with_processes.add(self)
         arriving = iter(self._loader)
+        if self._queues is None:
+            queues = getattr(arriving, "_index_queues", ())
+            self._queues = weakref.finalize(self, _let_go, queues)
+            self._queues.atexit = False
         while True:
             try:
                 loaded = next(arriving)
@@ -461,6 +466,19 @@ class Fetcher:
             # Dropping the reference would do the same, unless a traceback still holds one of its
             # frames.
             iterator._shutdown_workers()
+        if self._queues is not None:
+            self._queues.detach()
+            self._queues = None
+
+
+def _let_go(queues: Any) -> None:
+    """Let go of the queues of a fetcher's loader processes, which is called when it is collected.
+
+    Where they are garbage together, as parts of one cycle, Python would end the queues before
+    torch's iterator can tell the processes through them to end, and it would wait for them for 5 s
+    each. Held until here, they are ended after it.
+    """
+    del queues
 
 
 # Those whose loader processes may run. Where an exception ends the program within an epoch, nobody

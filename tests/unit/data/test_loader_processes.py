@@ -4,6 +4,7 @@ behind.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
+from torch.utils.data._utils import worker
 
 from lockstep.communicator import Communicator
 from lockstep.data import fetching
@@ -110,6 +112,23 @@ def test_close_ends_the_processes_though_an_epoch_is_held() -> None:
     assert os.getpid() not in pids(loader, 0)  # and can be used again
     loader.close()
     loader.close()
+
+
+def test_a_loader_that_is_collected_as_a_part_of_a_cycle_ends_its_processes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python ends the queues of a cycle first; the processes then looked after 5 s each."""
+    monkeypatch.setattr(worker, "MP_STATUS_CHECK_INTERVAL", 1000.0)  # they look for no end
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 20.0)
+    loader = Loader(Who(), 4, num_workers=2, comm=ALONE)
+    cycle: list[object] = [loader]
+    cycle.append(cycle)
+    pids(loader, 0)
+    processes = _loader_processes()
+    assert len(processes) == 2
+    del loader, cycle
+    gc.collect()
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 class Damaged(Who):
