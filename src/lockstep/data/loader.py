@@ -243,9 +243,10 @@ class Loader:
         if not self._has_said_parts and self.comm.size > 1 and self.comm.rank == 0:
             _log.warning(
                 "%d workers: in a loop without gradients each of them gets a part of the data, so "
-                "that a sum, a mean or a count over the loop is that of a part. "
-                "lockstep.evaluate(model, loader, metrics=...) and lockstep.predict return "
-                "results of all samples; comm.allreduce sums up what the loop has counted",
+                "that a sum, a mean or a count over the loop is that of a part, and so are the "
+                "statistics that update_bn collects. lockstep.evaluate(model, loader, metrics=...) "
+                "and lockstep.predict return results of all samples; comm.allreduce sums up what "
+                "the loop has counted",
                 self.comm.size,
             )
         self._has_said_parts = True

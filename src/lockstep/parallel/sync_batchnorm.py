@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -54,10 +54,18 @@ class WorkerExchange:
 
     Args:
         comm: sums over the workers.
+
+    Attributes:
+        weight: returns the factor that this worker's gradients are multiplied by after the backward
+            pass, up to one that all workers have alike. It is not 1 where each worker's loss is a
+            mean over its own part, and parts are of different sizes.
     """
+
+    weight: Callable[[], float]
 
     def __init__(self, comm: SumOverWorkers) -> None:
         self._comm = comm
+        self.weight = lambda: 1.0
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Return the rows of all workers in the order of their ranks: (n,) → (workers, n)."""
@@ -68,8 +76,14 @@ class WorkerExchange:
         return self._comm.allreduce(table)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the values of all workers, of their shape."""
-        return self._comm.allreduce(values)
+        """Return the sum of the values of all workers, of their shape: gradients, in the scale of
+        this worker's.
+        """
+        weight = self.weight()
+        if weight == 1:
+            return self._comm.allreduce(values)
+        total = self._comm.allreduce(values * weight)
+        return total / weight if weight else total
 
     def is_first(self) -> bool:
         """Return True: each worker has a layer of its own, and updates its running statistics."""

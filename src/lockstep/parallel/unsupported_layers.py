@@ -133,3 +133,45 @@ def check_joint_passes(model: nn.Module) -> None:
                 found=where,
                 hint=hint,
             )
+
+
+def check_synchronised(model: nn.Module, one_pass: bool) -> list[nn.Module]:
+    """Check that a loop of one's own supports the synchronised batch norm of `model`, and return
+    its layers; on one worker those that `convert` has marked.
+
+    Args:
+        model: the model.
+        one_pass: whether there is one pass for each worker, and not one for each shard after
+            another.
+
+    Raises:
+        ConfigError: if there are several passes: of the shards of a batch, those that workers
+            compute at the same time would share their statistics, and how many these are depends on
+            the number of workers. If a layer is torch's: it adds up gradients of means over parts,
+            which may be of different sizes.
+    """
+    layers = []
+    for name, layer in model.named_modules():
+        where = name or "its top"
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ConfigError(
+                "model",
+                "Lockstep's synchronised batch norm with prepare()",
+                found=f"torch's SyncBatchNorm at {where}, whose gradients are others where the "
+                "workers' parts of a batch are of different sizes",
+                hint="Use lockstep.prepare_model(model, comm, sync_batchnorm=True) with ordinary "
+                "batch norm.",
+            )
+        if isinstance(layer, SyncBatchNorm) or getattr(layer, "synchronised", False):
+            layers.append(layer)
+            if not one_pass:
+                raise ConfigError(
+                    "model",
+                    "batch norm that is not synchronised, with prepare(virtual_workers=...)",
+                    found=f"sync_batchnorm of {where}: the body of the loop runs for one shard "
+                    "after another, and has no statistics of the whole batch",
+                    hint="Leave sync_batchnorm out: the statistics are then those of a shard, the "
+                    "same on any number of workers. Or train with lockstep.Trainer or "
+                    "lockstep.TrainStep, which run the shards of a batch together.",
+                )
+    return layers

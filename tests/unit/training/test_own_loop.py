@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError
+from lockstep.parallel.sync_batchnorm import SyncBatchNorm
 
 DATA = TensorDataset(torch.randn(6, 2))
 
@@ -68,6 +69,39 @@ def test_a_model_that_ddp_wraps_is_refused(tmp_path: Path) -> None:
             lockstep.prepare(model, optimizer_of(model))
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_synchronised_batch_norm_is_refused_with_virtual_workers(later: bool) -> None:
+    """It had the statistics of the shards that workers computed at the same time, in silence."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    comm = lockstep.init("cpu")
+    if not later:
+        lockstep.prepare_model(model, comm, sync_batchnorm=True)
+        lockstep.prepare(model, optimizer_of(model))
+        with pytest.raises(ConfigError, match="got sync_batchnorm of 1: the body of the loop runs"):
+            lockstep.prepare(model, virtual_workers=2)
+        return
+    model, loader = lockstep.prepare(model, DataLoader(DATA, 2), virtual_workers=2)
+    model[1] = SyncBatchNorm(4)
+    with pytest.raises(ConfigError, match="got sync_batchnorm of 1: the body of the loop runs"):
+        next(iter(loader))
+
+
+def test_synchronised_batch_norm_of_torch_and_counts_beside_it_are_refused() -> None:
+    """Gradients of means over parts of different sizes were added up as if they were alike."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.SyncBatchNorm(4))
+    with pytest.raises(ConfigError, match="got torch's SyncBatchNorm at 1, whose gradients are"):
+        lockstep.prepare(model)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    model = lockstep.prepare_model(model, lockstep.init("cpu"), sync_batchnorm=True)
+    model, optimizer, loader = lockstep.prepare(model, optimizer_of(model), DataLoader(DATA, 3))
+    (part,) = next(iter(loader))
+    model(part).square().mean().backward()
+    with pytest.raises(ConfigError, match="count: expected none with synchronised batch norm"):
+        optimizer.step(count=3)
+    model.eval()  # of fixed statistics
+    optimizer.step(count=3)
 
 
 @pytest.mark.parametrize("name", ["sampler", "set_epoch", "batch_sampler"])

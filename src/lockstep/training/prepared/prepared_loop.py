@@ -25,7 +25,8 @@ from ...parallel.determinism import DeterminismSettings
 from ...parallel.module_sync import move_module, sync_module
 from ...parallel.nested import map_tensors
 from ...parallel.randomness import preserve_generators, seed_shard
-from ...parallel.unsupported_layers import check_supported
+from ...parallel.sync_batchnorm import SyncBatchNorm, WorkerExchange
+from ...parallel.unsupported_layers import check_supported, check_synchronised
 from ..batch_parts import BatchParts, Shard
 from ..divided_batches import FirstBatch
 from ..loaders import loader_of
@@ -158,11 +159,22 @@ class PreparedLoop:
     def _prepare_model(self) -> None:
         if self.parts.exact:
             check_supported(self.model, self.comm.device)
+        self.synchronised_layers = check_synchronised(self.model, not self.parts.exact)
+        for layer in self.synchronised_layers:
+            if isinstance(layer, SyncBatchNorm) and isinstance(layer.exchange, WorkerExchange):
+                layer.exchange.weight = self._weight_of_part
         for module in (self.model, *self._averages):
             move_module(module, self.comm.device)
             sync_module(module, self.comm)
         if self._determinism is not None and self.comm.size > 1 and not self.comm.is_joining:
             self._determinism.check_same(self.comm)
+
+    def _weight_of_part(self) -> float:
+        """Return this worker's part of the batch, as a multiple of the mean part."""
+        shard = self.parts.current
+        if shard is None:
+            return 1.0
+        return shard.samples * self.comm.size / shard.total
 
     def change(self, replacement: nn.Module | Optimizer | LRScheduler) -> None:
         """Change a model or an optimizer that `prepare` was given in place; schedulers stay as they
@@ -289,6 +301,9 @@ class PreparedLoop:
             self.buffers.restore()
         for optimizer in self.optimizers.values():
             optimizer.begin_shard(shard, first)
+        for layer in self.synchronised_layers:
+            if isinstance(layer, SyncBatchNorm):
+                layer.absent = not shard.samples
         shard.collectives = recorded_collectives()
         self.repeats.begin_body()
         self.losses.begin_body(shard, data)
@@ -296,6 +311,9 @@ class PreparedLoop:
     def _leave_body(self) -> None:
         """End the running body, or leave it; nothing happens if there is none."""
         self.parts.current = None
+        for layer in self.synchronised_layers:
+            if isinstance(layer, SyncBatchNorm):
+                layer.absent = False
         self.gradients.forget_deferred_step()
         if self in _running:
             _running.remove(self)

@@ -421,6 +421,14 @@ class PreparedOptimizer:
                 found="some",
                 hint=hint,
             )
+        synchronised = self._loop.synchronised_layers
+        if count is not None and any(layer.training for layer in synchronised):
+            hint = (
+                "Its gradients go to other workers before the count is known. Compute the loss "
+                "from lockstep.whole_batch(output), or leave sync_batchnorm out, or train with "
+                "lockstep.Trainer and a loss that returns (sum, count)."
+            )
+            raise ConfigError("count", "none with synchronised batch norm", found="one", hint=hint)
         if count is not None and shard.whole_batch:
             hint = "The loss is that of the whole batch already: divide it by what counts there."
             raise ConfigError("count", "none with lockstep.whole_batch()", found="one", hint=hint)
