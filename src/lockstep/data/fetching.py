@@ -413,7 +413,7 @@ class Fetcher:
         if self._queues is None:
             queues = getattr(arriving, "_index_queues", ())
             self._queues = weakref.finalize(self, _let_go, queues)
-            self._queues.atexit = False
+            self._queues.atexit = False  # type: ignore[misc]  # a property
         while True:
             try:
                 loaded = next(arriving)

@@ -60,6 +60,7 @@ class Loop(Protocol):
     repeats: RepeatedBatches
     gradients: AllGradients
     losses: BodyLosses
+    synchronised_layers: list[nn.Module]
 
     def shards(self, batch: Any) -> Any:
         """Yield the data of each of this worker's shards of a global batch."""
