@@ -543,8 +543,7 @@ class Launcher:
     part: Part | None = None
     dead: str = ""  # "killed", "power" or "ended"
     frozen_since: float = -1.0
-    thawed_at: float = -1.0
-    was_frozen_since: float = -1.0
+    stops: list[tuple[float, float]] = field(default_factory=list)  # those that are over
     queue: list[Callable[[], None]] = field(default_factory=list)
     alone_since: float = -1.0
     waits_since: float = 0.0
@@ -880,13 +879,16 @@ class World:
             since = 0.0
         if peer.frozen_since >= 0:
             since = min(since, peer.frozen_since)
-        elif connection.heard.get(number, 0.0) < peer.thawed_at and self.now < peer.thawed_at + 1:
-            # it tells that it runs only after what it does at first
-            since = min(since, peer.was_frozen_since)
+        elif peer.stops:
+            stopped, thawed = peer.stops[-1]
+            if connection.heard.get(number, 0.0) < thawed and self.now < thawed + 1:
+                # it tells that it runs only after what it does at first
+                since = min(since, stopped)
         if self.is_cut(own, peer):
             since = min(since, self.cut_since[frozenset((own.address, peer.address))])
-        if own.thawed_at >= 0:
-            since = max(since, own.thawed_at)  # then it read what had come meanwhile
+        for stopped, thawed in own.stops:
+            if stopped <= since < thawed:
+                since = thawed  # only then it read what had come meanwhile
         return self.now - since
 
     def dial(self, number: int, other: int) -> None:
@@ -1203,9 +1205,8 @@ class World:
         if launcher.frozen_since < 0 or launcher.dead:
             return
         gap = self.now - launcher.frozen_since
-        launcher.was_frozen_since = launcher.frozen_since
+        launcher.stops.append((launcher.frozen_since, self.now))
         launcher.frozen_since = -1.0
-        launcher.thawed_at = self.now
         queue, launcher.queue = launcher.queue, []
         part = launcher.part
         if part is None or part.is_over:

@@ -22,6 +22,8 @@ _TURN_S = (
 )
 _DEFAULT_LIMIT_S = 120.0
 
+_LATE_S = 1.0  # after which a beat is so late that this process may have been stopped
+
 ELASTIC_LIMIT_S = 10.0
 """Seconds after which an elastic job goes on without a host whose launcher does not answer; it may
 join again.
@@ -70,6 +72,7 @@ class Pulse:
         self._is_blocked = is_blocked
         self._turned = self._beaten = time.monotonic()
         self._longest = 0.0
+        self._late_at = -math.inf  # when a beat was so the last time
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep pulse", daemon=True)
 
@@ -100,11 +103,21 @@ class Pulse:
         return lapse
 
     def beats(self) -> bool:
-        """Return whether the loop turns."""
-        return time.monotonic() - self._turned < _TURN_S or self._is_blocked()
+        """Return whether the loop turns; if this process may have been stopped, since it goes
+        on.
+
+        The loop of a launcher may have to find out first whether the others are without it.
+        """
+        turns = self._turned >= self._late_at and time.monotonic() - self._turned < _TURN_S
+        return turns or self._is_blocked()
 
     def _run(self) -> None:
+        woke = time.monotonic()
         while not self._stopping.wait(_BEAT_S):
+            before = woke
+            woke = time.monotonic()
+            if woke - before >= _LATE_S:
+                self._late_at = woke
             if self.beats():
                 now = time.monotonic()
                 self._longest = max(self._longest, now - self._beaten)

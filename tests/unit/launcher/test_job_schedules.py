@@ -7,9 +7,10 @@ A schedule is tried again by its number: ``python tests/support/job_simulation.p
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from unittest.mock import patch
 
@@ -17,14 +18,17 @@ import pytest
 
 from lockstep.elastic.membership import Lease
 from lockstep.launcher.elastic_jobs import admission, elastic_job, local_members
-from lockstep.launcher.elastic_jobs.election import Election, _Attempt
+from lockstep.launcher.elastic_jobs.election import Ballot, Election, Prepare, _Attempt
 from lockstep.launcher.elastic_jobs.mesh import Link
 from support.job_simulation import (
+    CLOCK,
     CRASHES_IN_A_VOTE,
     FROZEN_LAUNCHER,
     FROZEN_LEADER,
     PropertyError,
     SimulatedWorkers,
+    World,
+    simulated,
     try_schedules,
 )
 
@@ -122,3 +126,58 @@ def test_without_a_guard_something_does_not_hold(guard: str) -> None:
     seen, without, schedules = GUARDS[guard]
     with without, pytest.raises(PropertyError, match=seen):
         try_schedules(schedules)
+
+
+# --- the first moments after a stop
+# ----------------------------------
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """A job on several hosts, the first of which leads, before any fault."""
+    with simulated():
+        world = World(FROZEN_LEADER)
+        while world.queue[0][0] < 0.3:
+            world.now, _, what = heapq.heappop(world.queue)
+            CLOCK.now = world.now
+            what()
+        assert world.parts[0].host._election.leads
+        assert world.parts[1].host._election.hosts == tuple(world.parts)
+        yield world
+
+
+def test_who_leads_and_did_not_run_asks_before_anything_else_tells_that_it_runs(
+    world: World,
+) -> None:
+    """With the turn of its loop its pulse beats again, and those that follow it renew leases."""
+    host, told = world.parts[0].host, list[object]()
+    host.mesh.send = lambda other, message: told.append((other, type(message)))
+    host._pulse.turn = lambda: told.append("turns")
+    host._pulse.lapse_s = 10.0
+    host._note_turn()
+    others = [number for number in world.parts if number != 0]
+    assert told == [*((other, Prepare) for other in others), "turns"]
+
+
+def test_a_lease_is_renewed_only_after_what_was_read_with_the_sign_of_life(world: World) -> None:
+    """That who leads asks is read in the same turn as that it runs."""
+    host, leases = world.parts[1].host, list[float]()
+    lease = host._members._lease
+    assert lease() > world.now
+    host._members._lease = lambda: leases.append(lease()) or 0.0
+    host._members._next_lease = host._next_poll = 0.0
+    view = host._election.view
+    host.mesh.on_message(0, Prepare(view, Ballot(view.number + 1, 1, 0)))
+    host.turn()
+    assert leases == [0.0]
+
+
+def test_a_launcher_that_was_stopped_has_heard_only_who_ran_meanwhile(world: World) -> None:
+    """Of the simulation."""
+    leader, follower = world.launchers[:2]
+    leader.frozen_since = world.now = 10.0
+    follower.stops.append((15.0, 16.5))
+    world.now = 17.0
+    assert world.silent_s(1, 0) == 7.0
+    leader.frozen_since = 16.0
+    assert world.silent_s(1, 0) == 0.5  # read when it went on

@@ -118,6 +118,26 @@ def test_a_lapse_is_the_time_between_two_beats(clock: Clock) -> None:
     assert sign.take_lapse_s() == 50 and sign.take_lapse_s() == 0
 
 
+def test_after_a_stop_it_beats_only_once_the_loop_has_turned(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop asks first whether the others are without this launcher."""
+    beaten: list[float] = []
+    sign = Pulse(lambda: beaten.append(clock.now))
+    waits = iter([(0.5, False), (3.0, False), (0.5, False), (0.5, True), (0.5, False)])
+
+    def wait(seconds: float) -> bool:
+        passed, turns = next(waits, (0.0, False))
+        clock.pass_s(passed)
+        if turns:
+            sign.turn()
+        return passed == 0.0
+
+    monkeypatch.setattr(sign._stopping, "wait", wait)
+    sign._run()
+    assert beaten == [1000.5, 1004.5, 1005.0]
+
+
 def test_what_a_launcher_does_not_read_is_written_beside_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

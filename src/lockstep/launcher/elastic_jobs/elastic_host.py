@@ -212,6 +212,8 @@ class ElasticHost:
         self.user.take_requests()
         self._tick()
         self._pump()
+        # who leads may have asked, in what was read just now, whether it still does
+        self._members.tick()
         if self.has_new_reader:
             self.has_new_reader = False
             for text in self._told:
@@ -230,16 +232,18 @@ class ElasticHost:
         it, believe nothing.
 
         It would otherwise lead, start workers, and let them train, until it has read that the
-        others have ended their connections.
+        others have ended their connections. That it asks is the first thing that the others hear:
+        a ping before it would let those that follow this one renew leases.
         """
-        self._pulse.turn()
         if self._pulse.take_lapse_s() >= _GAP_S and len(self._election.hosts) > 1:
             were_held = self._are_members_held
-            self._hold_members()
             self._election.confirm()
+            self._send_of_election()
+            self._hold_members()
             if self._election.leader != self._peers.me:
                 # no other view follows, and they may be members again soon
                 self._are_members_held = were_held
+        self._pulse.turn()
 
     def _beat(self) -> None:
         """Let workers and other hosts know that this launcher runs, while its loop waits for
@@ -304,7 +308,6 @@ class ElasticHost:
         if self._peers.mesh is not None and now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._tick_hosts()
-        self._members.tick()
         if self._workers.is_empty and self._peers.me in job.leaving and self._over is None:
             self._log(f"lockstep: {self._peers.own_entry.name} has left the job")
             self._end(JobEnd())
@@ -334,15 +337,18 @@ class ElasticHost:
             self._shared.claim(election.view.claims, claim)
         while self._shared.decided:
             election.claimed(self._shared.decided.popleft())
-        # before what a new view has for consequences
-        for host, message in election.take_messages():
-            self.mesh.send(host, message)
+        self._send_of_election()  # before what a new view has for consequences
         if election.view is not None and election.view is not self._knowledge.view:
             self._follow_view(election.view)
         if self._broken - set(self._knowledge.job.leaving) and not election.is_settled:
             self._hold_members()
         if self._leadership.resume_if_due():
             self._repeat_requests()
+
+    def _send_of_election(self) -> None:
+        """Send what the election has to tell."""
+        for host, message in self._election.take_messages():
+            self.mesh.send(host, message)
 
     def _follow_view(self, view: HostView) -> None:
         """A view of the hosts is decided: lead the job, or follow who does."""
