@@ -551,7 +551,7 @@ def _load_index(path: Path, name: str, state: tuple[int, int]) -> _Index | None:
     """Return the index of a file, None if there is none for the file as it is now."""
     for kept in _index_paths(path):
         with suppress(OSError, msgspec.DecodeError):
-            index = msgspec.json.decode(kept.read_bytes(), type=_Index)
+            index: _Index = msgspec.json.decode(kept.read_bytes(), type=_Index)
             if index.reader == name and index.state == state and _fits(index):
                 return index
     return None

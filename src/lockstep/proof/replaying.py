@@ -118,7 +118,7 @@ class Replay(RunGuard):
     name = "replay"
 
     def __init__(self, path: Path, number: int | None) -> None:
-        request = msgspec.json.decode(path.read_bytes(), type=Request)
+        request: Request = msgspec.json.decode(path.read_bytes(), type=Request)
         self._request = request
         self._is_replayed = number == request.trainer
         self.run_dir = (

@@ -72,7 +72,7 @@ def mark_of(folder: Path, kill: Kill) -> Path:
 
 def run_subject(folder: Path) -> None:
     """Do as the task in `folder` says; rank 0 writes the result and its number of steps there."""
-    task = msgspec.json.decode((folder / "task.json").read_bytes(), type=Task)
+    task: Task = msgspec.json.decode((folder / "task.json").read_bytes(), type=Task)
     sys.path += [folder for folder in task.path if folder not in sys.path]
     counter = _StepCounter(task, folder)
     recorder = StepRecorder(folder, task.recorded_steps, task.held) if task.recorded_steps else None

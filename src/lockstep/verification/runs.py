@@ -74,7 +74,7 @@ def record_run(
         )
         failure = run_quietly(recorded, workers, threads, folder)
         paths = [record_file(folder, rank) for rank in range(workers)]
-        records = [
+        records: list[RunRecord] = [
             msgspec.msgpack.decode(path.read_bytes(), type=RunRecord)
             for path in paths
             if path.exists()
