@@ -20,8 +20,10 @@ class _LayerwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; returns what `closure` returns, which computes the gradients anew,
-        if it is given.
+        """Update the parameters; returns what `closure` returns, if it is given.
+
+        Args:
+            closure: computes the gradients anew, and returns the loss.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
