@@ -75,7 +75,7 @@ def keep_until_ended(groups: Iterable[Any], works: Iterable[Any]) -> None:
     unfinished = list(works)
     while unfinished and time.monotonic() < deadline:
         time.sleep(_END_S / 20)
-        unfinished = [work for work in unfinished if not work.is_completed()]
+        unfinished = [work for work in unfinished if not _has_ended(work)]
     if unfinished:
         kept = [backend for group in groups for backend in _gloo_backends(group)]
         threading.Thread(
@@ -90,9 +90,20 @@ def _wait_for(works: list[Any], kept: list[Any]) -> None:
     while works:
         time.sleep(_LOOK_S)
         with _in_torch:
-            if all(work.is_completed() for work in works):
+            if all(_has_ended(work) for work in works):
                 works.clear()
                 kept.clear()
+
+
+def _has_ended(work: Any) -> bool:
+    """Return whether a work of an aborted group has ended; a message's knows that only once it has
+    been waited for.
+    """
+    if isinstance(work, c10d.Work) and not work.is_completed():
+        with suppress(RuntimeError):
+            work.wait(_LIMIT)
+    completed: bool = work.is_completed()
+    return completed
 
 
 def _gloo_backends(group: Any) -> list[Any]:

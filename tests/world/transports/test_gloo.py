@@ -92,6 +92,17 @@ def test_the_destructor_of_a_group_with_a_lost_send_keeps_nobody_waiting(
     assert float(seconds) < SOON_S
 
 
+def test_messages_of_an_aborted_group_have_ended(warm: None, tmp_path: Path) -> None:
+    """Their works do not say so by themselves, and the group would be kept for ever."""
+    collective = "dist.all_to_all_single(received, sent, async_op=True)"
+    assert collective in LOST_SEND
+    message = "dist.isend(sent, 1) if other else None"
+    (tmp_path / "program.py").write_text(LOST_SEND.replace(collective, message))
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = warm_python.run([tmp_path / "program.py", LIMIT_S, 0.3], tmp_path, variables)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("True "), done
+
+
 # The interpreter's end lasts until the send has ended, at its time limit.
 SLOW_END = """
 class Slow:
