@@ -49,6 +49,7 @@ def weights_of_a_loop(batch: int, whole: bool) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = DataLoader(TensorDataset(inputs, labels), batch, shuffle=True)
     model, optimizer, loader = lockstep.prepare(model, optimizer, loader)
+    lockstep.prepare(model)  # as for another training, which does not run here
     for _ in range(2):
         for part, targets in loader:
             outputs = model(part)

@@ -162,19 +162,12 @@ class PreparedLoop:
         self.synchronised_layers = check_synchronised(self.model, not self.parts.exact)
         for layer in self.synchronised_layers:
             if isinstance(layer, SyncBatchNorm) and isinstance(layer.exchange, WorkerExchange):
-                layer.exchange.weight = self._weight_of_part
+                layer.exchange.weight = _weight_of_part
         for module in (self.model, *self._averages):
             move_module(module, self.comm.device)
             sync_module(module, self.comm)
         if self._determinism is not None and self.comm.size > 1 and not self.comm.is_joining:
             self._determinism.check_same(self.comm)
-
-    def _weight_of_part(self) -> float:
-        """Return this worker's part of the batch, as a multiple of the mean part."""
-        shard = self.parts.current
-        if shard is None:
-            return 1.0
-        return shard.samples * self.comm.size / shard.total
 
     def change(self, replacement: nn.Module | Optimizer | LRScheduler) -> None:
         """Change a model or an optimizer that `prepare` was given in place; schedulers stay as they
@@ -373,6 +366,19 @@ _running: list[PreparedLoop] = []
 def running_loop() -> PreparedLoop | None:
     """Return the loop whose body runs now; None outside."""
     return _running[-1] if _running else None
+
+
+def _weight_of_part() -> float:
+    """Return this worker's part of the batch in the body that runs now, as a multiple of the mean
+    part; 1 outside.
+
+    A layer asks for that of whichever loop runs: several may have been prepared with its model.
+    """
+    loop = running_loop()
+    if loop is None or loop.parts.current is None:
+        return 1.0
+    shard = loop.parts.current
+    return shard.samples * loop.comm.size / shard.total
 
 
 # A loop of one's own calls torch directly, so that there is no object to ask. These are wrapped,
